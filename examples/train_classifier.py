@@ -1,0 +1,217 @@
+"""Trains an image classifier through top-k exchange, and says what it cost.
+
+    python examples/train_classifier.py --compare               # scikit-learn's digits, 2 CPU workers
+    python examples/train_classifier.py --data DIR --model resnet20 --plot run.png
+    python examples/train_classifier.py --data cifar10 --download --model vgg16 --devices 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import tempfile
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from models import MODELS
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_topk import CompressionMonitor, TopKStrategy
+
+
+class Classifier(L.LightningModule):
+    """An ordinary LightningModule: nothing here is about compression."""
+
+    def __init__(self, model: str, shape: tuple[int, int, int], classes: int, lr: float) -> None:
+        super().__init__()
+        self.net = MODELS[model](shape, classes)
+        self.lr = lr
+        self.accuracy = MulticlassAccuracy(classes, average="micro")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy of a batch of images ``[N, C, H, W]`` and labels ``[N]``."""
+        images, labels = batch
+        loss = torch.nn.functional.cross_entropy(self.net(images), labels)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Counts right answers."""
+        images, labels = batch
+        self.accuracy(self.net(images), labels)
+        self.log("accuracy", self.accuracy, prog_bar=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        """Logs the steps taken, since a spawned run returns only what was logged."""
+        self.log("steps", float(self.global_step))
+
+    def configure_optimizers(self) -> dict[str, object]:
+        """SGD with momentum and a cosine schedule over the planned steps."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def digits() -> tuple[Dataset, Dataset, int]:
+    """scikit-learn's 1,797 digits of 8 x 8 pixels; every fifth is held out."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    held_out = torch.arange(len(labels)) % 5 == 0
+    return (
+        TensorDataset(images[~held_out], labels[~held_out]),
+        TensorDataset(images[held_out], labels[held_out]),
+        len(data.target_names),
+    )
+
+
+def image_sets(source: str, download: bool) -> tuple[Dataset, Dataset, int]:
+    """A folder with ``train/<class>/*`` and ``test/<class>/*``, or torchvision's CIFAR-10."""
+    from torchvision import datasets
+    from torchvision.transforms import v2
+
+    tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.49, 0.48, 0.45], [0.25, 0.24, 0.26])]
+    augment = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *tensor])
+    plain = v2.Compose([v2.Resize((32, 32)), *tensor])
+    if source == "cifar10":
+        train = datasets.CIFAR10("data", train=True, transform=augment, download=download)
+        test = datasets.CIFAR10("data", train=False, transform=plain, download=download)
+    else:
+        root = Path(source)
+        for part in ("train", "test"):
+            if not (root / part).is_dir():
+                raise SystemExit(
+                    f"--data {source}: there is no folder {root / part}. Give a folder with train/<class>/*.jpg and "
+                    "test/<class>/*.jpg, or 'cifar10' with --download."
+                )
+        train = datasets.ImageFolder(root / "train", transform=augment)
+        test = datasets.ImageFolder(root / "test", transform=plain)
+    return train, test, len(train.classes)
+
+
+def fit(options: argparse.Namespace, strategy: str) -> tuple[dict[str, float], dict[str, tuple[list[float], list[float]]]]:
+    """Trains once; returns the last logged values, and the series of all of them."""
+    L.seed_everything(options.seed, workers=True, verbose=False)
+    train, test, classes = digits() if options.data is None else image_sets(options.data, options.download)
+    shape = tuple(train[0][0].shape)
+    model = Classifier(options.model, shape, classes, options.lr)
+    # Processes are spawned from here, unless torchrun or a cluster starts them.
+    external = options.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+    start = {"start_method": "popen" if external else "spawn"}
+    if strategy == "topk":
+        plugin = TopKStrategy(
+            ratio=options.ratio,
+            server_ratio=options.server_ratio,
+            bidirectional=options.bidirectional,
+            topology=options.topology,
+            **start,
+        )
+    else:
+        plugin = L.pytorch.strategies.DDPStrategy(**start)
+    loader = {"batch_size": options.batch_size, "num_workers": options.loaders, "persistent_workers": options.loaders > 0}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            strategy=plugin,
+            callbacks=[CompressionMonitor()] if strategy == "topk" else [],
+            accelerator="gpu" if torch.cuda.is_available() else "cpu",
+            devices=options.devices,
+            num_nodes=options.num_nodes,
+            max_epochs=options.max_epochs,
+            limit_train_batches=options.limit_train_batches,
+            logger=CSVLogger(folder, name="", version=""),
+            log_every_n_steps=5,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        trainer.fit(model, DataLoader(train, shuffle=True, drop_last=True, **loader), DataLoader(test, **loader))
+        series = read_series(Path(folder) / "metrics.csv") if trainer.is_global_zero else {}
+    values = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    if strategy == "ddp":
+        elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        workers = trainer.world_size
+        values["topk/total_dense_bytes"] = values["steps"] * (2 * (workers - 1) * elements * 4 // workers)
+    return values, series
+
+
+def read_series(path: Path) -> dict[str, tuple[list[float], list[float]]]:
+    """Steps and values of each column of CSVLogger's file."""
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            for key, value in row.items():
+                if value:
+                    steps, values = series.setdefault(key, ([], []))
+                    steps.append(float(row["step"]))
+                    values.append(float(value))
+    return series
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """The runs side by side; bytes are those that rank 0 sent."""
+    lines = [
+        f"{'strategy':<10}{'accuracy':>10}{'bytes up':>15}{'bytes down':>15}{'dense bytes':>17}{'saving':>9}{'error':>8}"
+    ]
+    for name, values in results.items():
+        dense = values["topk/total_dense_bytes"]
+        up, down = (values.get(f"topk/total_{way}_bytes") for way in ("uplink", "downlink"))
+        error = values.get("topk/uplink_error", 0.0)
+        saving = 1.0 if up is None else dense / (up + down) if up + down else 1.0
+        cells = ["-" if sent is None else f"{sent:,.0f}" for sent in (up, down)]
+        lines.append(
+            f"{name:<10}{values['accuracy']:>10.2%}{cells[0]:>15}{cells[1]:>15}{dense:>17,.0f}{saving:>8.1f}x{error:>8.3f}"
+        )
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", help="a folder with train/<class>/* and test/<class>/*, or 'cifar10' (default: digits)")
+    add("--download", action="store_true", help="download CIFAR-10 to ./data if it is not there")
+    add("--model", choices=list(MODELS), default="mlp", help="default: %(default)s")
+    gpus = torch.cuda.device_count()
+    add("--devices", type=int, default=gpus or 2, help="workers on each node (default: all GPUs, else 2 CPU processes)")
+    add("--num-nodes", type=int, default=1, help="default: %(default)s")
+    add("--strategy", choices=["topk", "ddp"], default="topk", help="default: %(default)s")
+    add("--compare", action="store_true", help="train with topk and with ddp")
+    add("--ratio", type=float, default=0.01, help="fraction that each worker sends (default: %(default)s)")
+    add("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
+    add("--no-bidirectional", dest="bidirectional", action="store_false", help="servers send all that is nonzero")
+    add("--topology", default="sharded", help="sharded, single_server or allgather (default: %(default)s)")
+    add("--max-epochs", type=int, default=20, help="default: %(default)s")
+    add("--batch-size", type=int, default=32, help="of each worker (default: %(default)s)")
+    add("--lr", type=float, default=0.05, help="default: %(default)s")
+    add("--loaders", type=int, default=0, help="data loading processes of each worker (default: %(default)s)")
+    add("--limit-train-batches", type=int, help="batches in an epoch, at most")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--plot", metavar="FILE", help="draw loss, bytes and compression error over steps")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains, prints the table, draws the plot."""
+    options = parse()
+    strategies = ["ddp", "topk"] if options.compare else [options.strategy]
+    runs = {strategy: fit(options, strategy) for strategy in strategies}
+    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) != 0:
+        return
+    print("\n" + table({strategy: values for strategy, (values, _) in runs.items()}))
+    if options.plot:
+        from lightning_topk.plots import plot_runs
+
+        plot_runs({strategy: series for strategy, (_, series) in runs.items()}, options.plot)
+        print(f"plot: {options.plot}")
+
+
+if __name__ == "__main__":
+    main()

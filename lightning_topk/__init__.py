@@ -1,0 +1,41 @@
+"""Top-k gradient compression with error feedback in both directions, for PyTorch DDP and Lightning.
+
+With Lightning, change one argument::
+
+    Trainer(strategy=TopKStrategy(ratio=0.001, bidirectional=True))
+
+With plain DistributedDataParallel, :func:`attach` a model; Lightning is not imported then.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_topk import _register
+from lightning_topk._version import __version__
+from lightning_topk.config import TopKConfig
+from lightning_topk.hook import TopKState, attach, topk_hook
+
+if TYPE_CHECKING:
+    from lightning_topk.callback import CompressionMonitor
+    from lightning_topk.strategy import TopKStrategy
+
+
+__all__ = ["CompressionMonitor", "TopKConfig", "TopKState", "TopKStrategy", "__version__", "attach", "topk_hook"]
+
+_NEEDS_LIGHTNING = {"TopKStrategy": "lightning_topk.strategy", "CompressionMonitor": "lightning_topk.callback"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs Lightning when it is first asked for."""
+    if name in _NEEDS_LIGHTNING:
+        return getattr(importlib.import_module(_NEEDS_LIGHTNING[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+_register.when_lightning_is_imported()

@@ -1,0 +1,3 @@
+"""The version."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,147 @@
+"""Drives exchanges over process groups, one after the other, beside the backward pass.
+
+Collectives issued from callbacks of several buckets interleave differently on different ranks, and then deadlock or pair
+up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with a process group of its own: on CPU a
+thread, on CUDA a side stream.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topk.exchange import AllGather, AllToAll, Broadcast, Exchange, Gather, Request
+
+
+class Meter:
+    """Bytes that this rank sends to other ranks, by what they are for."""
+
+    def __init__(self) -> None:
+        self.bytes = {"uplink": 0, "downlink": 0, "broadcast": 0, "dense": 0}
+        """``uplink`` and ``downlink`` of the exchanges, ``broadcast`` of module buffers by DDP, and ``dense``: what a
+        ring all-reduce of the same gradients would have sent."""
+
+
+def drive(exchange: Exchange, group: dist.ProcessGroup, meter: Meter) -> None:
+    """Runs an exchange to its end over a process group.
+
+    Args:
+        exchange: One rank's exchange; every rank of the group drives its own.
+        group: The group that carries it.
+        meter: Takes note of the bytes sent.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    reply: Tensor | None = None
+    while True:
+        try:
+            request = exchange.send(reply)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration:
+            return
+        meter.bytes[request.direction] += request.sent_bytes(rank, world)
+        reply = perform(request, group, rank, world)
+
+
+def perform(request: Request, group: dist.ProcessGroup, rank: int, world: int) -> Tensor | None:
+    """Performs one request as a collective and returns its reply (see the request's class)."""
+    payload = request.payload
+    if isinstance(request, AllToAll):
+        received = torch.empty_like(payload)
+        dist.all_to_all_single(received, payload, group=group)
+        return received
+    if isinstance(request, AllGather):
+        received = payload.new_empty(world, len(payload))
+        dist.all_gather_into_tensor(received.view(-1), payload, group=group)
+        return received
+    root = dist.get_global_rank(group, 0)
+    if isinstance(request, Gather):
+        rows = list(payload.new_empty(world, len(payload)).unbind()) if rank == 0 else None
+        dist.gather(payload, rows, dst=root, group=group)
+        return torch.stack(rows) if rows else None
+    assert isinstance(request, Broadcast)
+    # A scatter of equal rows: rank 0 sends to every other rank itself, as the parameter server of the papers does. A
+    # broadcast would forward through a tree that depends on the backend, and no one could predict its bytes.
+    received = torch.empty_like(payload)
+    dist.scatter(received, [payload] * world if rank == 0 else None, src=root, group=group)
+    return received
+
+
+class Lane(Protocol):
+    """Runs jobs one after the other, in the order of submission, beside the caller."""
+
+    def submit(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        """Queues a job; the future holds its result."""
+        ...
+
+    def close(self) -> None:
+        """Ends the lane when what was submitted is done."""
+        ...
+
+
+class ThreadLane:
+    """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def submit(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        """See :meth:`Lane.submit`."""
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        self._jobs.put(run)
+        # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
+        # turns it into an error of the future that DDP sees.
+        return done.then(lambda future: future.value())
+
+    def close(self) -> None:
+        """See :meth:`Lane.close`."""
+        self._jobs.put(None)
+        self._thread.join(timeout=5)
+
+
+class StreamLane:
+    """A lane for CUDA tensors: a side stream. Jobs are enqueued at once; the host waits for nothing.
+
+    Args:
+        device: The tensors' device, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        """See :meth:`Lane.submit`. The future records the side stream, so that whoever waits for it waits on the GPU."""
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            done.set_result(job())
+        return done
+
+    def close(self) -> None:
+        """See :meth:`Lane.close`."""
+        self._stream.synchronize()
+
+
+def lane_for(device: torch.device) -> Lane:
+    """The lane that suits tensors of a device."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane()

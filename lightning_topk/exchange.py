@@ -1,0 +1,284 @@
+"""The path of a gradient: what happens to one bucket between DDP's hook and the optimizer.
+
+Problem. A data-parallel step must turn W local gradients into one that all ranks share, over links too slow for dense
+gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang et al. 2019; Zheng et al. 2019)::
+
+    bucket g            [d]     the worker's gradient, from DDP
+    1 compensate        a = g + e            the worker's residual e [d] joins
+    2 select            the k/W entries of largest |a| in each of the W shards
+    3 keep              e = a - what is sent (as it will be decoded: the wire's rounding is kept too)
+    4 encode            values + positions -> uint8 payload [W, P]; its size follows from (d, k, wire)
+    5 uplink            all_to_all: shard s of every worker reaches server s
+    6 aggregate         b = mean over the workers              [d/W]
+    7 1-4 again         on the server's shard, with the server's residual E [d/W]
+    8 downlink          all_gather: every worker gets every server's reply
+    9 deliver           g <- the decoded replies; every rank holds the same bits
+
+Steps 1-4 are :meth:`Link.send`; 5-9 are one of the exchanges :func:`sharded`, :func:`single_server`, :func:`allgather`.
+An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process groups
+(:mod:`lightning_topk.collectives`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_topk.layout import Layout
+from lightning_topk.memory import Memory
+from lightning_topk.ops import reference
+from lightning_topk.select import Selector
+from lightning_topk.wire import Codec
+
+Direction = Literal["uplink", "downlink"]
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Row s of ``payload`` ``[W, P]`` to rank s. Reply: ``[W, P]``, row r from rank r."""
+
+    payload: Tensor
+    direction: Direction
+
+    def sent_bytes(self, rank: int, world: int) -> int:
+        """Bytes that leave ``rank`` for other ranks."""
+        return self.payload[0].nbytes * (world - 1)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """``payload`` ``[P]`` to every rank. Reply: ``[W, P]``, row r from rank r."""
+
+    payload: Tensor
+    direction: Direction
+
+    def sent_bytes(self, rank: int, world: int) -> int:
+        """Bytes that leave ``rank`` for other ranks."""
+        return self.payload.nbytes * (world - 1)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """``payload`` ``[P]`` to rank 0. Reply: ``[W, P]`` at rank 0, None elsewhere."""
+
+    payload: Tensor
+    direction: Direction
+
+    def sent_bytes(self, rank: int, world: int) -> int:
+        """Bytes that leave ``rank`` for other ranks."""
+        return self.payload.nbytes if rank else 0
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """``payload`` ``[P]`` from rank 0 to every rank; elsewhere an empty buffer of that size. Reply: ``[P]``."""
+
+    payload: Tensor
+    direction: Direction
+
+    def sent_bytes(self, rank: int, world: int) -> int:
+        """Bytes that leave ``rank`` for other ranks: rank 0 sends to each of the others itself."""
+        return 0 if rank else self.payload.nbytes * (world - 1)
+
+
+Request = AllToAll | AllGather | Gather | Broadcast
+Exchange = Generator[Request, Tensor, None]
+
+# ------------------------------------------------------------------------------------------------ one direction
+
+
+class Link:
+    """One lossy direction, at its sending end: compensate, select, keep, encode.
+
+    Args:
+        layout: How the vector is dealt to its receivers.
+        selector: Which entries are sent.
+        codec: How they are written.
+        memory: What becomes of the rest.
+    """
+
+    def __init__(self, layout: Layout, selector: Selector, codec: Codec, memory: Memory) -> None:
+        self.layout = layout
+        self.selector = selector
+        self.codec = codec
+        self.memory = memory
+        self.measure = False
+        self.energy: Tensor | None = None
+        """``[2]`` float64, ‖a‖² and ‖a - C(a)‖² of the last ``send``; None unless ``measure`` was set."""
+
+    def send(self, x: Tensor) -> Tensor:
+        """Compresses ``x`` and remembers what was left out.
+
+        A vector with a NaN or an infinity is not sent at all: every value on the wire is NaN, so that every
+        receiver learns of it, and the memory stays as it was.
+
+        Args:
+            x: ``[numel]``, floating. Used as scratch.
+
+        Returns:
+            ``[shards, P]`` uint8.
+        """
+        finite = torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+        a = self.memory.compensate(x.masked_fill_(~finite, 0))
+        index, value = self.selector.select(a, self.layout, self.codec.kept)
+        sent = self.codec.wire.round(value).masked_fill_(~finite, 0)
+        flat = reference.flat_index(index, self.layout).view(-1)
+        self.energy = _energy(a, flat, sent.view(-1)) if self.measure else None
+        self.memory.keep(flat, sent.view(-1))
+        return self.codec.encode(index, sent.masked_fill_(~finite, torch.nan))
+
+
+def _energy(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
+    rest = a.index_add(0, flat, sent, alpha=-1)
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (a, rest)]).square()
+
+
+def mean(payloads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+    """Decodes one payload of each worker, all for the same shard, and averages them.
+
+    Args:
+        payloads: ``[W, P]`` uint8, row w from worker w.
+        codec: How they were written.
+        dtype: dtype of the sum.
+
+    Returns:
+        ``[shard_size]``, the mean over the W workers.
+    """
+    index, value = codec.decode(payloads, dtype)
+    total = torch.zeros(codec.universe, dtype=dtype, device=payloads.device)
+    # Worker by worker: within one, no two values other than padding's zeros share a position, so the sum has one order.
+    for worker in range(len(payloads)):
+        total.index_add_(0, index[worker], value[worker])
+    return total.div_(len(payloads))
+
+
+def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> None:
+    """Writes the replies of all servers into the bucket.
+
+    Args:
+        payloads: ``[shards, P]`` uint8, row s from server s.
+        codec: How they were written.
+        layout: How the bucket was dealt to the servers.
+        out: ``[numel]``, overwritten.
+    """
+    index, value = codec.decode(payloads, out.dtype)
+    out.zero_().index_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
+
+
+# ------------------------------------------------------------------------------------------------ the exchanges
+
+
+@dataclass
+class Endpoint:
+    """What one rank holds for one bucket.
+
+    Args:
+        layout: The bucket's shards: one for each server.
+        rank: This rank.
+        world: Number of ranks, all of them workers.
+        dtype: dtype of sums and residuals.
+        uplink: The worker's link.
+        downlink: The server's link; None where this rank serves nothing.
+        reply: How servers write their replies; None where there are no servers.
+        sizes: Elements of each parameter of the bucket, if some parameters may go unused; else None.
+    """
+
+    layout: Layout
+    rank: int
+    world: int
+    dtype: torch.dtype
+    uplink: Link
+    downlink: Link | None
+    reply: Codec | None
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def shard(self) -> int:
+        """The shard that this rank serves, where it serves one."""
+        return self.rank if self.layout.shards > 1 else 0
+
+    @property
+    def kept(self) -> int:
+        """Entries that the worker sends of the bucket."""
+        return self.uplink.codec.kept * self.layout.shards
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The links of this rank: the worker's, and the server's where it is one."""
+        return (self.uplink,) if self.downlink is None else (self.uplink, self.downlink)
+
+
+def sharded(end: Endpoint, g: Tensor) -> Exchange:
+    """Every rank is a worker and the server of one shard (steps 1-9 above)."""
+    assert end.downlink is not None and end.reply is not None
+    payloads = end.uplink.send(g)
+    received = yield AllToAll(payloads, "uplink")
+    b = mean(received, end.uplink.codec, end.dtype)
+    reply = end.downlink.send(b)
+    replies = yield AllGather(reply[0], "downlink")
+    deliver(replies, end.reply, end.layout, out=g)
+
+
+def single_server(end: Endpoint, g: Tensor) -> Exchange:
+    """The parameter server of the thesis: rank 0 serves the whole bucket, and is a worker too."""
+    assert end.reply is not None
+    payload = end.uplink.send(g)
+    received = yield Gather(payload[0], "uplink")
+    if end.downlink is not None:
+        b = mean(received, end.uplink.codec, end.dtype)
+        reply = end.downlink.send(b)
+    else:
+        reply = torch.empty(1, end.reply.nbytes, dtype=torch.uint8, device=g.device)
+    replies = yield Broadcast(reply[0], "downlink")
+    deliver(replies.unsqueeze(0), end.reply, end.layout, out=g)
+
+
+def allgather(end: Endpoint, g: Tensor) -> Exchange:
+    """TopK-SGD without a server: every worker receives every worker's selection."""
+    payload = end.uplink.send(g)
+    received = yield AllGather(payload[0], "uplink")
+    g.copy_(mean(received, end.uplink.codec, end.dtype))
+
+
+EXCHANGES: dict[str, Callable[[Endpoint, Tensor], Exchange]] = {
+    "sharded": sharded,
+    "single_server": single_server,
+    "allgather": allgather,
+}
+"""The exchanges by the name of their topology."""
+
+
+def exchange(end: Endpoint, g: Tensor, topology: str) -> Exchange:
+    """The exchange of one bucket: replaces ``g`` by the mean that all ranks agree on.
+
+    Where parameters may go unused, DDP discards what is delivered for one that no rank used. What the residuals hold
+    for it would then be lost, so the ranks first tell each other which parameters they used (one bit each), and
+    residuals of the others are set aside on workers and servers.
+
+    Args:
+        end: This rank's links.
+        g: ``[numel]``, this rank's gradient; overwritten.
+        topology: A key of :data:`EXCHANGES`.
+
+    Yields:
+        Requests; each expects its reply.
+    """
+    if end.sizes is None:
+        yield from EXCHANGES[topology](end, g)
+        return
+    used = torch.stack([part.count_nonzero() for part in g.split(end.sizes)]).bool()
+    votes = yield AllGather(reference.pack_bits(used.unsqueeze(0))[0], "uplink")
+    absent = ~reference.unpack_bits(votes, len(end.sizes)).bool().any(dim=0)
+    absent = absent.repeat_interleave(torch.tensor(end.sizes, device=g.device), output_size=len(g))
+    end.uplink.memory.hold(absent)
+    if end.downlink is not None:
+        end.downlink.memory.hold(reference.shard_rows(absent, end.layout)[end.shard])
+    yield from EXCHANGES[topology](end, g)
+    for link in end.links:
+        link.memory.release()

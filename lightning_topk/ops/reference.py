@@ -1,0 +1,159 @@
+"""The compression's tensor operations in plain torch, on any device, without host synchronisation.
+
+Every function has output shapes that follow from its integer arguments alone. Rows are independent: ``R`` is one row a
+shard on the way out, and one row a sender on the way in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_topk.layout import Layout
+
+
+def shard_rows(x: Tensor, layout: Layout) -> Tensor:
+    """Deals a bucket to its shards.
+
+    Args:
+        x: ``[numel]``, any dtype.
+        layout: The bucket's layout.
+
+    Returns:
+        ``[shards, shard_size]``, row s is shard s; padding is zero. A view of ``x`` when there is one shard.
+    """
+    if layout.shards == 1:
+        return x.view(1, -1)
+    padded = torch.nn.functional.pad(x, (0, layout.padded - layout.numel))
+    blocks = padded.view(layout.rounds, layout.shards, layout.block)
+    return blocks.transpose(0, 1).reshape(layout.shards, layout.shard_size)
+
+
+def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
+    """Positions in the bucket of positions in shards: the inverse of :func:`shard_rows`.
+
+    Args:
+        index: ``[R, K]`` int64, positions in a shard, elements.
+        layout: The bucket's layout.
+        shard: ``[R, 1]`` int64, the shard of each row; row r is shard r when absent.
+
+    Returns:
+        ``[R, K]`` int64, positions in the bucket. A position in the padding becomes the bucket's last one: what
+        padding carries is zero, so adding it there changes nothing.
+    """
+    if layout.shards == 1:
+        return index
+    if shard is None:
+        shard = torch.arange(layout.shards, device=index.device).unsqueeze(1)
+    block, offset = layout.block, index % layout.block
+    flat = (index - offset) * layout.shards + shard * block + offset
+    return flat.clamp_(max=layout.numel - 1)
+
+
+def topk_index(rows: Tensor, k: int) -> Tensor:
+    """Positions of the k entries of each row that are largest in magnitude.
+
+    Args:
+        rows: ``[R, S]``, a floating dtype.
+        k: Entries to choose of each row, in [1, S].
+
+    Returns:
+        ``[R, k]`` int64, ascending in each row. Which of several equal magnitudes is chosen is torch.topk's choice.
+    """
+    return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Packs booleans eight to a byte, the first one lowest.
+
+    Args:
+        bits: ``[R, n]`` bool or uint8 of 0 and 1.
+
+    Returns:
+        ``[R, ceil(n / 8)]`` uint8.
+    """
+    padding = -bits.shape[1] % 8
+    octets = torch.nn.functional.pad(bits.to(torch.uint8), (0, padding)).view(bits.shape[0], -1, 8)
+    packed = octets[..., 0].clone()
+    for bit in range(1, 8):
+        packed |= octets[..., bit] << bit
+    return packed
+
+
+def unpack_bits(packed: Tensor, n: int) -> Tensor:
+    """Undoes :func:`pack_bits`.
+
+    Args:
+        packed: ``[R, ceil(n / 8)]`` uint8.
+        n: Bits in each row.
+
+    Returns:
+        ``[R, n]`` uint8 of 0 and 1.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed.unsqueeze(-1) >> shifts) & 1
+    return bits.reshape(packed.shape[0], packed.shape[1] * 8)[:, :n]
+
+
+def elias_fano_low_width(universe: int, k: int) -> int:
+    """The number of low bits that makes :func:`elias_fano_encode` shortest for k positions below ``universe``."""
+    widths = range(max(1, (universe - 1).bit_length() + 1))
+    return min(widths, key=lambda low: elias_fano_bytes(universe, k, low))
+
+
+def elias_fano_bytes(universe: int, k: int, low: int) -> int:
+    """Bytes of k positions below ``universe`` with ``low`` low bits: the low part and the high bitmap."""
+    return -(-k * low // 8) + -(-_high_bits(universe, k, low) // 8)
+
+
+def _high_bits(universe: int, k: int, low: int) -> int:
+    return k + ((universe - 1) >> low)
+
+
+def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
+    """Elias-Fano code of ascending positions (Elias 1974, Fano 1971), one fixed-size row each.
+
+    The ``low`` low bits of every position are stored as they are; the high part of the i-th position h sets
+    bit ``h + i`` of a bitmap. Ascending positions set distinct bits, equal positions too.
+
+    Args:
+        index: ``[R, K]`` int64, not descending in a row, in [0, universe).
+        universe: Number of positions.
+        low: Width of the low part, bits.
+
+    Returns:
+        ``[R, elias_fano_bytes(universe, K, low)]`` uint8.
+    """
+    rows, k = index.shape
+    place = torch.arange(low, device=index.device)
+    lows = ((index.unsqueeze(-1) >> place) & 1).to(torch.uint8).view(rows, k * low)
+    highs = torch.zeros(rows, _high_bits(universe, k, low), dtype=torch.uint8, device=index.device)
+    highs.scatter_(1, (index >> low) + torch.arange(k, device=index.device), 1)
+    return torch.cat([pack_bits(lows), pack_bits(highs)], dim=1)
+
+
+def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
+    """Undoes :func:`elias_fano_encode`.
+
+    Args:
+        code: ``[R, elias_fano_bytes(universe, k, low)]`` uint8.
+        universe: Number of positions.
+        k: Positions in each row.
+        low: Width of the low part, bits.
+
+    Returns:
+        ``[R, k]`` int64, ascending in each row.
+    """
+    rows, low_bytes = code.shape[0], -(-k * low // 8)
+    place = torch.arange(low, device=code.device)
+    lows = unpack_bits(code[:, :low_bytes], k * low).view(rows, k, low)
+    lows = (lows.long() << place).sum(dim=-1)
+    highs = unpack_bits(code[:, low_bytes:], _high_bits(universe, k, low))
+    # The i-th set bit stands at h_i + i. Every bit writes its position to the slot of its rank; clear bits go to a
+    # spare slot k, so no shape depends on the data.
+    rank = highs.cumsum(dim=1, dtype=torch.int64) - 1
+    slot = torch.where(highs.bool(), rank, k).clamp_(0, k)
+    position = torch.arange(highs.shape[1], device=code.device).expand(rows, -1)
+    placed = torch.zeros(rows, k + 1, dtype=torch.int64, device=code.device).scatter_(1, slot, position)
+    high = placed[:, :k] - torch.arange(k, device=code.device)
+    return (high << low) + lows

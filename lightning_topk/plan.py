@@ -1,0 +1,85 @@
+"""What an exchange will send, before it runs: bytes by arithmetic, equal to what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_topk.config import TopKConfig
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that one rank sends to other ranks in a step.
+
+    Attributes:
+        uplink: As a worker.
+        downlink: As a server.
+        dense: By a ring all-reduce of the same gradients, for comparison.
+    """
+
+    uplink: int
+    downlink: int
+    dense: int
+
+    @property
+    def saving(self) -> float:
+        """Dense bytes over bytes sent; 1 where nothing is sent."""
+        sent = self.uplink + self.downlink
+        return self.dense / sent if sent else 1.0
+
+
+def volume(
+    config: TopKConfig,
+    buckets: Iterable[int],
+    world: int,
+    rank: int = 0,
+    itemsize: int = 4,
+    parameters: Iterable[int] | None = None,
+) -> Volume:
+    """Predicts the bytes of a step.
+
+    Args:
+        config: The settings.
+        buckets: Elements of each of DDP's buckets; one number for a model that fits one bucket.
+        world: Number of ranks.
+        rank: The rank in question; with ``single_server`` rank 0 differs from the others.
+        itemsize: Bytes of an element of the dense gradient.
+        parameters: Parameters in each bucket, with ``find_unused_parameters`` only: the ranks then exchange one bit each.
+    """
+    others = world - 1
+    buckets = list(buckets)
+    uplink = downlink = dense = 0
+    for numel in buckets:
+        _, up, down = config.codecs(numel, world)
+        dense += 2 * others * numel * itemsize // world
+        if config.topology == "single_server":
+            uplink += up.nbytes if rank else 0
+            downlink += 0 if rank or down is None else others * down.nbytes
+        else:
+            uplink += others * up.nbytes
+            downlink += others * down.nbytes if down is not None else 0
+    for count in parameters or ():
+        uplink += others * -(-count // 8)
+    return Volume(uplink, downlink, dense)
+
+
+def bucket_sizes(numels: Iterable[int], cap_mb: float = 25.0, first_mb: float = 1.0, itemsize: int = 4) -> list[int]:
+    """DDP's buckets, if gradients arrive in the order given (usually the reverse of the model's).
+
+    Args:
+        numels: Elements of each parameter, in order of arrival.
+        cap_mb: DDP's ``bucket_cap_mb``, MiB.
+        first_mb: Size of the first bucket, MiB.
+        itemsize: Bytes of an element.
+
+    Returns:
+        Elements of each bucket. A bucket closes with the parameter that reaches its cap.
+    """
+    sizes, open_size, cap = [], 0, first_mb
+    for numel in numels:
+        open_size += numel
+        if open_size * itemsize >= cap * 2**20:
+            sizes.append(open_size)
+            open_size, cap = 0, cap_mb
+    return sizes + [open_size] * (open_size > 0)

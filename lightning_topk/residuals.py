@@ -1,0 +1,105 @@
+"""Residuals belong to parameters: they follow them when DDP regroups its buckets.
+
+DDP's first bucket holds the whole model; later buckets come in the order in which gradients arrive, and every ``fit``
+starts anew. A bucket of other parameters, or of the same in another order, gets links of its own, and what the parameters'
+elements left in the old ones moves over without communication:
+
+* a worker's residual is copied, element by element;
+* of the server's residual a rank copies what it serves in the new bucket too. What it served and serves no more it adds,
+  W-fold, to its own worker residual: as one of W workers it then sends it to the new server, and the mean undoes
+  the factor. The sum of all mass is the same before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_topk.exchange import Endpoint
+from lightning_topk.ops import reference
+
+Parts = dict[Parameter, dict[str, Tensor]]
+
+
+class Residuals:
+    """The endpoints of one rank, found by the parameters of their bucket."""
+
+    def __init__(self) -> None:
+        self._live: dict[tuple[Parameter, ...], Endpoint] = {}
+        self._worker: Parts = {}
+        """Each parameter's slice of its endpoint's worker memory: views."""
+        self._server: Parts = {}
+        """What this rank serves of parameters whose bucket was regrouped and has not come yet."""
+
+    @property
+    def endpoints(self) -> Iterable[Endpoint]:
+        """The endpoints in use."""
+        return self._live.values()
+
+    def endpoint(self, parameters: tuple[Parameter, ...], make: Callable[[], Endpoint]) -> Endpoint:
+        """The endpoint of a bucket, with all that its parameters have left so far.
+
+        Args:
+            parameters: The bucket's parameters, in its order.
+            make: Makes an endpoint with empty memories, for a bucket that was not seen before.
+        """
+        if parameters not in self._live:
+            self._dissolve(set(parameters))
+            end = make()
+            self._fill(end, parameters)
+            self._live[parameters] = end
+        return self._live[parameters]
+
+    def retain(self, parameters: Iterable[Parameter]) -> None:
+        """Forgets all parameters but these: another model has no use for the residuals of the last."""
+        keep = set(parameters)
+        self._live = {bucket: end for bucket, end in self._live.items() if keep.issuperset(bucket)}
+        for parts in (self._worker, self._server):
+            for parameter in parts.keys() - keep:
+                del parts[parameter]
+
+    def _dissolve(self, parameters: set[Parameter]) -> None:
+        """Takes apart the endpoints that hold any of these parameters."""
+        for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
+            end = self._live.pop(bucket)
+            if end.downlink is not None:
+                for name, served in end.downlink.memory.tensors().items():
+                    _scatter_parts(self._server, bucket, name, _to_bucket(served, end))
+
+    def _fill(self, end: Endpoint, parameters: tuple[Parameter, ...]) -> None:
+        """Moves what the parameters left into the memories of their new endpoint."""
+        worker = end.uplink.memory.tensors()
+        for name, flat in worker.items():
+            flat.copy_(_gather_parts(self._worker, parameters, name, flat))
+            _scatter_parts(self._worker, parameters, name, flat)
+        if end.downlink is not None:
+            for name, served in end.downlink.memory.tensors().items():
+                left = _gather_parts(self._server, parameters, name, served)
+                served.copy_(reference.shard_rows(left, end.layout)[end.shard])
+                worker[name].add_(left.sub_(_to_bucket(served, end)), alpha=end.world)
+        for parameter in parameters:
+            self._server.pop(parameter, None)
+
+
+def _to_bucket(served: Tensor, end: Endpoint) -> Tensor:
+    """What a server holds, ``[shard_size]``, at its places in the bucket ``[numel]``; zero elsewhere."""
+    places = reference.flat_index(
+        torch.arange(len(served), device=served.device).unsqueeze(0),
+        end.layout,
+        torch.tensor([[end.shard]], device=served.device),
+    )[0]
+    return served.new_zeros(end.layout.numel).index_add_(0, places, served)
+
+
+def _scatter_parts(parts: Parts, parameters: tuple[Parameter, ...], name: str, flat: Tensor) -> None:
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parts.setdefault(parameter, {})[name] = part
+
+
+def _gather_parts(parts: Parts, parameters: tuple[Parameter, ...], name: str, like: Tensor) -> Tensor:
+    """``[numel]`` in the order of the parameters, dtype and device of ``like``; zero where nothing is known."""
+    found = [parts.get(p, {}).get(name, torch.zeros((), dtype=like.dtype).expand(p.numel())) for p in parameters]
+    return torch.cat([part.to(like.device, like.dtype) for part in found])

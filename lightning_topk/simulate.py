@@ -1,0 +1,79 @@
+"""Drives the exchanges of many workers in lockstep, in memory: any number of workers in one process, same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.exchange import AllGather, AllToAll, Broadcast, Exchange, Gather, Request, exchange
+
+
+class Cluster:
+    """W simulated workers (and servers) that exchange one bucket, step by step.
+
+    Args:
+        config: The settings.
+        world: Number of workers.
+        numel: Elements of the gradient.
+        dtype: dtype of the gradient.
+    """
+
+    def __init__(self, config: TopKConfig, world: int, numel: int, dtype: torch.dtype = torch.float32) -> None:
+        self.config = config
+        cpu = torch.device("cpu")
+        self.endpoints = [config.endpoint(numel, rank, world, dtype, cpu) for rank in range(world)]
+        self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
+        """Bytes that each worker has sent to others so far, by direction."""
+
+    def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Exchanges one gradient of each worker.
+
+        Args:
+            gradients: W tensors ``[numel]``; left as they are.
+
+        Returns:
+            What is delivered to each worker: W tensors ``[numel]``.
+        """
+        outputs = [gradient.clone() for gradient in gradients]
+        self.drive([exchange(e, g, self.config.topology) for e, g in zip(self.endpoints, outputs, strict=True)])
+        return outputs
+
+    def drive(self, exchanges: Sequence[Exchange]) -> None:
+        """Runs one exchange for each rank to its end, answering requests when all ranks have made theirs."""
+        replies: list[Tensor | None] = [None] * len(exchanges)
+        while True:
+            requests = []
+            for step, reply in zip(exchanges, replies, strict=True):
+                try:
+                    requests.append(step.send(reply))  # type: ignore[arg-type]  # None starts a generator
+                except StopIteration:
+                    continue
+            if not requests:
+                return
+            for rank, request in enumerate(requests):
+                self.sent_bytes[request.direction][rank] += request.sent_bytes(rank, len(requests))
+            replies = answer(requests)
+
+
+def answer(requests: Sequence[Request]) -> list[Tensor | None]:
+    """The replies to one request of each rank.
+
+    Raises:
+        RuntimeError: The ranks ask for different things, which on a cluster would be a hang.
+    """
+    kinds = {(type(request).__name__, request.payload.shape) for request in requests}
+    if len(kinds) > 1:
+        raise RuntimeError(f"the ranks take different branches: {sorted(map(str, kinds))}")
+    world = len(requests)
+    if isinstance(requests[0], AllToAll):
+        return list(torch.stack([request.payload for request in requests]).unbind(1))
+    if isinstance(requests[0], Broadcast):
+        return [requests[0].payload] * world
+    stacked = torch.stack([request.payload for request in requests])
+    if isinstance(requests[0], Gather):
+        return [stacked, *[None] * (world - 1)]
+    assert isinstance(requests[0], AllGather)
+    return [stacked] * world

@@ -1,0 +1,101 @@
+"""The wire: a selection as bytes, and bytes as a selection.
+
+A payload row is ``[values | Elias-Fano positions]``: k values in the wire's dtype, then k ascending positions at about
+``log2(S / k) + 2`` bits each (5 % above their entropy). Its size follows from (S, k, wire) alone, so no sizes travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_topk.ops import reference
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A format of payloads.
+
+    Args:
+        name: What users call it.
+        value_dtype: dtype in which values travel. What its rounding loses stays in the sender's residual.
+    """
+
+    name: str
+    value_dtype: torch.dtype
+
+    def round(self, value: Tensor) -> Tensor:
+        """``value`` as the receiver will read it, in the sender's dtype: clamped to the wire's range, rounded."""
+        limit = torch.finfo(self.value_dtype).max
+        return value.clamp(-limit, limit).to(self.value_dtype).to(value.dtype)
+
+
+WIRES: dict[str, Wire] = {wire.name: wire for wire in (Wire("fp32", torch.float32), Wire("bf16", torch.bfloat16))}
+"""Wires by name."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A wire for one size of selection: k entries of a shard of ``universe`` elements.
+
+    Args:
+        wire: The format.
+        universe: Elements of the shard, S.
+        kept: Entries a payload carries, k.
+    """
+
+    wire: Wire
+    universe: int
+    kept: int
+
+    @cached_property
+    def low_width(self) -> int:
+        """Low bits of a position in the Elias-Fano code."""
+        return reference.elias_fano_low_width(self.universe, self.kept)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a payload's values."""
+        return self.kept * self.wire.value_dtype.itemsize
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of a payload's positions."""
+        return reference.elias_fano_bytes(self.universe, self.kept, self.low_width)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one payload, P."""
+        return self.value_bytes + self.index_bytes
+
+    def encode(self, index: Tensor, value: Tensor) -> Tensor:
+        """Writes selections as payloads.
+
+        Args:
+            index: ``[R, k]`` int64, ascending in each row, in [0, universe).
+            value: ``[R, k]``, floating.
+
+        Returns:
+            ``[R, P]`` uint8.
+        """
+        values = value.to(self.wire.value_dtype).contiguous().view(torch.uint8)
+        return torch.cat([values, reference.elias_fano_encode(index, self.universe, self.low_width)], dim=1)
+
+    def decode(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Reads payloads.
+
+        Args:
+            payload: ``[R, P]`` uint8.
+            dtype: dtype in which the values are wanted.
+
+        Returns:
+            Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
+        """
+        values, code = payload.split([self.value_bytes, self.index_bytes], dim=1)
+        # A copy, since a view as another dtype needs an aligned start and payload rows have any length.
+        value = values.clone(memory_format=torch.contiguous_format).view(self.wire.value_dtype)
+        index = reference.elias_fano_decode(code, self.universe, self.kept, self.low_width)
+        return index, value.to(dtype)
