@@ -51,7 +51,7 @@ def resnet20(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def vgg16(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """torchvision's VGG-16 with batch norm, with one linear layer for 32 x 32 pixels: 14.7 million parameters."""
+    """VGG-16 with batch norm from torchvision, with one linear layer for 32 x 32 pixels: 14.7 million parameters."""
     from torchvision.models import vgg16_bn
 
     features = vgg16_bn(weights=None).features

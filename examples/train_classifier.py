@@ -1,8 +1,8 @@
 """Trains an image classifier through top-k exchange, and says what it cost.
 
-    python examples/train_classifier.py --compare               # scikit-learn's digits, 2 CPU workers
-    python examples/train_classifier.py --data DIR --model resnet20 --plot run.png
-    python examples/train_classifier.py --data cifar10 --download --model vgg16 --devices 4
+python examples/train_classifier.py --compare               # scikit-learn's digits, 2 CPU workers
+python examples/train_classifier.py --data DIR --model resnet20 --plot run.png
+python examples/train_classifier.py --data cifar10 --download --model vgg16 --devices 4
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def image_sets(source: str, download: bool) -> tuple[Dataset, Dataset, int]:
     return train, test, len(train.classes)
 
 
-def fit(options: argparse.Namespace, strategy: str) -> tuple[dict[str, float], dict[str, tuple[list[float], list[float]]]]:
+def fit(
+    options: argparse.Namespace, strategy: str
+) -> tuple[dict[str, float], dict[str, tuple[list[float], list[float]]]]:
     """Trains once; returns the last logged values, and the series of all of them."""
     L.seed_everything(options.seed, workers=True, verbose=False)
     train, test, classes = digits() if options.data is None else image_sets(options.data, options.download)
@@ -116,7 +118,11 @@ def fit(options: argparse.Namespace, strategy: str) -> tuple[dict[str, float], d
         )
     else:
         plugin = L.pytorch.strategies.DDPStrategy(**start)
-    loader = {"batch_size": options.batch_size, "num_workers": options.loaders, "persistent_workers": options.loaders > 0}
+    loader = {
+        "batch_size": options.batch_size,
+        "num_workers": options.loaders,
+        "persistent_workers": options.loaders > 0,
+    }
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             strategy=plugin,

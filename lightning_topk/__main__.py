@@ -15,7 +15,9 @@ def main() -> None:
     plan = commands.add_parser("plan", help="bytes that a rank will send in a step, by topology")
     plan.add_argument("--params", type=float, required=True, help="parameters of the model, such as 25e6")
     plan.add_argument("--workers", type=int, required=True, help="number of ranks")
-    plan.add_argument("--ratio", type=float, default=0.001, help="fraction that each worker sends (default: %(default)s)")
+    plan.add_argument(
+        "--ratio", type=float, default=0.001, help="fraction that each worker sends (default: %(default)s)"
+    )
     plan.add_argument("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
     plan.add_argument("--wire", default="bf16", help="format of values (default: %(default)s)")
     arguments = parser.parse_args()

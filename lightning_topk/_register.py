@@ -7,6 +7,7 @@ otherwise as soon as it is imported.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -15,20 +16,15 @@ from importlib.util import find_spec
 from types import ModuleType
 
 _REGISTRY = "lightning.pytorch.strategies"
+_STRATEGY = "lightning_topk.strategy"  # registers its names when it is imported
 
 
 def when_lightning_is_imported() -> None:
     """Registers the strategies' names now, or right after Lightning's registry is imported."""
     if _REGISTRY in sys.modules:
-        _register(sys.modules[_REGISTRY])
+        importlib.import_module(_STRATEGY)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _register(strategies: ModuleType) -> None:
-    from lightning_topk.strategy import TopKStrategy
-
-    TopKStrategy.register_strategies(strategies.StrategyRegistry)
 
 
 class _Finder(MetaPathFinder):
@@ -55,4 +51,4 @@ class _RegisteringLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _register(module)
+        importlib.import_module(_STRATEGY)

@@ -25,7 +25,7 @@ class CompressionMonitor(Callback):
     ============================== ==========================================================================
     ``topk/uplink_bytes``          bytes from this worker to the servers
     ``topk/downlink_bytes``        bytes from this server to the workers
-    ``topk/broadcast_bytes``       bytes by which DDP kept module buffers equal (0 without buffers)
+    ``topk/broadcast_bytes``       bytes by which DDP made weights equal (once) and buffers (each step); no gradients
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
     ``topk/saving``                dense bytes over uplink + downlink bytes
     ``topk/bound``                 (1 - k/d)², the error that top-k of a bell-shaped vector does not exceed
@@ -33,9 +33,9 @@ class CompressionMonitor(Callback):
     ``topk/downlink_error``        the same of this step's servers
     ``topk/worker_residual_norm``  root mean square over the workers of the norm of their residual
     ``topk/server_residual_norm``  norm of the servers' residual
-    ``topk/total_bytes``           all bytes this rank has sent since fit began; also ``topk/total_uplink_bytes``,
-                                   ``topk/total_downlink_bytes``, ``topk/total_broadcast_bytes``, and
-                                   ``topk/total_dense_bytes`` for comparison
+    ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; also ``topk/total_uplink_bytes``,
+                                   ``topk/total_downlink_bytes``, ``topk/total_dense_bytes`` and
+                                   ``topk/total_broadcast_bytes``
     ============================== ==========================================================================
     """
 
@@ -80,8 +80,8 @@ class CompressionMonitor(Callback):
         if state.measure:
             local = torch.cat([report.energy.view(-1), state.residual_energy()]).to(trainer.strategy.root_device)
             values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
-        self.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
-        self.log("topk/saving", values["saving"], prog_bar=True)
+        pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
+        pl_module.log("topk/saving", values["saving"], prog_bar=True)
 
 
 def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
@@ -101,5 +101,7 @@ def _state(trainer: Trainer) -> TopKState | None:
 
 def _is_log_step(trainer: Trainer) -> bool:
     """Whether the step under way is one of the logger's, or the last of its epoch or of the fit; the same on all ranks."""
-    last = trainer.global_step + max(1, len(trainer.optimizers)) >= (math.inf if trainer.max_steps < 0 else trainer.max_steps)
+    last = trainer.global_step + max(1, len(trainer.optimizers)) >= (
+        math.inf if trainer.max_steps < 0 else trainer.max_steps
+    )
     return trainer._logger_connector.should_update_logs or trainer.is_last_batch or last

@@ -24,8 +24,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.bytes = {"uplink": 0, "downlink": 0, "broadcast": 0, "dense": 0}
-        """``uplink`` and ``downlink`` of the exchanges, ``broadcast`` of module buffers by DDP, and ``dense``: what a
-        ring all-reduce of the same gradients would have sent."""
+        """``uplink`` and ``downlink`` of the exchanges, ``broadcast`` of weights and buffers by DDP, and ``dense``: what
+        a ring all-reduce of the same gradients would have sent."""
 
 
 def drive(exchange: Exchange, group: dist.ProcessGroup, meter: Meter) -> None:
@@ -103,7 +103,7 @@ class ThreadLane:
             try:
                 result = job()
             except Exception as error:
-                done.set_exception(error)
+                done.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
             else:
                 done.set_result(result)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -123,7 +122,7 @@ def _check_ratio(name: str, value: Any) -> None:
         raise TypeError(
             f"{name}={value!r} is a {type(value).__name__}; it must be a number in (0, 1], such as {name}=0.001."
         )
-    if not (math.isfinite(value) and 0 < value <= 1):
+    if not 0 < float(value) <= 1:  # nor is NaN
         raise ValueError(
             f"{name}={value!r} must be in (0, 1]: the fraction that is sent. Use {name}=0.001 to send one entry in a "
             "thousand, 1 to send all."

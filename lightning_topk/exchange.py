@@ -216,7 +216,8 @@ class Endpoint:
 
 def sharded(end: Endpoint, g: Tensor) -> Exchange:
     """Every rank is a worker and the server of one shard (steps 1-9 above)."""
-    assert end.downlink is not None and end.reply is not None
+    assert end.downlink is not None
+    assert end.reply is not None
     payloads = end.uplink.send(g)
     received = yield AllToAll(payloads, "uplink")
     b = mean(received, end.uplink.codec, end.dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.collectives import Lane, Meter, drive, lane_for
@@ -84,12 +84,14 @@ class TopKState:
         """Whether the exchanges measure their compression error: two more passes over every bucket."""
         # Its own group: the lane must not meet DDP's own collectives (buffers, used parameters) on the same one.
         ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-        self.group: dist.ProcessGroup | None = dist.new_group(ranks, timeout=timeout)
-        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=ranks is not None)
+        assert isinstance(group, dist.ProcessGroup)
+        self.group: dist.ProcessGroup | None = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._lane: Lane | None = None
         self._report = Report(bytes=dict(self.meter.bytes))
 
-    def launch(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def launch(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Queues the exchange of a bucket.
 
         Args:
@@ -104,7 +106,7 @@ class TopKState:
         """
         if self.group is None:
             raise RuntimeError("this TopKState was closed; wrap the model in a new DistributedDataParallel and attach.")
-        if not isinstance(bucket, dist.GradBucket):
+        if not isinstance(bucket, GradBucket):
             raise TypeError(
                 f"the hook was called with a {type(bucket).__name__} instead of a GradBucket, as torch.compile does with "
                 "torch._dynamo.config.optimize_ddp = 'python_reducer'. Set it to 'ddp_optimizer' (the default)."
@@ -118,7 +120,7 @@ class TopKState:
         return self._lane.submit(partial(self._exchange, buffer, tuple(bucket.parameters()), bucket.index()))
 
     @torch.no_grad()
-    def _exchange(self, buffer: Tensor, parameters: tuple[Parameter, ...], index: int) -> Tensor:
+    def _exchange(self, buffer: Tensor, parameters: tuple[Tensor, ...], index: int) -> Tensor:
         """Exchanges one bucket, on the lane."""
         assert self.group is not None
         if buffer.numel() == 0:
@@ -177,7 +179,7 @@ class TopKState:
             self.group = None
 
 
-def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A DDP communication hook: exchanges the bucket's gradient as ``state`` says.
 
     Example::
@@ -204,7 +206,8 @@ def attach(
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
 
-    Call it on every rank, right after wrapping the model.
+    Call it on every rank, right after wrapping the model. What DDP broadcasts is counted too: the model when it is
+    wrapped, and the buffers before a forward pass.
 
     Args:
         model: The wrapped model.
@@ -237,12 +240,14 @@ def attach(
         **settings,
     )
     model.register_comm_hook(state, topk_hook)
-    nbytes = sum(buffer.nbytes for buffer in model.modules_buffers)
-    share = nbytes * tree_broadcast_sends(state.rank, state.world)
+    sends = tree_broadcast_sends(state.rank, state.world)
+    buffers = sends * sum(buffer.nbytes for buffer in model.modules_buffers)
+    # DDP's constructor has just made all ranks equal to rank 0.
+    state.meter.bytes["broadcast"] += sends * sum(parameter.nbytes for parameter in model.module.parameters()) + buffers
 
     def count_buffers(module: torch.nn.Module, args: Any) -> None:
         if model.will_sync_module_buffers():
-            state.meter.bytes["broadcast"] += share
+            state.meter.bytes["broadcast"] += buffers
 
     model.register_forward_pre_hook(count_buffers)
     return state
@@ -276,10 +281,14 @@ def check_parameters(module: torch.nn.Module) -> None:
     """
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
-            raise ValueError(f"{name} is an embedding with sparse=True, whose gradients cannot be compressed; use sparse=False.")
+            raise ValueError(
+                f"{name} is an embedding with sparse=True, whose gradients cannot be compressed; use sparse=False."
+            )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
-            raise ValueError(f"{name} has dtype {parameter.dtype}; only real floating-point gradients can be compressed.")
+            raise ValueError(
+                f"{name} has dtype {parameter.dtype}; only real floating-point gradients can be compressed."
+            )
 
 
 def tree_broadcast_sends(rank: int, world: int) -> int:

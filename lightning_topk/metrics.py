@@ -34,7 +34,7 @@ class ExchangeVolume(Metric):
             uplink: Bytes that this rank's worker sent to other ranks.
             downlink: Bytes that this rank's server sent to other ranks.
             dense: Bytes that a ring all-reduce of the same gradients sends from one rank.
-            broadcast: Bytes sent to keep the module's buffers equal.
+            broadcast: Bytes sent to keep weights and buffers equal; no part of the total.
         """
         self.uplink += uplink
         self.downlink += downlink
@@ -42,14 +42,14 @@ class ExchangeVolume(Metric):
         self.broadcast += broadcast
 
     def compute(self) -> dict[str, Tensor]:
-        """The sums in bytes, float64, and ``saving``: dense bytes over gradient bytes (1 where nothing was sent)."""
+        """The sums in bytes, float64, and ``saving``: dense bytes over total bytes (1 where nothing was sent)."""
         sent = self.uplink + self.downlink
         volume = {
             "uplink_bytes": self.uplink,
             "downlink_bytes": self.downlink,
             "broadcast_bytes": self.broadcast,
             "dense_bytes": self.dense,
-            "total_bytes": sent + self.broadcast,
+            "total_bytes": sent,
             "saving": self.dense / sent if sent else torch.ones(()),
         }
         # float64 holds every count below 2^53 exactly, and Lightning's `log` turns integers into float32.

@@ -16,19 +16,18 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_topk.exchange import Endpoint
 from lightning_topk.ops import reference
 
-Parts = dict[Parameter, dict[str, Tensor]]
+Parts = dict[Tensor, dict[str, Tensor]]
 
 
 class Residuals:
     """The endpoints of one rank, found by the parameters of their bucket."""
 
     def __init__(self) -> None:
-        self._live: dict[tuple[Parameter, ...], Endpoint] = {}
+        self._live: dict[tuple[Tensor, ...], Endpoint] = {}
         self._worker: Parts = {}
         """Each parameter's slice of its endpoint's worker memory: views."""
         self._server: Parts = {}
@@ -39,7 +38,7 @@ class Residuals:
         """The endpoints in use."""
         return self._live.values()
 
-    def endpoint(self, parameters: tuple[Parameter, ...], make: Callable[[], Endpoint]) -> Endpoint:
+    def endpoint(self, parameters: tuple[Tensor, ...], make: Callable[[], Endpoint]) -> Endpoint:
         """The endpoint of a bucket, with all that its parameters have left so far.
 
         Args:
@@ -53,7 +52,24 @@ class Residuals:
             self._live[parameters] = end
         return self._live[parameters]
 
-    def retain(self, parameters: Iterable[Parameter]) -> None:
+    def held(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
+        """What this rank holds of each parameter that was exchanged: as a worker and as a server.
+
+        Returns:
+            Two residuals ``[numel]`` for each parameter; the server's is zero where another rank serves. The mean over the
+            ranks of the first plus the sum of the second is the gradient that is still to be delivered.
+        """
+        server = {parameter: dict(parts) for parameter, parts in self._server.items()}
+        for bucket, end in self._live.items():
+            _scatter_parts(server, bucket, _served(end))
+
+        def part(side: Parts, parameter: Tensor) -> Tensor:
+            return side.get(parameter, {}).get("residual", torch.zeros(()).expand(parameter.numel()))
+
+        known = {*self._worker, *server, *(parameter for bucket in self._live for parameter in bucket)}
+        return {parameter: (part(self._worker, parameter), part(server, parameter)) for parameter in known}
+
+    def retain(self, parameters: Iterable[Tensor]) -> None:
         """Forgets all parameters but these: another model has no use for the residuals of the last."""
         keep = set(parameters)
         self._live = {bucket: end for bucket, end in self._live.items() if keep.issuperset(bucket)}
@@ -61,20 +77,17 @@ class Residuals:
             for parameter in parts.keys() - keep:
                 del parts[parameter]
 
-    def _dissolve(self, parameters: set[Parameter]) -> None:
+    def _dissolve(self, parameters: set[Tensor]) -> None:
         """Takes apart the endpoints that hold any of these parameters."""
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
-            end = self._live.pop(bucket)
-            if end.downlink is not None:
-                for name, served in end.downlink.memory.tensors().items():
-                    _scatter_parts(self._server, bucket, name, _to_bucket(served, end))
+            _scatter_parts(self._server, bucket, _served(self._live.pop(bucket)))
 
-    def _fill(self, end: Endpoint, parameters: tuple[Parameter, ...]) -> None:
+    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
         """Moves what the parameters left into the memories of their new endpoint."""
         worker = end.uplink.memory.tensors()
         for name, flat in worker.items():
             flat.copy_(_gather_parts(self._worker, parameters, name, flat))
-            _scatter_parts(self._worker, parameters, name, flat)
+        _scatter_parts(self._worker, parameters, worker)
         if end.downlink is not None:
             for name, served in end.downlink.memory.tensors().items():
                 left = _gather_parts(self._server, parameters, name, served)
@@ -82,6 +95,12 @@ class Residuals:
                 worker[name].add_(left.sub_(_to_bucket(served, end)), alpha=end.world)
         for parameter in parameters:
             self._server.pop(parameter, None)
+
+
+def _served(end: Endpoint) -> dict[str, Tensor]:
+    """The server's memory of an endpoint, in the order of its bucket; empty where it serves nothing."""
+    memory = {} if end.downlink is None else end.downlink.memory.tensors()
+    return {name: _to_bucket(served, end) for name, served in memory.items()}
 
 
 def _to_bucket(served: Tensor, end: Endpoint) -> Tensor:
@@ -94,12 +113,14 @@ def _to_bucket(served: Tensor, end: Endpoint) -> Tensor:
     return served.new_zeros(end.layout.numel).index_add_(0, places, served)
 
 
-def _scatter_parts(parts: Parts, parameters: tuple[Parameter, ...], name: str, flat: Tensor) -> None:
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parts.setdefault(parameter, {})[name] = part
+def _scatter_parts(parts: Parts, parameters: tuple[Tensor, ...], memory: dict[str, Tensor]) -> None:
+    """Enters each parameter's slice of tensors that are in the order of a bucket."""
+    for name, flat in memory.items():
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parts.setdefault(parameter, {})[name] = part
 
 
-def _gather_parts(parts: Parts, parameters: tuple[Parameter, ...], name: str, like: Tensor) -> Tensor:
+def _gather_parts(parts: Parts, parameters: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
     """``[numel]`` in the order of the parameters, dtype and device of ``like``; zero where nothing is known."""
     found = [parts.get(p, {}).get(name, torch.zeros((), dtype=like.dtype).expand(p.numel())) for p in parameters]
     return torch.cat([part.to(like.device, like.dtype) for part in found])

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.config import TopKConfig
@@ -118,3 +118,6 @@ def _check_strategy_options(options: dict[str, Any]) -> None:
                 f"TopKStrategy got an unknown argument {name}={options[name]!r}; {hint}Allowed are its own arguments and those "
                 "of DDPStrategy and DistributedDataParallel."
             )
+
+
+TopKStrategy.register_strategies(StrategyRegistry)

@@ -51,16 +51,23 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
-    """Positions of the k entries of each row that are largest in magnitude.
+    """Positions of the k entries of each row that are largest in magnitude; of equal ones, the first.
+
+    Ties are common: a server's mean of values rounded to bf16 is full of them.
 
     Args:
-        rows: ``[R, S]``, a floating dtype.
+        rows: ``[R, S]``, a floating dtype, finite.
         k: Entries to choose of each row, in [1, S].
 
     Returns:
-        ``[R, k]`` int64, ascending in each row. Which of several equal magnitudes is chosen is torch.topk's choice.
+        ``[R, k]`` int64, ascending in each row.
     """
-    return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    magnitude = rows.abs()
+    threshold = magnitude.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    above, ties = magnitude > threshold, magnitude == threshold
+    room = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (ties & (ties.cumsum(dim=1, dtype=torch.int32) <= room))
+    return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
 def pack_bits(bits: Tensor) -> Tensor:

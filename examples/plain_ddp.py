@@ -1,0 +1,47 @@
+"""The exchange in a training loop of one's own, without Lightning.
+
+torchrun --nproc-per-node=2 examples/plain_ddp.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topk import attach
+
+
+def main() -> None:
+    """Fits a small net to a random teacher."""
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpu else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    torch.manual_seed(0)
+    teacher, net = (nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 1)).to(device) for _ in range(2))
+
+    model = DistributedDataParallel(net)
+    state = attach(model, ratio=0.01, bidirectional=True)  # the only line about compression
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(1 + dist.get_rank())
+    for step in range(401):
+        x = torch.randn(64, 20, device=device)
+        loss = nn.functional.mse_loss(model(x), teacher(x).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 100 == 0 and dist.get_rank() == 0:
+            print(f"step {step:3d}  loss {loss.item():.4f}")
+    sent = state.report().bytes
+    if dist.get_rank() == 0:
+        print(f"sent {sent['uplink'] + sent['downlink']:,} bytes instead of {sent['dense']:,}")
+    state.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A group of gloo processes that runs functions, one after the other, with an outside time limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """``world`` processes joined by gloo."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        context = multiprocessing.get_context("forkserver")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, self._folder.name, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Calls ``function(rank, world, *args)`` on every rank and returns what each returned.
+
+        Args:
+            function: A function of a test module. It should assert only after its last collective, so that a failing rank
+                does not keep the others waiting.
+            *args: Picklable arguments.
+            timeout: Seconds after which the group is killed and the call fails.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results, deadline = [], time.monotonic() + timeout
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.stop()
+                raise TimeoutError(f"{function.__name__}{args}: rank {rank} of {self.world} did not end in {timeout} s")
+            results.append(pipe.recv())
+        failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
+        assert not failed, "\n".join(failed)
+        return [value for _, value in results]
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(os.path.join(folder, "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((None, function(rank, world, *args)))
+        except Exception:
+            pipe.send((traceback.format_exc(), None))

@@ -1,0 +1,62 @@
+"""The algorithms of the papers in NumPy, written from their descriptions and not with the library's code."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def top(vector: np.ndarray, k: int) -> np.ndarray:
+    """``vector`` with all but its k largest entries (by magnitude) zeroed."""
+    kept = np.zeros_like(vector)
+    largest = np.argsort(-np.abs(vector), kind="stable")[:k]
+    kept[largest] = vector[largest]
+    return kept
+
+
+def bfloat16(vector: np.ndarray) -> np.ndarray:
+    """float32 rounded to bfloat16, to nearest even."""
+    bits = vector.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32)
+
+
+class BidirectionalTopK:
+    """Zou 2022, in gradient scale: error feedback on the workers and on the server.
+
+    Args:
+        workers: Number of workers.
+        numel: Elements of the gradient.
+        kept: What a worker keeps of each shard.
+        server_kept: What the server keeps of each shard; None sends all that is nonzero.
+        shards: Index arrays, one for each server; one array of everything is the thesis's single server.
+        rounding: What the wire does to values.
+    """
+
+    def __init__(self, workers, numel, kept, server_kept, shards, rounding=lambda v: v):
+        self.e = np.zeros((workers, numel), np.float32)
+        self.E = np.zeros(numel, np.float32)
+        self.kept, self.server_kept, self.shards, self.rounding = kept, server_kept, shards, rounding
+
+    def step(self, gradients: np.ndarray) -> np.ndarray:
+        """One step: gradients ``[workers, numel]`` to what every worker receives, ``[numel]``."""
+        u = np.zeros_like(self.e)
+        for i, g in enumerate(gradients):
+            a = self.e[i] + g
+            for shard in self.shards:
+                u[i, shard] = self.rounding(top(a[shard], self.kept))
+            self.e[i] = a - u[i]
+        v = self.E + u.sum(0) / len(u)
+        q = np.zeros_like(v)
+        for shard in self.shards:
+            k = len(shard) if self.server_kept is None else self.server_kept
+            q[shard] = self.rounding(top(v[shard], k))
+        self.E = v - q
+        return q
+
+
+def deal(numel: int, servers: int, block: int) -> list[np.ndarray]:
+    """Blocks of consecutive elements dealt to the servers in turn, like cards."""
+    hands: list[list[int]] = [[] for _ in range(servers)]
+    for card, start in enumerate(range(0, numel, block)):
+        hands[card % servers].extend(range(start, min(start + block, numel)))
+    return [np.array(hand, dtype=np.int64) for hand in hands]

@@ -1,0 +1,103 @@
+"""Bad settings are refused early, in the user's words."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.layout import Layout
+from lightning_topk.select import Selector
+from lightning_topk.simulate import Cluster
+from lightning_topk.strategy import TopKStrategy
+
+BAD = [
+    ({"ratio": 0}, ValueError, r"ratio=0 must be in \(0, 1\].*Use ratio=0\.001"),
+    ({"ratio": 1.5}, ValueError, r"ratio=1\.5 must be in \(0, 1\]"),
+    ({"ratio": -0.1}, ValueError, r"ratio=-0\.1 must be in \(0, 1\]"),
+    ({"ratio": float("nan")}, ValueError, r"ratio=nan must be in \(0, 1\]"),
+    ({"ratio": "0.1"}, TypeError, r"ratio='0\.1' is a str; it must be a number"),
+    ({"ratio": True}, TypeError, r"ratio=True is a bool"),
+    ({"ratio": None}, TypeError, r"ratio=None is a NoneType"),
+    ({"server_ratio": 2}, ValueError, r"server_ratio=2 must be in \(0, 1\]"),
+    ({"server_ratio": 0.1, "bidirectional": False}, ValueError, r"server_ratio=0\.1 has no effect"),
+    ({"bidirectional": "yes"}, TypeError, r"bidirectional='yes' is a str; it must be True or False"),
+    ({"error_feedback": 1}, TypeError, r"error_feedback=1 is a int"),
+    ({"selector": "best"}, ValueError, r"selector='best' is unknown; it must be one of 'topk'.* or an instance"),
+    ({"selector": 3}, TypeError, r"selector=3 is a int"),
+    ({"wire": "fp8"}, ValueError, r"wire='fp8' is unknown; it must be one of 'fp32', 'bf16'"),
+    ({"topology": "ring"}, ValueError, r"topology='ring' is unknown; it must be one of 'sharded', 'single_server'"),
+    ({"topology": "allgather"}, ValueError, r"bidirectional=True does not go with topology='allgather'.*Pass"),
+]
+BAD_FOR_DDP = [
+    ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=.*TopKStrategy installs its own"),
+    ({"ddp_comm_state": object()}, ValueError, r"ddp_comm_state="),
+    ({"ddp_comm_wrapper": print}, ValueError, r"ddp_comm_wrapper="),
+    ({"model_averaging_period": 4}, ValueError, r"model_averaging_period=4 belongs to post-local SGD"),
+    ({"mixed_precision": object()}, ValueError, r"mixed_precision=.*Use the Trainer's precision"),
+    ({"skip_all_reduce_unused_params": True}, ValueError, r"skip_all_reduce_unused_params=True does not go with"),
+    ({"delay_all_reduce_named_params": [("a", 1)]}, ValueError, r"delay_all_reduce_named_params="),
+    ({"rato": 0.1}, TypeError, r"unknown argument rato=0\.1; did you mean 'ratio'\?"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), BAD)
+@pytest.mark.parametrize("target", [TopKConfig, TopKStrategy])
+def test_bad_settings_raise_at_construction(target, settings, error, message):
+    with pytest.raises(error, match=message):
+        target(**settings)
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), BAD_FOR_DDP)
+def test_options_that_bypass_the_hook_raise_at_construction(settings, error, message):
+    with pytest.raises(error, match=message):
+        TopKStrategy(**settings)
+
+
+def test_ddp_defaults_that_are_passed_explicitly_are_welcome():
+    TopKStrategy(ddp_comm_hook=None, mixed_precision=None, skip_all_reduce_unused_params=False, bucket_cap_mb=10)
+
+
+def test_settings_are_frozen_and_travel_to_other_processes():
+    config = TopKConfig(ratio=0.25, topology="single_server")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ratio = 0.5
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert pickle.loads(pickle.dumps(TopKStrategy(ratio=0.25))).config.ratio == 0.25
+
+
+class First(Selector):
+    """Takes the first k of each shard."""
+
+    def pick(self, rows, k):
+        return torch.arange(k).expand(len(rows), k)
+
+
+class Lazy(Selector):
+    """Returns fewer than it was asked for."""
+
+    def pick(self, rows, k):
+        return torch.zeros(len(rows), k - 1, dtype=torch.int64)
+
+
+def test_a_selector_of_ones_own_is_used():
+    cluster = Cluster(TopKConfig(ratio=0.1, selector=First(), wire="fp32"), world=1, numel=100)
+    received = cluster.step([torch.arange(1.0, 101.0)])[0]
+    assert received.nonzero().flatten().tolist() == list(range(10))
+
+
+def test_a_selector_that_chooses_another_number_is_refused():
+    cluster = Cluster(TopKConfig(ratio=0.1, selector=Lazy()), world=1, numel=100)
+    with pytest.raises(ValueError, match=r"Lazy\.pick returned positions of shape \(1, 9\).*\(1, 10\)"):
+        cluster.step([torch.ones(100)])
+
+
+def test_a_server_that_does_not_compress_has_room_for_all_that_workers_send():
+    for world in (1, 2, 5, 100):
+        layout, up, down = TopKConfig(ratio=0.01, bidirectional=False).codecs(100_000, world)
+        assert isinstance(layout, Layout)
+        assert down is not None
+        assert down.kept == min(layout.shard_size, world * up.kept)

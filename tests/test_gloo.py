@@ -1,0 +1,408 @@
+"""The laws on real process groups, through DDP's reducer, in all its modes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_laws import routes, wires
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topk.collectives import Meter, drive
+from lightning_topk.config import TopKConfig
+from lightning_topk.exchange import exchange
+from lightning_topk.hook import TopKState, attach, topk_hook
+from lightning_topk.plan import volume
+from lightning_topk.simulate import Cluster
+
+MODES = {
+    "one_bucket": {"bucket_cap_mb": 25},
+    "several_buckets": {"bucket_cap_mb": 0.005},
+    "static_graph": {"bucket_cap_mb": 0.005, "static_graph": True},
+    "find_unused_parameters": {"bucket_cap_mb": 0.005, "find_unused_parameters": True},
+    "gradient_as_bucket_view": {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True},
+}
+modes = pytest.mark.parametrize("mode", MODES)
+worlds = pytest.mark.parametrize("world", [2, 3, 4])
+STEPS = 5
+
+
+class Net(nn.Module):
+    """Several layers, a scalar, an empty parameter, and a branch that can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(12, 50), nn.Linear(50, 50), nn.Linear(50, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+        h = self.first(x).tanh()
+        if branch:
+            h = h + self.branch(h).tanh()
+        return self.scale * self.last(h)
+
+
+def uses_branch(mode: str, rank: int, step: int) -> bool:
+    """With find_unused_parameters: all ranks, one rank, no rank."""
+    return mode != "find_unused_parameters" or step % 3 == 0 or (step % 3 == 1 and rank == 0)
+
+
+def loss_of(net: nn.Module, mode: str, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+    return net(x, uses_branch(mode, rank, step)).square().mean()
+
+
+def local_gradient(net: Net, mode: str, rank: int, step: int) -> torch.Tensor:
+    alone = copy.deepcopy(net)
+    alone.zero_grad()
+    loss_of(alone, mode, rank, step).backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in alone.parameters()])
+
+
+def gradient(net: Net) -> torch.Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in net.parameters()])
+
+
+def mean_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
+
+
+def every_rank(x: torch.Tensor) -> torch.Tensor:
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x)
+    return torch.stack(rows)
+
+
+class CountedCollectives:
+    """Counts what collectives are given for other ranks, at torch.distributed's own functions."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._patches = [
+            mock.patch.object(dist, name, self._count(getattr(dist, name), cost))
+            for name, cost in {
+                "all_to_all_single": lambda rank, world, out, x, **_: x.nbytes * (world - 1) // world,
+                "all_gather_into_tensor": lambda rank, world, out, x, **_: x.nbytes * (world - 1),
+                "gather": lambda rank, world, x, out, dst, **_: x.nbytes * (rank != dst),
+                "scatter": lambda rank, world, out, rows, src, **_: sum(r.nbytes for r in (rows or [])[1:]),
+            }.items()
+        ]
+
+    def _count(self, function, cost):
+        def counted(*args, **kwargs):
+            self.bytes += cost(dist.get_rank(), dist.get_world_size(), *args, **kwargs)
+            return function(*args, **kwargs)
+
+        return counted
+
+    def __enter__(self):
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self._patches:
+            patch.stop()
+
+
+def laws(rank: int, world: int, topology: str, bidirectional: bool, wire: str, mode: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net, **MODES[mode])
+    config = TopKConfig(ratio=0.05, bidirectional=bidirectional, wire=wire, topology=topology)
+    state = attach(ddp, config)
+    buckets: list[list[int]] = []  # of this step: elements of every parameter
+    hook = state.launch
+    state.launch = lambda bucket: buckets.append([p.numel() for p in bucket.parameters()]) or hook(bucket)
+    produced, delivered, checks = 0.0, 0.0, []
+    with CountedCollectives() as counted:
+        for step in range(STEPS):
+            produced = produced + mean_over_ranks(local_gradient(net, mode, rank, step))
+            ddp.zero_grad()
+            buckets.clear()
+            counted.bytes = 0
+            loss_of(ddp, mode, rank, step).backward()
+            sent = counted.bytes
+            parameters = [len(b) for b in buckets] if mode == "find_unused_parameters" else None
+            plan = volume(config, [sum(b) for b in buckets], world, rank, parameters=parameters)
+            checks.append((state.report(), plan, sent, every_rank(gradient(net))))
+            delivered = delivered + gradient(net).double()
+    held = state.residuals.held()
+    worker = mean_over_ranks(torch.cat([held[p][0] for p in net.parameters()]))
+    server = mean_over_ranks(torch.cat([held[p][1] for p in net.parameters()])) * world
+    state.close()
+
+    for report, plan, sent, gradients in checks:
+        assert all(torch.equal(each, gradients[0]) for each in gradients), "agreement"
+        assert report.bytes["uplink"] == plan.uplink, "prediction, uplink"
+        assert report.bytes["downlink"] == plan.downlink, "prediction, downlink"
+        assert report.bytes["dense"] == plan.dense, "prediction, dense"
+        assert sent == plan.uplink + plan.downlink, "prediction, at the collectives"
+    # Buckets are regrouped after the first steps; then nothing about the sizes changes any more.
+    assert len({(r.bytes["uplink"], r.bytes["downlink"]) for r, *_ in checks[2:]}) == 1, "fixed size"
+    assert len(buckets) == 1 if mode == "one_bucket" else len(buckets) > 1
+    assert delivered.count_nonzero() > 0
+    torch.testing.assert_close(delivered + worker + server, produced, atol=1e-6, rtol=1e-5)
+
+
+@worlds
+@routes
+@wires
+@modes
+def test_laws_hold(groups, world, topology, bidirectional, wire, mode):
+    groups(world).run(laws, topology, bidirectional, wire, mode)
+
+
+def identity(rank: int, world: int, topology: str, bidirectional: bool, mode: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net, **MODES[mode])
+    state = attach(ddp, ratio=1.0, bidirectional=bidirectional, wire="fp32", topology=topology)
+    pairs = []
+    for step in range(3):
+        expected = mean_over_ranks(local_gradient(net, mode, rank, step))
+        ddp.zero_grad()
+        loss_of(ddp, mode, rank, step).backward()
+        pairs.append((gradient(net).double(), expected))
+    state.close()
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, atol=1e-7, rtol=1e-5)
+
+
+@worlds
+@routes
+@modes
+def test_a_ratio_of_one_is_the_mean(groups, world, topology, bidirectional, mode):
+    groups(world).run(identity, topology, bidirectional, mode)
+
+
+def same_as_simulated(rank: int, world: int, topology: str, bidirectional: bool, wire: str) -> None:
+    config = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology)
+    numel = 3001
+    simulated = Cluster(config, world, numel)
+    end = config.endpoint(numel, rank, world, torch.float32, torch.device("cpu"))
+    results = []
+    for step in range(4):
+        given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
+        mine = given[rank].clone()
+        drive(exchange(end, mine, topology), dist.group.WORLD, Meter())
+        results.append((mine, simulated.step(given)[rank]))
+    for real, imagined in results:
+        assert torch.equal(real, imagined)
+    for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
+        assert torch.equal(real.memory.tensors()["residual"], imagined.memory.tensors()["residual"])
+
+
+@worlds
+@routes
+@wires
+def test_the_simulator_gives_the_same_bits(groups, world, topology, bidirectional, wire):
+    groups(world).run(same_as_simulated, topology, bidirectional, wire)
+
+
+def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    state = attach(ddp, ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional)
+    delays = torch.Generator().manual_seed(rank)
+
+    def sleep(_: torch.Tensor) -> None:
+        time.sleep(0.004 * torch.rand((), generator=delays).item())
+
+    for parameter in net.parameters():
+        parameter.register_hook(sleep)
+    pairs = []
+    for step in range(12):
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+        alone = copy.deepcopy(net)
+        alone(x).square().mean().backward()
+        expected = mean_over_ranks(torch.cat([p.grad.flatten() for p in alone.parameters()]))
+        ddp.zero_grad()
+        ddp(x).square().mean().backward()
+        pairs.append((torch.cat([p.grad.flatten() for p in net.parameters()]).double(), expected))
+    count = len(list(state.residuals.endpoints))
+    state.close()
+    assert count >= 3
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, atol=1e-7, rtol=1e-5)
+
+
+@worlds
+@routes
+def test_random_delays_neither_deadlock_nor_mix_buckets_up(groups, world, topology, bidirectional):
+    groups(world).run(delayed, topology, bidirectional)
+
+
+def overlapped(rank: int, world: int) -> None:
+    net = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    state = attach(ddp, ratio=0.1)
+    finished = threading.Event()
+    x = torch.randn(4, 40)
+    ddp(x).sum().backward()  # DDP regroups its buckets after this
+    whole, seen = state._exchange, []
+
+    def noting(buffer, parameters, index):
+        result = whole(buffer, parameters, index)
+        finished.set()
+        return result
+
+    state._exchange = noting
+    # The gradient of the first layer comes last; it waits until some bucket has gone all the way.
+    net[0].weight.register_hook(lambda _: seen.append(finished.wait(timeout=20)))
+    ddp(x).sum().backward()
+    state.close()
+    assert seen == [True]
+
+
+@worlds
+def test_buckets_travel_while_backward_runs(groups, world):
+    groups(world).run(overlapped)
+
+
+def the_hook_alone(rank: int, world: int) -> None:
+    net = nn.Linear(30, 30)
+    ddp = DistributedDataParallel(net)
+    state = TopKState(ratio=0.1)
+    ddp.register_comm_hook(state, topk_hook)
+    ddp(torch.randn(4, 30)).sum().backward()
+    kept = state.report().kept
+    state.close()
+    assert kept == state.config.codecs(930, world)[1].kept * world
+    assert 0 < gradient_size(net) <= kept * world
+
+
+def gradient_size(net: nn.Module) -> int:
+    return int(sum(p.grad.count_nonzero() for p in net.parameters()))
+
+
+def test_the_hook_serves_plain_ddp(groups):
+    groups(2).run(the_hook_alone)
+
+
+def failing(rank: int, world: int) -> str:
+    ddp = DistributedDataParallel(nn.Linear(10, 10))
+    state = attach(ddp, ratio=0.5)
+    state.config = mock.Mock(endpoint=mock.Mock(side_effect=ValueError("out of luck")), topology="sharded")
+    message = ""
+    try:
+        ddp(torch.randn(2, 10)).sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    state.close()
+    return message
+
+
+def test_an_error_in_the_exchange_reaches_the_training_loop_with_the_buckets_name(groups):
+    for rank, message in enumerate(groups(2).run(failing)):
+        assert f"sharded exchange of bucket 0 (110 elements) failed on rank {rank} of 2: out of luck" in message
+
+
+def with_buffers(rank: int, world: int) -> tuple[int, int, int, int]:
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    ddp = DistributedDataParallel(net)
+    state = attach(ddp, ratio=0.1)
+    first = state.report().bytes["broadcast"]
+    for _ in range(3):
+        ddp(torch.randn(4, 8)).sum().backward()
+    with ddp.no_sync():  # the forward of this one still broadcasts; the next does not
+        ddp(torch.randn(4, 8)).sum().backward()
+        ddp(torch.randn(4, 8)).sum().backward()
+    total = state.report().bytes["broadcast"]
+    state.close()
+    return first, total, sum(x.nbytes for x in net.parameters()), sum(x.nbytes for x in net.buffers())
+
+
+@worlds
+def test_bytes_of_the_buffer_broadcast_are_counted_as_what_they_are(groups, world):
+    first, totals, (weights, *_), (size, *_) = zip(*groups(world).run(with_buffers), strict=True)
+    # Every other rank receives what is broadcast once: everything when the model is wrapped, then buffers.
+    assert sum(first) == (weights + size) * (world - 1)
+    assert sum(totals) == 4 * size * (world - 1)
+    assert totals[0] > totals[-1] == 0
+
+
+def regrouped(rank: int, world: int, topology: str) -> None:
+    """Residuals survive any regrouping of parameters into buckets."""
+    from lightning_topk.residuals import Residuals
+
+    config = TopKConfig(ratio=0.05, topology=topology)
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (700, 1, 300, 64, 2000)]
+    residuals, delivered, produced = Residuals(), {}, {}
+    for step, order in enumerate(([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [4, 2, 0])):
+        for group in (order[:2], order[2:]):
+            bucket = tuple(parameters[i] for i in group)
+            numel = sum(p.numel() for p in bucket)
+
+            def make(numel=numel):
+                return config.endpoint(numel, rank, world, torch.float32, torch.device("cpu"))
+
+            end = residuals.endpoint(bucket, make)
+            g = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
+            mean = mean_over_ranks(g)
+            drive(exchange(end, g, topology), dist.group.WORLD, Meter())
+            for parts, whole in ((produced, mean), (delivered, g.double())):
+                for i, part in zip(group, whole.split([p.numel() for p in bucket]), strict=True):
+                    parts[i] = parts.get(i, 0) + part
+    held = residuals.held()
+    kept = [mean_over_ranks(w.double() + world * s.double()) for w, s in (held[p] for p in parameters)]
+    for i, left in enumerate(kept):
+        torch.testing.assert_close(delivered[i] + left, produced[i], atol=1e-5, rtol=1e-5)
+
+
+@worlds
+@pytest.mark.parametrize("topology", ["sharded", "single_server"])
+def test_residuals_follow_their_parameters_from_bucket_to_bucket(groups, world, topology):
+    groups(world).run(regrouped, topology)
+
+
+def bypassed(rank: int, world: int) -> dict[str, str]:
+    messages = {}
+    for name, options in {"skip": {"skip_all_reduce_unused_params": True, "find_unused_parameters": True}}.items():
+        try:
+            attach(DistributedDataParallel(nn.Linear(3, 3), **options))
+        except ValueError as error:
+            messages[name] = str(error)
+    net = nn.Linear(3, 3)
+    delayed = DistributedDataParallel(
+        net,
+        delay_all_reduce_named_params=[("weight", net.weight)],
+        param_to_hook_all_reduce=net.bias,
+    )
+    cases = {
+        "delay": lambda: attach(delayed),
+        "sparse": lambda: attach(DistributedDataParallel(nn.Embedding(3, 3, sparse=True))),
+        "complex": lambda: attach(DistributedDataParallel(nn.Linear(3, 3, dtype=torch.complex64))),
+        "both": lambda: attach(DistributedDataParallel(nn.Linear(3, 3)), TopKConfig(), ratio=0.1),
+    }
+    for name, case in cases.items():
+        try:
+            case()
+        except ValueError as error:
+            messages[name] = str(error)
+    ddp = DistributedDataParallel(nn.Linear(3, 3))
+    attach(ddp)
+    try:
+        attach(ddp)
+    except RuntimeError as error:
+        messages["second"] = str(error)
+    return messages
+
+
+def test_what_bypasses_the_hook_is_refused_at_set_up(groups):
+    for messages in groups(2).run(bypassed):
+        assert "skip_all_reduce_unused_params=True does not go with top-k exchange" in messages["skip"]
+        assert "delay_all_reduce_named_params" in messages["delay"]
+        assert "use sparse=False" in messages["sparse"]
+        assert "complex64" in messages["complex"]
+        assert "not both" in messages["both"]
+        assert "can only be called once" in messages["second"]

@@ -1,0 +1,98 @@
+"""The layers of the package, and what importing it costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_topk
+
+PACKAGE = Path(lightning_topk.__file__).parent
+LAYERS = [
+    {"layout", "_version"},
+    {"ops", "ops.reference"},
+    {"select", "wire", "memory"},
+    {"exchange"},
+    {"config"},
+    {"collectives", "simulate", "residuals", "plan"},
+    {"hook"},
+    {"metrics", "strategy"},
+    {"callback", "plots"},
+    {"_register"},
+    {"__init__"},
+    {"__main__"},
+]
+ALLOWED = {
+    "torch.distributed": {"collectives", "hook"},
+    "lightning": {"strategy", "callback"},
+    "torchmetrics": {"metrics"},
+    "matplotlib": {"plots"},
+}
+MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__") if "." in name else name: path for name, path in MODULES.items()}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layer(name: str) -> int:
+    return next(number for number, names in enumerate(LAYERS) if name in names)
+
+
+def test_every_module_has_a_layer():
+    assert set(MODULES) == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"__init__", "_register"}))
+def test_imports_point_downward(name):
+    for imported in imports(MODULES[name]):
+        own = imported.removeprefix("lightning_topk.")
+        if imported.startswith("lightning_topk.") and own in MODULES:
+            assert layer(own) < layer(name), f"{name} imports {own}"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_heavy_packages_are_imported_where_they_are_needed_only(name):
+    for package, where in ALLOWED.items():
+        if any(imported == package or imported.startswith(f"{package}.") for imported in imports(MODULES[name])):
+            assert name in where, f"{name} imports {package}"
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_hook_needs_no_lightning():
+    code = "import sys; from lightning_topk import topk_hook, TopKState, attach, TopKConfig; import lightning_topk.simulate\n"
+    run(code + "assert not {'lightning', 'pytorch_lightning', 'torchmetrics', 'matplotlib'} & set(sys.modules)")
+
+
+NAMES = "{'topk', 'topk_spawn', 'topk_fork', 'topk_notebook', 'topk_find_unused_parameters_true'}"
+
+
+@pytest.mark.parametrize(
+    "order", ["import lightning_topk; import lightning", "import lightning; import lightning_topk"]
+)
+def test_the_names_are_registered_in_either_order_of_imports(order):
+    check = f"from lightning.pytorch.strategies import StrategyRegistry; assert {NAMES} <= set(StrategyRegistry)"
+    run(f"{order}; {check}; import importlib; importlib.reload(lightning_topk); {check}")
+
+
+def test_names_that_do_not_exist_are_attribute_errors():
+    with pytest.raises(AttributeError, match="has no attribute 'TopKStrateg'"):
+        _ = lightning_topk.TopKStrateg
+    assert set(lightning_topk.__all__) <= set(dir(lightning_topk))

@@ -1,0 +1,294 @@
+"""The strategy and the callback in a Trainer, with spawned CPU workers."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torchmetrics import MetricCollection
+
+from lightning_topk import CompressionMonitor, TopKConfig, TopKStrategy
+from lightning_topk.metrics import CompressionError, ExchangeVolume
+from lightning_topk.plan import volume
+
+ROOT = Path(__file__).parent.parent
+KEYS = {
+    "topk/uplink_bytes", "topk/downlink_bytes", "topk/dense_bytes", "topk/saving", "topk/uplink_error",
+    "topk/downlink_error", "topk/bound", "topk/worker_residual_norm", "topk/server_residual_norm", "topk/total_bytes",
+    "topk/broadcast_bytes", "topk/total_uplink_bytes", "topk/total_downlink_bytes", "topk/total_dense_bytes",
+    "topk/total_broadcast_bytes",
+}  # fmt: skip
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Model(BoringModel):
+    """Boring, but large enough to compress, with batch norm on request."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64) if norm else nn.Tanh(), nn.Linear(64, 2))
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(super().train_dataloader().dataset, batch_size=4)
+
+
+ELEMENTS = 32 * 64 + 64 + 64 * 2 + 2
+
+
+def fit(tmp_path, model=None, strategy=None, callbacks=(), **options):
+    """Trains with two workers that are forked from a server which has imported everything already."""
+    strategy = strategy or TopKStrategy(start_method="forkserver")
+    trainer = L.Trainer(
+        default_root_dir=tmp_path,
+        strategy=strategy,
+        callbacks=[CompressionMonitor(), *callbacks],
+        **{**QUIET, "max_steps": 5, **options},
+    )
+    trainer.fit(model or Model())
+    return trainer, {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def test_a_registered_name_trains_and_every_key_returns_after_spawn(tmp_path):
+    _, logged = fit(tmp_path, strategy="topk_spawn")
+    plan = volume(TopKConfig(), [ELEMENTS], world=2)
+    assert set(logged) >= KEYS
+    assert logged["topk/uplink_bytes"] == plan.uplink
+    assert logged["topk/downlink_bytes"] == plan.downlink
+    assert logged["topk/dense_bytes"] == plan.dense == ELEMENTS * 4
+    assert logged["topk/saving"] == pytest.approx(plan.saving)
+    assert logged["topk/total_bytes"] == 5 * (plan.uplink + plan.downlink)
+    assert logged["topk/total_dense_bytes"] == 5 * plan.dense
+    assert 0 < logged["topk/uplink_error"] < 1
+    assert 0 < logged["topk/downlink_error"] < 1
+    assert logged["topk/worker_residual_norm"] > 0
+    assert logged["topk/server_residual_norm"] > 0
+    kept = 2 * TopKConfig().codecs(ELEMENTS, 2)[1].kept
+    assert logged["topk/bound"] == pytest.approx((1 - kept / ELEMENTS) ** 2)
+
+
+class Watch(Callback):
+    """Counts the collectives of the callback, and writes what each step logged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_start(self, trainer, pl_module):
+        reduce = trainer.strategy.reduce
+        self.reduced = 0
+
+        def counted(value, *args, **kwargs):
+            self.reduced += getattr(value, "shape", None) == (6,)  # Lightning reduces scalars of its own
+            return reduce(value, *args, **kwargs)
+
+        trainer.strategy.reduce = counted
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.is_global_zero:
+            with self.path.open("a") as file:
+                metrics = trainer.callback_metrics
+                row = (trainer.global_step, self.reduced, float(metrics.get("topk/total_bytes", -1)))
+                file.write(",".join(map(str, row)) + "\n")
+
+
+@pytest.mark.parametrize(("every", "reductions"), [(1, 6), (3, 2), (50, 1), (0, 1)])
+def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(tmp_path, every, reductions):
+    path = tmp_path / "steps.csv"
+    fit(tmp_path, callbacks=[Watch(path)], max_steps=6, log_every_n_steps=every)
+    rows = [[float(cell) for cell in line.split(",")] for line in path.read_text().splitlines()]
+    plan = volume(TopKConfig(), [ELEMENTS], world=2)
+    assert [total for *_, total in rows] == [(step + 1) * (plan.uplink + plan.downlink) for step in range(6)]
+    assert rows[-1][1] == reductions
+
+
+def test_accumulation_exchanges_once_a_window_and_with_the_partial_last_one(tmp_path):
+    _, logged = fit(tmp_path, max_steps=-1, max_epochs=1, limit_train_batches=7, accumulate_grad_batches=3)
+    plan = volume(TopKConfig(), [ELEMENTS], world=2)
+    assert logged["topk/total_bytes"] == 3 * (plan.uplink + plan.downlink)
+
+
+def test_loggers_and_early_stopping_see_the_keys(tmp_path):
+    stop = EarlyStopping("topk/saving", stopping_threshold=2.0, mode="max", check_on_train_epoch_end=True)
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(
+        tmp_path,
+        callbacks=[stop],
+        logger=logger,
+        log_every_n_steps=2,
+        max_steps=-1,
+        max_epochs=5,
+        limit_train_batches=4,
+    )
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert {int(row["step"]) for row in rows} == {1, 3}  # stopped after the first epoch
+    assert all(row[key] for row in rows for key in KEYS)
+
+
+def test_buffers_are_counted_apart(tmp_path):
+    model = Model(norm=True)
+    size = sum(buffer.nbytes for buffer in model.buffers())
+    _, logged = fit(tmp_path, model, max_steps=4)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert logged["topk/broadcast_bytes"] == size
+    assert logged["topk/total_broadcast_bytes"] == weights + size + 4 * size
+    sent = logged["topk/total_uplink_bytes"] + logged["topk/total_downlink_bytes"]
+    assert logged["topk/total_bytes"] == sent
+
+
+def test_the_monitor_says_that_it_has_nothing_to_monitor(tmp_path):
+    with pytest.warns(UserWarning, match="CompressionMonitor logs nothing: the strategy is SingleDeviceStrategy"):
+        _, logged = fit(tmp_path, strategy="auto", devices=1, max_steps=1)
+    assert not KEYS & set(logged)
+
+
+def test_one_worker_trains_and_sends_nothing(tmp_path):
+    strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
+    _, logged = fit(tmp_path, strategy=strategy, devices=1)
+    assert logged["topk/total_bytes"] == 0
+    assert logged["topk/saving"] == 1
+    assert 0 < logged["topk/uplink_error"] < 1
+
+
+class Manual(Model):
+    """Two optimizers that step in turn, as in a GAN, and one branch that is left out at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(32, 2)
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, net in zip(self.optimizers(), (self.layer, self.other), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(net(batch)))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.layer, self.other)]
+
+
+def test_manual_optimization_with_two_optimizers(tmp_path):
+    strategy = TopKStrategy(start_method="forkserver", find_unused_parameters=True)
+    _, logged = fit(tmp_path, Manual(), strategy=strategy, max_steps=6)
+    elements = ELEMENTS + 32 * 2 + 2
+    plan = volume(TopKConfig(), [elements], world=2, parameters=[6])
+    assert logged["topk/uplink_bytes"] == 2 * plan.uplink  # two backward passes a batch
+    assert logged["topk/total_dense_bytes"] == 6 * plan.dense
+
+
+class SameWeights(Callback):
+    """Fails unless all ranks end with the same weights."""
+
+    def on_train_end(self, trainer, pl_module):
+        flat = torch.cat([p.detach().flatten() for p in pl_module.parameters()])
+        gathered = [torch.empty_like(flat) for _ in range(trainer.world_size)]
+        torch.distributed.all_gather(gathered, flat)
+        assert torch.equal(*gathered)
+        assert trainer.strategy.topk_state.residuals.held()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "topk_fork",
+        TopKStrategy(start_method="forkserver", topology="single_server", static_graph=True),
+        TopKStrategy(
+            start_method="forkserver", topology="allgather", bidirectional=False, gradient_as_bucket_view=True
+        ),
+        TopKStrategy(start_method="forkserver", wire="fp32", bucket_cap_mb=0.001),
+    ],
+)
+def test_ranks_end_with_the_same_weights(tmp_path, strategy):
+    fit(tmp_path, strategy=strategy, callbacks=[SameWeights()])
+
+
+SCRIPT = """
+import lightning as L, lightning_topk, sys
+from lightning.pytorch.demos.boring_classes import BoringModel
+if __name__ == "__main__":
+    trainer = L.Trainer(strategy="topk", accelerator="cpu", devices=2, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[lightning_topk.CompressionMonitor()])
+    trainer.fit(BoringModel())
+    # The residuals go on: the model's first bucket of the second fit has them.
+    norm = trainer.callback_metrics["topk/worker_residual_norm"]
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(BoringModel() if "--other" in sys.argv else trainer.lightning_module)
+    assert trainer.world_size == 2 and trainer.global_step == 4, trainer.global_step
+    print(f"rank {trainer.global_rank} trained {bool(norm > 0)}\\n", end="", flush=True)
+"""
+
+
+def command(arguments, **kwargs):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=200, env=environment, check=False, **kwargs
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
+@pytest.mark.parametrize("model", [[], ["--other"]])
+def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, launcher, model):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    output = command([sys.executable, *launcher, str(script), *model], cwd=tmp_path)
+    assert "rank 0 trained True" in output
+    assert "rank 1 trained True" in output
+
+
+def test_lightning_cli_configures_the_strategy_by_yaml():
+    output = command(
+        [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=3"],
+        cwd=ROOT / "examples/cli",
+    )
+    assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
+
+
+def test_lightning_cli_takes_the_strategy_from_the_command_line():
+    output = command(
+        [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=2",
+         "--trainer.strategy=TopKStrategy", "--trainer.strategy.ratio=0.5", "--trainer.strategy.start_method=spawn"],
+        cwd=ROOT / "examples/cli",
+    )  # fmt: skip
+    assert "TopKConfig(ratio=0.5" in output
+
+
+def test_metrics_can_be_held_by_users():
+    metrics = MetricCollection({"volume": ExchangeVolume()})
+    metrics["volume"].update(uplink=10, downlink=30, dense=4000)
+    metrics["volume"].update(uplink=10, downlink=30, dense=4000, broadcast=5)
+    computed = metrics.compute()
+    assert computed["total_bytes"] == 80
+    assert computed["broadcast_bytes"] == 5
+    assert computed["saving"] == 100
+    error = CompressionError()
+    error.update(0, 0)
+    assert error.compute() == 0
+    error.update(torch.tensor(4.0), torch.tensor(1.0))
+    error.update(4, 2)
+    assert error.compute() == 3 / 8
+
+
+def test_counts_beyond_2_to_24_are_exact():
+    metric = ExchangeVolume()
+    metric.update(uplink=2**24 + 1, downlink=2**40 + 1, dense=0)
+    assert int(metric.compute()["total_bytes"]) == 2**24 + 2**40 + 2

@@ -1,0 +1,125 @@
+"""Bits, positions and layouts."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from lightning_topk.layout import Layout, kept_count
+from lightning_topk.ops import reference
+from lightning_topk.wire import WIRES, Codec
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])
+def test_bits_survive_packing(n):
+    bits = torch.randint(0, 2, (3, n), dtype=torch.uint8)
+    packed = reference.pack_bits(bits)
+    assert packed.shape == (3, math.ceil(n / 8))
+    assert torch.equal(reference.unpack_bits(packed, n), bits)
+
+
+def positions(universe: int, k: int, rows: int = 2) -> torch.Tensor:
+    return torch.tensor([sorted(random.Random(row).sample(range(universe), k)) for row in range(rows)])
+
+
+@pytest.mark.parametrize(
+    ("universe", "k"), [(1, 1), (2, 1), (2, 2), (10, 3), (256, 256), (1000, 1), (1000, 10), (70_000, 700), (2**25, 40)]
+)
+def test_positions_survive_elias_fano(universe, k):
+    index = positions(universe, k)
+    low = reference.elias_fano_low_width(universe, k)
+    code = reference.elias_fano_encode(index, universe, low)
+    assert code.shape == (2, reference.elias_fano_bytes(universe, k, low))
+    assert torch.equal(reference.elias_fano_decode(code, universe, k, low), index)
+
+
+def test_elias_fano_takes_repeated_positions_and_both_ends():
+    index = torch.tensor([[0, 0, 5, 5, 999], [0, 1, 2, 998, 999]])
+    low = reference.elias_fano_low_width(1000, 5)
+    assert torch.equal(reference.elias_fano_decode(reference.elias_fano_encode(index, 1000, low), 1000, 5, low), index)
+
+
+def test_elias_fano_of_a_small_example_by_hand():
+    # 3, 4, 13 below 16 with two low bits: lows 11 00 01 (first bit lowest), highs 0, 1, 3 -> bits 0, 2, 5.
+    code = reference.elias_fano_encode(torch.tensor([[3, 4, 13]]), 16, 2)
+    assert code.tolist() == [[0b010011, 0b100101]]
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01])
+def test_positions_cost_at_most_6_percent_over_their_entropy(ratio):
+    universe, k = 1_000_000, int(1_000_000 * ratio)
+    entropy = universe * -(ratio * math.log2(ratio) + (1 - ratio) * math.log2(1 - ratio))
+    codec = Codec(WIRES["bf16"], universe, k)
+    assert codec.index_bytes * 8 / entropy < 1.062
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("rows", "universe", "k"), [(1, 10, 3), (5, 1000, 7), (3, 1, 1)])
+def test_a_payload_is_what_the_codec_says(wire, rows, universe, k):
+    codec = Codec(WIRES[wire], universe, k)
+    index, value = positions(universe, k, rows), torch.randn(rows, k)
+    payload = codec.encode(index, value)
+    assert payload.shape == (rows, codec.nbytes)
+    assert payload.dtype == torch.uint8
+    read_index, read_value = codec.decode(payload, torch.float32)
+    assert torch.equal(read_index, index)
+    assert torch.equal(read_value, codec.wire.round(value))
+
+
+def test_positions_beyond_2_to_24_are_exact():
+    codec = Codec(WIRES["fp32"], 2**26, 4)
+    index = torch.tensor([[2**24 - 1, 2**24, 2**24 + 1, 2**26 - 1]])
+    assert torch.equal(codec.decode(codec.encode(index, torch.ones(1, 4)), torch.float32)[0], index)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("numel", [1, 2, 63, 64, 65, 1023, 1024, 70_001])
+def test_every_element_has_one_place_in_the_shards(numel, shards):
+    layout = Layout(numel, shards)
+    x = torch.arange(1, numel + 1)
+    rows = reference.shard_rows(x, layout)
+    assert rows.shape == (shards, layout.shard_size)
+    assert sorted(rows[rows > 0].tolist()) == x.tolist()
+    assert (rows > 0).sum(1).max() == (rows[0] > 0).sum() == layout.largest_shard
+    index = torch.arange(layout.shard_size).expand(shards, -1)
+    flat = reference.flat_index(index.clone(), layout)
+    assert torch.equal(x[flat][rows > 0], rows[rows > 0])
+    if numel >= 256 * shards:
+        assert ((flat // 256) % shards == torch.arange(shards).unsqueeze(1))[rows > 0].all()
+
+
+def test_every_shard_keeps_its_share():
+    for numel in (1, 10, 1000, 123_457, 25_000_000):
+        for shards in (1, 2, 3, 4, 64):
+            layout = Layout(numel, shards)
+            for ratio in (0.001, 0.01, 0.29, 1.0):
+                k = kept_count(numel, ratio)
+                kept = layout.kept_per_shard(k)
+                assert 1 <= kept <= layout.largest_shard
+                assert kept * shards >= k
+            assert layout.kept_per_shard(numel) == layout.largest_shard
+
+
+def test_k_is_the_papers():
+    assert kept_count(100, 0.29) == 29  # int(100 * 0.29) is 28
+    assert kept_count(50_890, 0.001) == 50
+    assert kept_count(3, 0.001) == 1
+    assert kept_count(7, 1) == 7
+
+
+def test_an_empty_layout_is_refused():
+    with pytest.raises(ValueError, match="numel=0"):
+        Layout(0, 2)
+
+
+def test_topk_chooses_the_largest_magnitudes_in_order():
+    index = reference.topk_index(torch.tensor([[1.0, -5.0, 3.0, 0.0], [0.0, 0.5, -0.1, 0.2]]), 2)
+    assert index.tolist() == [[1, 2], [1, 3]]
+
+
+def test_topk_takes_the_first_of_equal_magnitudes():
+    rows = torch.tensor([[1.0, -2.0, 2.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [3.0, -3.0, 3.0, 3.0, -4.0]])
+    assert reference.topk_index(rows, 3).tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 4]]
