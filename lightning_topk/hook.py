@@ -292,9 +292,9 @@ def check_parameters(module: torch.nn.Module) -> None:
 
 
 def tree_broadcast_sends(rank: int, world: int) -> int:
-    """How many times ``rank`` sends the message when rank 0 broadcasts it over a binomial tree, as gloo does."""
-    sends, step = 0, 1
-    while step < world:
-        sends += rank % (2 * step) == 0 and rank + step < world
-        step *= 2
-    return sends
+    """How often ``rank`` sends the message when rank 0 broadcasts it over a binomial tree, as gloo does.
+
+    In round i the ranks below 2^i have it, and each sends it 2^i ranks further.
+    """
+    rounds = (world - 1).bit_length()
+    return sum(rank < 2**i and rank + 2**i < world for i in range(rounds))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk.collectives import Meter, drive
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import exchange
-from lightning_topk.hook import TopKState, attach, topk_hook
+from lightning_topk.hook import TopKState, attach, topk_hook, tree_broadcast_sends
 from lightning_topk.plan import volume
 from lightning_topk.simulate import Cluster
 
@@ -312,23 +312,40 @@ def with_buffers(rank: int, world: int) -> tuple[int, int, int, int]:
     ddp = DistributedDataParallel(net)
     state = attach(ddp, ratio=0.1)
     first = state.report().bytes["broadcast"]
-    for _ in range(3):
+    broadcast = 0
+    coalesced = dist._broadcast_coalesced
+
+    def counted(group, tensors, *rest):
+        nonlocal broadcast
+        broadcast += sum(tensor.nbytes for tensor in tensors)
+        return coalesced(group, tensors, *rest)
+
+    with mock.patch.object(dist, "_broadcast_coalesced", counted):
+        for _ in range(3):
+            ddp(torch.randn(4, 8)).sum().backward()
+        with ddp.no_sync():
+            ddp(torch.randn(4, 8)).sum().backward()
+            ddp(torch.randn(4, 8)).sum().backward()
         ddp(torch.randn(4, 8)).sum().backward()
-    with ddp.no_sync():  # the forward of this one still broadcasts; the next does not
-        ddp(torch.randn(4, 8)).sum().backward()
-        ddp(torch.randn(4, 8)).sum().backward()
-    total = state.report().bytes["broadcast"]
+    then = state.report().bytes["broadcast"]
     state.close()
-    return first, total, sum(x.nbytes for x in net.parameters()), sum(x.nbytes for x in net.buffers())
+    return first, then, sum(x.nbytes for x in (*net.parameters(), *net.buffers())), broadcast
 
 
 @worlds
-def test_bytes_of_the_buffer_broadcast_are_counted_as_what_they_are(groups, world):
-    first, totals, (weights, *_), (size, *_) = zip(*groups(world).run(with_buffers), strict=True)
-    # Every other rank receives what is broadcast once: everything when the model is wrapped, then buffers.
-    assert sum(first) == (weights + size) * (world - 1)
-    assert sum(totals) == 4 * size * (world - 1)
-    assert totals[0] > totals[-1] == 0
+def test_bytes_of_ddps_broadcasts_are_counted_as_what_they_are(groups, world):
+    first, then, (model, *_), (broadcast, *_) = zip(*groups(world).run(with_buffers), strict=True)
+    # Every other rank receives what is broadcast once: the model when it is wrapped, then its buffers.
+    assert broadcast > 0
+    assert sum(first) == model * (world - 1)
+    assert sum(then) == broadcast * (world - 1)
+    assert then[0] > then[-1] == 0
+
+
+@pytest.mark.parametrize(("world", "sends"), [(1, [0]), (2, [1, 0]), (3, [2, 0, 0]), (4, [2, 1, 0, 0])])
+def test_a_tree_broadcast_sends_as_often_as_gloo_was_seen_to(world, sends):
+    # Counted at the network interfaces of four hosts.
+    assert [tree_broadcast_sends(rank, world) for rank in range(world)] == sends
 
 
 def regrouped(rank: int, world: int, topology: str) -> None:
