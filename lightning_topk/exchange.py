@@ -125,9 +125,9 @@ class Link:
             ``[shards, P]`` uint8.
         """
         finite = torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
-        a = self.memory.compensate(x.masked_fill_(~finite, 0))
+        a = self.memory.compensate(reference.zero_unless_(x, finite))
         index, value = self.selector.select(a, self.layout, self.codec.kept)
-        sent = self.codec.wire.round(value).masked_fill_(~finite, 0)
+        sent = reference.zero_unless_(self.codec.wire.round(value), finite)
         flat = reference.flat_index(index, self.layout).view(-1)
         self.energy = _energy(a, flat, sent.view(-1)) if self.measure else None
         self.memory.keep(flat, sent.view(-1))

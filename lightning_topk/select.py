@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from lightning_topk.layout import Layout
-from lightning_topk.ops import reference
+from lightning_topk.ops import cpu, reference
 
 
 class Selector(ABC):
@@ -57,7 +57,9 @@ class TopK(Selector):
 
     def pick(self, rows: Tensor, k: int) -> Tensor:
         """See :meth:`Selector.pick`."""
-        return reference.topk_index(rows, k)
+        ops = cpu if rows.device.type == "cpu" else reference
+        index: Tensor = ops.topk_index(rows, k)
+        return index
 
 
 SELECTORS: dict[str, type[Selector]] = {"topk": TopK}

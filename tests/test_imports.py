@@ -15,6 +15,7 @@ PACKAGE = Path(lightning_topk.__file__).parent
 LAYERS = [
     {"layout", "_version"},
     {"ops", "ops.reference"},
+    {"ops.cpu"},
     {"select", "wire", "memory"},
     {"exchange"},
     {"config"},

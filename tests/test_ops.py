@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_topk.layout import Layout, kept_count
-from lightning_topk.ops import reference
+from lightning_topk.ops import cpu, reference
 from lightning_topk.wire import WIRES, Codec
 
 
@@ -123,3 +123,30 @@ def test_topk_chooses_the_largest_magnitudes_in_order():
 def test_topk_takes_the_first_of_equal_magnitudes():
     rows = torch.tensor([[1.0, -2.0, 2.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [3.0, -3.0, 3.0, 3.0, -4.0]])
     assert reference.topk_index(rows, 3).tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 4]]
+
+
+def adversarial(size: int) -> dict[str, torch.Tensor]:
+    normal = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    spike = torch.zeros(size)
+    spike[size // 3] = -7.0
+    return {
+        "normal": normal,
+        "heavy tails": normal**5,
+        "all equal": torch.full((size,), -2.0),
+        "all zero": torch.zeros(size),
+        "one spike": spike,
+        "few distinct values": (normal * 2).round() / 2,
+        "denormals": normal * 1e-41,
+        "large values where the sample does not look": torch.where(torch.arange(size) % 7 == 3, 100.0, normal),
+        "sorted": normal.sort().values,
+        "float64": normal.double(),
+    }
+
+
+@pytest.mark.parametrize("name", adversarial(8))
+@pytest.mark.parametrize("size", [1 << 16, 300_001])
+@pytest.mark.parametrize("ratio", [0.0001, 0.001, 0.01, 0.1, 0.5])
+def test_the_fast_top_k_is_the_reference(name, size, ratio):
+    rows = torch.stack([adversarial(size)[name], adversarial(size)[name].flip(0)])
+    k = kept_count(size, ratio)
+    assert torch.equal(cpu.topk_index(rows, k), reference.topk_index(rows, k))

@@ -24,9 +24,15 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
     """
     if layout.shards == 1:
         return x.view(1, -1)
-    padded = torch.nn.functional.pad(x, (0, layout.padded - layout.numel))
-    blocks = padded.view(layout.rounds, layout.shards, layout.block)
-    return blocks.transpose(0, 1).reshape(layout.shards, layout.shard_size)
+    rows = x.new_empty(layout.shards, layout.rounds, layout.block)
+    whole = layout.numel // (layout.shards * layout.block)  # rounds without padding
+    head, tail = x.split([whole * layout.shards * layout.block, layout.numel % (layout.shards * layout.block)])
+    rows[:, :whole] = head.view(whole, layout.shards, layout.block).transpose(0, 1)
+    if len(tail):
+        rows[:, whole] = torch.nn.functional.pad(tail, (0, layout.padded - layout.numel)).view(
+            layout.shards, layout.block
+        )
+    return rows.view(layout.shards, layout.shard_size)
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
@@ -48,6 +54,16 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
     block, offset = layout.block, index % layout.block
     flat = (index - offset) * layout.shards + shard * block + offset
     return flat.clamp_(max=layout.numel - 1)
+
+
+def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
+    """Sets ``x`` to zero in place unless the scalar ``condition`` holds, and returns it.
+
+    On the CPU the condition can be looked at; on a GPU that would stall the stream.
+    """
+    if x.device.type == "cpu":
+        return x if condition else x.zero_()
+    return x.masked_fill_(~condition, 0)
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
