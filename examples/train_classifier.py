@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_topk import CompressionMonitor, TopKStrategy
+from lightning_topk import CompressionMonitor, TopKStrategy, presets
 
 
 class Classifier(L.LightningModule):
     """An ordinary LightningModule: nothing here is about compression."""
 
-    def __init__(self, model: str, shape: tuple[int, int, int], classes: int, lr: float) -> None:
+    def __init__(self, model: str, shape: tuple[int, int, int], classes: int, lr: float, momentum: float) -> None:
         super().__init__()
         self.net = MODELS[model](shape, classes)
-        self.lr = lr
+        self.lr, self.momentum = lr, momentum
         self.accuracy = MulticlassAccuracy(classes, average="micro")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -52,7 +52,7 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, object]:
         """SGD with momentum and a cosine schedule over the planned steps."""
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=1e-4)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -79,7 +79,7 @@ def image_sets(source: str, download: bool) -> tuple[Dataset, Dataset, int]:
     from torchvision.transforms import v2
 
     tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.49, 0.48, 0.45], [0.25, 0.24, 0.26])]
-    augment = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *tensor])
+    augment = v2.Compose([v2.Resize((32, 32)), v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *tensor])
     plain = v2.Compose([v2.Resize((32, 32)), *tensor])
     if source == "cifar10":
         train = datasets.CIFAR10("data", train=True, transform=augment, download=download)
@@ -97,6 +97,18 @@ def image_sets(source: str, download: bool) -> tuple[Dataset, Dataset, int]:
     return train, test, len(train.classes)
 
 
+def topk_settings(options: argparse.Namespace) -> dict[str, object]:
+    """The strategy's settings: those of the preset, if one is named; else what the options say."""
+    if options.preset:
+        return {"ratio": options.ratio, **presets[options.preset]}
+    return {
+        "ratio": options.ratio,
+        "server_ratio": options.server_ratio,
+        "bidirectional": options.bidirectional,
+        "topology": options.topology,
+    }
+
+
 def fit(
     options: argparse.Namespace, strategy: str
 ) -> tuple[dict[str, float], dict[str, tuple[list[float], list[float]]]]:
@@ -104,20 +116,14 @@ def fit(
     L.seed_everything(options.seed, workers=True, verbose=False)
     train, test, classes = digits() if options.data is None else image_sets(options.data, options.download)
     shape = tuple(train[0][0].shape)
-    model = Classifier(options.model, shape, classes, options.lr)
+    settings = topk_settings(options)
+    # Where the exchange applies momentum on the workers, the optimizer must not do so again.
+    momentum = 0.0 if strategy == "topk" and settings.get("momentum") else 0.9
+    model = Classifier(options.model, shape, classes, options.lr, momentum)
     # Processes are spawned from here, unless torchrun or a cluster starts them.
     external = options.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     start = {"start_method": "popen" if external else "spawn"}
-    if strategy == "topk":
-        plugin = TopKStrategy(
-            ratio=options.ratio,
-            server_ratio=options.server_ratio,
-            bidirectional=options.bidirectional,
-            topology=options.topology,
-            **start,
-        )
-    else:
-        plugin = L.pytorch.strategies.DDPStrategy(**start)
+    plugin = TopKStrategy(**settings, **start) if strategy == "topk" else L.pytorch.strategies.DDPStrategy(**start)
     loader = {
         "batch_size": options.batch_size,
         "num_workers": options.loaders,
@@ -145,7 +151,7 @@ def fit(
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         workers = trainer.world_size
         values["topk/total_dense_bytes"] = values["steps"] * (2 * (workers - 1) * elements * 4 // workers)
-    return values, series
+    return trainer.is_global_zero, values, series
 
 
 def read_series(path: Path) -> dict[str, tuple[list[float], list[float]]]:
@@ -190,6 +196,7 @@ def parse() -> argparse.Namespace:
     add("--num-nodes", type=int, default=1, help="default: %(default)s")
     add("--strategy", choices=["topk", "ddp"], default="topk", help="default: %(default)s")
     add("--compare", action="store_true", help="train with topk and with ddp")
+    add("--preset", choices=list(presets), help="a system of the papers, instead of the next options but --ratio")
     add("--ratio", type=float, default=0.01, help="fraction that each worker sends (default: %(default)s)")
     add("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
     add("--no-bidirectional", dest="bidirectional", action="store_false", help="servers send all that is nonzero")
@@ -209,13 +216,13 @@ def main() -> None:
     options = parse()
     strategies = ["ddp", "topk"] if options.compare else [options.strategy]
     runs = {strategy: fit(options, strategy) for strategy in strategies}
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) != 0:
-        return
-    print("\n" + table({strategy: values for strategy, (values, _) in runs.items()}))
+    if not all(is_zero for is_zero, *_ in runs.values()):
+        return  # another process prints
+    print("\n" + table({strategy: values for strategy, (_, values, _) in runs.items()}))
     if options.plot:
         from lightning_topk.plots import plot_runs
 
-        plot_runs({strategy: series for strategy, (_, series) in runs.items()}, options.plot)
+        plot_runs({strategy: series for strategy, (*_, series) in runs.items()}, options.plot)
         print(f"plot: {options.plot}")
 
 

@@ -14,15 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_topk import _register
 from lightning_topk._version import __version__
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, presets
 from lightning_topk.hook import TopKState, attach, topk_hook
+from lightning_topk.schedule import ExponentialWarmup
 
 if TYPE_CHECKING:
     from lightning_topk.callback import CompressionMonitor
     from lightning_topk.strategy import TopKStrategy
 
 
-__all__ = ["CompressionMonitor", "TopKConfig", "TopKState", "TopKStrategy", "__version__", "attach", "topk_hook"]
+__all__ = [
+    "CompressionMonitor",
+    "ExponentialWarmup",
+    "TopKConfig",
+    "TopKState",
+    "TopKStrategy",
+    "__version__",
+    "attach",
+    "presets",
+    "topk_hook",
+]
 
 _NEEDS_LIGHTNING = {"TopKStrategy": "lightning_topk.strategy", "CompressionMonitor": "lightning_topk.callback"}
 

@@ -14,6 +14,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 _REGISTRY = "lightning.pytorch.strategies"
 _STRATEGY = "lightning_topk.strategy"  # registers its names when it is imported
@@ -45,6 +46,9 @@ class _Finder(MetaPathFinder):
 class _RegisteringLoader(Loader):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

@@ -28,6 +28,8 @@ class CompressionMonitor(Callback):
     ``topk/broadcast_bytes``       bytes by which DDP made weights equal (once) and buffers (each step); no gradients
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
     ``topk/saving``                dense bytes over uplink + downlink bytes
+    ``topk/ratio``                 fraction of the gradient for which this worker's payloads have room
+    ``topk/selected_ratio``        fraction that the worker's selector really chose, at log steps
     ``topk/bound``                 (1 - k/d)², the error that top-k of a bell-shaped vector does not exceed
     ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
     ``topk/downlink_error``        the same of this step's servers
@@ -77,7 +79,9 @@ class CompressionMonitor(Callback):
         for name, total in self._total.compute().items():
             if name.endswith("_bytes"):
                 values[name if name == "total_bytes" else f"total_{name}"] = total
+        values["ratio"] = torch.tensor(report.kept / report.elements)
         if state.measure:
+            values["selected_ratio"] = torch.tensor(report.selected / report.elements)
             local = torch.cat([report.energy.view(-1), state.residual_energy()]).to(trainer.strategy.root_device)
             values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
         pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -71,15 +71,22 @@ def perform(request: Request, group: dist.ProcessGroup, rank: int, world: int) -
     return received
 
 
+Future = torch.futures.Future[Tensor]
+
+
 class Lane(Protocol):
     """Runs jobs one after the other, in the order of submission, beside the caller."""
 
-    def submit(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
-        """Queues a job; the future holds its result."""
+    def promise(self) -> tuple[Future, Future]:
+        """Two ends of one result: the first is for :meth:`submit` to fulfil, the second for DDP to wait for."""
         ...
 
-    def close(self) -> None:
-        """Ends the lane when what was submitted is done."""
+    def submit(self, job: Callable[[], Sequence[Tensor]], promised: Sequence[Future]) -> None:
+        """Queues a job; its results, or its error, fulfil the promises."""
+        ...
+
+    def close(self) -> bool:
+        """Ends the lane when what was submitted is done; returns whether that was soon."""
         ...
 
 
@@ -88,6 +95,7 @@ class ThreadLane:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
         self._thread.start()
 
@@ -95,27 +103,37 @@ class ThreadLane:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def submit(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+    def promise(self) -> tuple[Future, Future]:
+        """See :meth:`Lane.promise`."""
+        done: Future = torch.futures.Future()
+        # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
+        # turns it into an error of the future that DDP sees.
+        return done, done.then(lambda future: future.value())
+
+    def submit(self, job: Callable[[], Sequence[Tensor]], promised: Sequence[Future]) -> None:
         """See :meth:`Lane.submit`."""
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
 
         def run() -> None:
             try:
-                result = job()
+                if self._error is not None:
+                    # Another rank may be waiting in the exchange that failed here: the next one would answer it.
+                    raise self._error
+                results = job()
             except Exception as error:
-                done.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
+                self._error = error
+                for future in promised:
+                    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
             else:
-                done.set_result(result)
+                for future, result in zip(promised, results, strict=True):
+                    future.set_result(result)
 
         self._jobs.put(run)
-        # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
-        # turns it into an error of the future that DDP sees.
-        return done.then(lambda future: future.value())
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """See :meth:`Lane.close`."""
         self._jobs.put(None)
         self._thread.join(timeout=5)
+        return not self._thread.is_alive()
 
 
 class StreamLane:
@@ -129,19 +147,29 @@ class StreamLane:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
-        """See :meth:`Lane.submit`. The future records the side stream, so that whoever waits for it waits on the GPU."""
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
+    def promise(self) -> tuple[Future, Future]:
+        """See :meth:`Lane.promise`. Errors are raised by ``submit`` itself."""
+        done: Future = torch.futures.Future(devices=[self._device])
+        return done, done
+
+    def submit(self, job: Callable[[], Sequence[Tensor]], promised: Sequence[Future]) -> None:
+        """See :meth:`Lane.submit`. Futures record the side stream, so that who waits for them waits on the GPU."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            done.set_result(job())
-        return done
+            for future, result in zip(promised, job(), strict=True):
+                future.set_result(result)
 
-    def close(self) -> None:
-        """See :meth:`Lane.close`."""
-        self._stream.synchronize()
+    def close(self) -> bool:
+        """See :meth:`Lane.close`. Nothing to wait for: whoever needs a result waits for its future."""
+        return True
 
 
 def lane_for(device: torch.device) -> Lane:
-    """The lane that suits tensors of a device."""
+    """The lane that suits tensors of a device.
+
+    Raises:
+        TypeError: There is none.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise TypeError(f"gradients are on {device}; the exchange knows CPU and CUDA tensors only.")
     return StreamLane(device) if device.type == "cuda" else ThreadLane()

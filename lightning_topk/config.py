@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -10,8 +13,9 @@ import torch
 
 from lightning_topk.exchange import EXCHANGES, Endpoint, Link
 from lightning_topk.layout import Layout, kept_count
-from lightning_topk.memory import Memory, NoMemory, Residual
-from lightning_topk.select import SELECTORS, Selector
+from lightning_topk.memory import Memory, MomentumResidual, NoMemory, Residual
+from lightning_topk.schedule import ExponentialWarmup, Ratio, Schedule, ratio_at
+from lightning_topk.select import SELECTORS, RandK, Selector, TopK
 from lightning_topk.wire import WIRES, Codec
 
 
@@ -20,36 +24,56 @@ class TopKConfig:
     """How gradients are compressed and exchanged.
 
     Args:
-        ratio: Fraction of a bucket's gradient that each worker sends, in (0, 1].
+        ratio: Fraction of a bucket's gradient that each worker sends, in (0, 1]: a number, a
+            :class:`lightning_topk.schedule.Schedule`, or a function of the step.
         bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
-        server_ratio: Fraction of a bucket that the servers together send, in (0, 1]. Default: ``ratio``.
-        selector: ``"topk"``, or an instance of :class:`lightning_topk.select.Selector`.
+        server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
+        selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
+            :class:`lightning_topk.select.Selector`.
         wire: ``"bf16"`` or ``"fp32"``: the values' format. Positions are Elias-Fano coded in both.
         topology: ``"sharded"`` (every rank serves a shard), ``"single_server"`` (rank 0 serves all) or ``"allgather"``
             (no server, hence ``bidirectional=False``).
-        error_feedback: Whether what is not sent is kept for later, on workers and servers. Without it, it is lost.
+        error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
+            ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
+        scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
+            gradients, when backward is done, as the papers do.
+        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
+            optimizer's own must then be 0.
+        momentum_masking: Whether momentum is zeroed where it was sent.
+        clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``), before
+            compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
+        lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
+            was kept back under one learning rate is applied under it.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument has a value that is not allowed, or contradicts another.
     """
 
-    ratio: float = 0.001
+    ratio: Ratio = 0.001
     bidirectional: bool = True
-    server_ratio: float | None = None
+    server_ratio: Ratio | None = None
     selector: str | Selector = "topk"
     wire: str = "bf16"
     topology: str = "sharded"
-    error_feedback: bool = True
+    error_feedback: bool | str = True
+    scope: str = "bucket"
+    momentum: float = 0.0
+    momentum_masking: bool = True
+    clip_norm: float | None = None
+    lr_ratio: bool = False
 
     def __post_init__(self) -> None:
         _check_ratio("ratio", self.ratio)
-        _check_bool("bidirectional", self.bidirectional)
-        _check_bool("error_feedback", self.error_feedback)
+        for name in ("bidirectional", "momentum_masking", "lr_ratio"):
+            _check_bool(name, getattr(self, name))
+        if not isinstance(self.error_feedback, bool):
+            _check_name("error_feedback", self.error_feedback, ("worker", "server"), ", True or False")
         if not isinstance(self.selector, Selector):
             _check_name("selector", self.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
         _check_name("wire", self.wire, WIRES)
         _check_name("topology", self.topology, EXCHANGES)
+        _check_name("scope", self.scope, ("bucket", "model"))
         if self.topology == "allgather" and self.bidirectional:
             raise ValueError(
                 "bidirectional=True does not go with topology='allgather': without a server there is no "
@@ -62,27 +86,51 @@ class TopKConfig:
                     f"server_ratio={self.server_ratio!r} has no effect with bidirectional=False, where the server sends "
                     "all that is nonzero. Leave server_ratio out, or pass bidirectional=True."
                 )
+        _check_number("momentum", self.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
+        if self.momentum and self.error_feedback not in (True, "worker"):
+            raise ValueError(
+                f"momentum={self.momentum!r} corrects what the worker keeps, but error_feedback={self.error_feedback!r} "
+                "keeps nothing there. Pass error_feedback=True, or momentum=0 and the optimizer's own."
+            )
+        if self.clip_norm is not None:
+            remedy = "Leave it out, and nothing is clipped."
+            _check_number("clip_norm", self.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
 
-    def codecs(self, numel: int, world: int) -> tuple[Layout, Codec, Codec | None]:
+    def make_selector(self) -> Selector:
+        """A selector with a step count of its own."""
+        return SELECTORS[self.selector]() if isinstance(self.selector, str) else copy.deepcopy(self.selector)
+
+    def codecs(
+        self, numel: int, world: int, step: int = 0, epoch: int = 0, selector: Selector | None = None
+    ) -> tuple[Layout, Codec, Codec | None]:
         """The sizes of one bucket's exchange.
 
         Args:
             numel: Elements of the bucket, at least 1.
             world: Number of ranks.
+            step: Gradients exchanged before this one, for schedules.
+            epoch: Epochs completed, for schedules.
+            selector: The one that the codecs are used with. Default: a new one, if only sizes are wanted.
 
         Returns:
             The layout, the workers' codec, and the servers' (None where there are none). A server that does not compress
             has room for all that ``world`` workers can send it.
         """
         layout = Layout(numel, world if self.topology == "sharded" else 1)
-        wire = WIRES[self.wire]
-        up = layout.kept_per_shard(kept_count(numel, self.ratio))
-        down = min(layout.shard_size, world * up)
+        selector = selector or self.make_selector()
+        shared = selector if isinstance(selector, RandK) else None
+        ratio = ratio_at(self.ratio, step, epoch)
+        up = layout.kept_per_shard(kept_count(numel, ratio))
         if self.bidirectional:
-            server_ratio = self.ratio if self.server_ratio is None else self.server_ratio
+            server_ratio = ratio if self.server_ratio is None else ratio_at(self.server_ratio, step, epoch)
             down = layout.kept_per_shard(kept_count(numel, server_ratio))
-        uplink = Codec(wire, layout.shard_size, up)
-        return layout, uplink, None if self.topology == "allgather" else Codec(wire, layout.shard_size, down)
+        else:
+            # Workers that draw the same positions send nothing else.
+            down = up if shared is not None else min(layout.shard_size, world * up)
+        wire = WIRES[self.wire]
+        uplink = Codec(wire, layout.shard_size, up, shared)
+        reply = None if self.topology == "allgather" else Codec(wire, layout.shard_size, down, shared)
+        return layout, uplink, reply
 
     def endpoint(
         self,
@@ -103,30 +151,53 @@ class TopKConfig:
             device: Where the residuals live.
             sizes: Elements of each parameter, if some may go unused.
         """
-        layout, up, down = self.codecs(numel, world)
-        dtype = torch.promote_types(dtype, torch.float32)
-        selector = SELECTORS[self.selector]() if isinstance(self.selector, str) else self.selector
+        selector = self.make_selector()
+        layout, up, down = self.codecs(numel, world, selector=selector)
+        delivered, dtype = dtype, torch.promote_types(dtype, torch.float32)
 
-        def memory(numel: int) -> Memory:
-            return Residual(numel, dtype, device) if self.error_feedback else NoMemory(dtype)
+        def memory(side: str, numel: int) -> Memory:
+            if self.error_feedback not in (True, side):
+                return NoMemory(dtype)
+            if side == "worker" and self.momentum:
+                return MomentumResidual(numel, dtype, device, self.momentum, self.momentum_masking)
+            return Residual(numel, dtype, device)
 
         downlink = None
         if down is not None and (self.topology == "sharded" or rank == 0):
-            downlink = Link(Layout(layout.shard_size), selector, down, memory(layout.shard_size))
-        uplink = Link(layout, selector, up, memory(numel))
-        return Endpoint(layout, rank, world, dtype, uplink, downlink, down, sizes)
+            # What a server that does not compress has to send are sums of selections: it takes the largest exactly.
+            choice = selector if self.bidirectional or isinstance(selector, RandK) else TopK()
+            own = Layout(layout.shard_size)
+            downlink = Link(own, choice, down, memory("server", layout.shard_size), delivered)
+        uplink = Link(layout, selector, up, memory("worker", numel))
+        clip_norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(world)
+        numels = None if sizes is None else torch.tensor(sizes, device=device)
+        return Endpoint(layout, rank, world, dtype, uplink, downlink, down, numels, clip_norm)
+
+    def resize_(self, end: Endpoint, step: int, epoch: int) -> None:
+        """Has an endpoint keep what the schedules say for this step.
+
+        Args:
+            end: The endpoint, from :meth:`endpoint`.
+            step: Gradients exchanged before this one.
+            epoch: Epochs completed.
+        """
+        _, end.uplink.codec, end.reply = self.codecs(end.layout.numel, end.world, step, epoch, end.uplink.selector)
+        if end.downlink is not None and end.reply is not None:
+            end.downlink.codec = end.reply
 
 
 def _check_ratio(name: str, value: Any) -> None:
+    if isinstance(value, Schedule) or (callable(value) and not isinstance(value, type)):
+        return
+    remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all."
+    _check_number(name, value, lambda ratio: 0 < ratio <= 1, "in (0, 1]: the fraction that is sent", remedy)
+
+
+def _check_number(name: str, value: Any, allowed: Callable[[float], bool], words: str, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}; it must be a number in (0, 1], such as {name}=0.001."
-        )
-    if not 0 < float(value) <= 1:  # nor is NaN
-        raise ValueError(
-            f"{name}={value!r} must be in (0, 1]: the fraction that is sent. Use {name}=0.001 to send one entry in a "
-            "thousand, 1 to send all."
-        )
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be a number {words}. {remedy}")
+    if not allowed(float(value)):  # NaN is not either
+        raise ValueError(f"{name}={value!r} must be {words}. {remedy}")
 
 
 def _check_bool(name: str, value: Any) -> None:
@@ -134,9 +205,34 @@ def _check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be True or False.")
 
 
-def _check_name(name: str, value: Any, known: dict[str, Any], otherwise: str = "") -> None:
+def _check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> None:
     allowed = f"it must be one of {', '.join(map(repr, known))}{otherwise}."
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; {allowed}")
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown; {allowed}")
+
+
+presets: Mapping[str, Mapping[str, Any]] = {
+    "dense": {"ratio": 1.0, "bidirectional": False, "wire": "fp32", "error_feedback": False},
+    "topk": {"topology": "allgather", "bidirectional": False},
+    "bidirectional_topk": {"bidirectional": True},
+    "randk": {"selector": "randk", "bidirectional": False},
+    "gaussiank": {"selector": "gaussiank", "topology": "allgather", "bidirectional": False},
+    "dgc": {
+        "selector": "dgc",
+        "topology": "allgather",
+        "bidirectional": False,
+        "ratio": ExponentialWarmup(0.001, start=0.25, epochs=4),
+        "momentum": 0.9,
+        "clip_norm": 1.0,
+    },
+    "trimmed": {"selector": "trimmed", "topology": "allgather", "bidirectional": False},
+    "parameter_server": {"topology": "single_server", "bidirectional": True},
+}
+"""The systems of the papers, as arguments of :class:`TopKConfig` and of the strategies.
+
+``dense``: Dense-SGD, through the exchange. ``topk``, ``gaussiank``, ``trimmed``: TopK-SGD of Shi et al. 2019, by all-gather, with
+that selector. ``randk``: the same random positions everywhere. ``dgc``: DGC-SGD of Lin et al. 2018, whole; set the optimizer's momentum
+to 0. ``bidirectional_topk``: Zou 2022 with a server on every rank; ``parameter_server``: with one.
+"""

@@ -101,16 +101,22 @@ class Link:
         selector: Which entries are sent.
         codec: How they are written.
         memory: What becomes of the rest.
+        delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
     """
 
-    def __init__(self, layout: Layout, selector: Selector, codec: Codec, memory: Memory) -> None:
+    def __init__(
+        self, layout: Layout, selector: Selector, codec: Codec, memory: Memory, delivered: torch.dtype | None = None
+    ) -> None:
         self.layout = layout
+        self.delivered = delivered
         self.selector = selector
         self.codec = codec
         self.memory = memory
         self.measure = False
         self.energy: Tensor | None = None
         """``[2]`` float64, ‖a‖² and ‖a - C(a)‖² of the last ``send``; None unless ``measure`` was set."""
+        self.selected: Tensor | None = None
+        """Scalar int64: entries that the last ``send`` chose, at most ``codec.kept`` for each shard."""
 
     def send(self, x: Tensor) -> Tensor:
         """Compresses ``x`` and remembers what was left out.
@@ -124,10 +130,10 @@ class Link:
         Returns:
             ``[shards, P]`` uint8.
         """
-        finite = torch.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
-        a = self.memory.compensate(reference.zero_unless_(x, finite))
-        index, value = self.selector.select(a, self.layout, self.codec.kept)
-        sent = reference.zero_unless_(self.codec.wire.round(value), finite)
+        finite = torch.stack(torch.aminmax(x)).isfinite().all()
+        a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
+        index, value, self.selected = self.selector.select(a, self.layout, self.codec.kept)
+        sent = reference.zero_unless_(self.codec.wire.round(value, self.delivered), finite)
         flat = reference.flat_index(index, self.layout).view(-1)
         self.energy = _energy(a, flat, sent.view(-1)) if self.measure else None
         self.memory.keep(flat, sent.view(-1))
@@ -186,7 +192,8 @@ class Endpoint:
         uplink: The worker's link.
         downlink: The server's link; None where this rank serves nothing.
         reply: How servers write their replies; None where there are no servers.
-        sizes: Elements of each parameter of the bucket, if some parameters may go unused; else None.
+        sizes: ``[parameters]`` int64 on the bucket's device, elements of each, if some may go unused; else None.
+        clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
     """
 
     layout: Layout
@@ -196,17 +203,13 @@ class Endpoint:
     uplink: Link
     downlink: Link | None
     reply: Codec | None
-    sizes: tuple[int, ...] | None = None
+    sizes: Tensor | None = None
+    clip_norm: float | None = None
 
     @property
     def shard(self) -> int:
         """The shard that this rank serves, where it serves one."""
         return self.rank if self.layout.shards > 1 else 0
-
-    @property
-    def kept(self) -> int:
-        """Entries that the worker sends of the bucket."""
-        return self.uplink.codec.kept * self.layout.shards
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -244,7 +247,13 @@ def allgather(end: Endpoint, g: Tensor) -> Exchange:
     """TopK-SGD without a server: every worker receives every worker's selection."""
     payload = end.uplink.send(g)
     received = yield AllGather(payload[0], "uplink")
-    g.copy_(mean(received, end.uplink.codec, end.dtype))
+    b = mean(received, end.uplink.codec, end.dtype)
+    limit = torch.finfo(g.dtype).max
+    g.copy_(b.clamp(-limit, limit))
+    if g.dtype != end.dtype and end.uplink.memory.tensors():
+        # Every worker keeps what rounding to the bucket's dtype has left: the mean of it is the whole of it.
+        left = b.sub_(g)
+        end.uplink.memory.add_(reference.zero_unless_(left, left.sum().isfinite()))
 
 
 EXCHANGES: dict[str, Callable[[Endpoint, Tensor], Exchange]] = {
@@ -255,31 +264,49 @@ EXCHANGES: dict[str, Callable[[Endpoint, Tensor], Exchange]] = {
 """The exchanges by the name of their topology."""
 
 
-def exchange(end: Endpoint, g: Tensor, topology: str) -> Exchange:
+def exchange(end: Endpoint, g: Tensor, topology: str, lr_ratio: float = 1.0, used: Tensor | None = None) -> Exchange:
     """The exchange of one bucket: replaces ``g`` by the mean that all ranks agree on.
-
-    Where parameters may go unused, DDP discards what is delivered for one that no rank used. What the residuals hold
-    for it would then be lost, so the ranks first tell each other which parameters they used (one bit each), and
-    residuals of the others are set aside on workers and servers.
 
     Args:
         end: This rank's links.
         g: ``[numel]``, this rank's gradient; overwritten.
         topology: A key of :data:`EXCHANGES`.
+        lr_ratio: The last step's learning rate over this step's, by which residuals are scaled (Zheng et al. 2019).
+        used: ``[parameters]`` bool, which parameters this rank used, where some may go unused; else None.
 
     Yields:
         Requests; each expects its reply.
     """
-    if end.sizes is None:
+    if end.clip_norm is not None:
+        g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=end.dtype)).clamp(max=1))
+    if lr_ratio != 1:
+        for link in end.links:
+            link.memory.scale_(lr_ratio)
+    if used is None:
         yield from EXCHANGES[topology](end, g)
-        return
-    used = torch.stack([part.count_nonzero() for part in g.split(end.sizes)]).bool()
-    votes = yield AllGather(reference.pack_bits(used.unsqueeze(0))[0], "uplink")
-    absent = ~reference.unpack_bits(votes, len(end.sizes)).bool().any(dim=0)
-    absent = absent.repeat_interleave(torch.tensor(end.sizes, device=g.device), output_size=len(g))
+    else:
+        yield from _of_used(end, g, topology, used)
+    for selector in {link.selector for link in end.links}:
+        selector.step += 1
+
+
+def _of_used(end: Endpoint, g: Tensor, topology: str, used: Tensor) -> Exchange:
+    """The exchange of the parameters that some rank used.
+
+    DDP leaves the gradient of a parameter that no rank used as it is and discards what the hook delivers for it. What is
+    sent for it would be lost. So the ranks first tell each other which parameters they used, one bit each; the bucket's
+    content and the residuals of the others are set aside, on workers and servers.
+    """
+    assert end.sizes is not None
+    votes = yield AllGather(reference.pack_bits(used.to(g.device).unsqueeze(0))[0], "uplink")
+    absent = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
+    absent = absent.repeat_interleave(end.sizes, output_size=len(g))
+    aside = g.masked_fill(~absent, 0)
+    g.masked_fill_(absent, 0)
     end.uplink.memory.hold(absent)
     if end.downlink is not None:
         end.downlink.memory.hold(reference.shard_rows(absent, end.layout)[end.shard])
     yield from EXCHANGES[topology](end, g)
     for link in end.links:
         link.memory.release()
+    g.copy_(torch.where(absent, aside, g))

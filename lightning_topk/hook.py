@@ -6,10 +6,11 @@ returns a future at once, so that backward goes on while bytes travel.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from lightning_topk.collectives import Lane, Meter, drive, lane_for
+from lightning_topk.collectives import Future, Lane, Meter, drive, lane_for
 from lightning_topk.config import TopKConfig
-from lightning_topk.exchange import exchange
+from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.residuals import Residuals
 
 
@@ -31,7 +33,8 @@ class Report:
     Attributes:
         bytes: Bytes sent to other ranks, by what they are for (see :class:`lightning_topk.collectives.Meter`).
         elements: Gradient elements exchanged.
-        kept: Entries that this worker sent for them.
+        kept: Entries for which this worker's payloads have room.
+        selected: Entries that its selector chose; zero unless measured.
         energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
             this server's downlink (rows); zero unless measured.
     """
@@ -39,60 +42,82 @@ class Report:
     bytes: dict[str, int]
     elements: int = 0
     kept: int = 0
+    selected: int = 0
     energy: Tensor = field(default_factory=lambda: torch.zeros(2, 2, dtype=torch.float64))
 
 
 class TopKState:
     """What the hook of one model keeps: settings, residuals, a lane, a process group of its own.
 
-    Construct it on every rank at the same point, as it creates a process group. :func:`attach` does so, and also checks
-    DDP's options; use that unless you need the hook by itself.
+    Construct it on every rank at the same point, as it creates a process group. :func:`attach` does so, checks DDP's
+    options, counts DDP's broadcasts and sees to parameters that may go unused; prefer it. With a state and the hook
+    alone, every parameter must get a gradient in every step.
 
     Args:
         config: The settings; or pass them as keywords.
         process_group: The ranks that exchange gradients. Default: all.
-        find_unused_parameters: Whether the model was wrapped with ``find_unused_parameters=True``.
         timeout: After which a collective that some rank does not join fails. Default: the backend's own.
         residuals: Those of an earlier state of the same model, to go on with.
+        epoch: Tells the epoch, for schedules by epoch.
+        learning_rates: Tells the learning rates in force, for ``lr_ratio=True``.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
+        ValueError: ``lr_ratio=True`` without learning rates, or a bad setting.
     """
 
     def __init__(
         self,
         config: TopKConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
-        find_unused_parameters: bool = False,
         timeout: timedelta | None = None,
         residuals: Residuals | None = None,
+        epoch: Callable[[], int] | None = None,
+        learning_rates: Callable[[], list[float]] | None = None,
         **settings: Any,
     ) -> None:
-        if config is not None and settings:
-            raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "TopKState creates a process group, but torch.distributed is not initialised; "
                 "call torch.distributed.init_process_group first."
             )
-        self.config = config or TopKConfig(**settings)
-        self.find_unused_parameters = find_unused_parameters
+        self.config = _one_config(config, settings)
+        if self.config.lr_ratio and learning_rates is None:
+            raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
+        self.step = 0
+        """Gradients exchanged so far."""
+        self._epoch = epoch or (lambda: 0)
+        self._learning_rates, self._last_rates = learning_rates, list[float]()
+        self._lr_ratio = 1.0
+        self._waiting: list[tuple[Tensor, tuple[Tensor, ...], Future]] = []
+        self._energy: list[tuple[int, Tensor]] = []
+        self._selected: list[Tensor] = []
         self.residuals = residuals or Residuals()
+        self.residuals.settle()  # their endpoints may have been of other settings
+        self._used: set[Tensor] | None = None
         self.meter = Meter()
         self.measure = False
         """Whether the exchanges measure their compression error: two more passes over every bucket."""
         # Its own group: the lane must not meet DDP's own collectives (buffers, used parameters) on the same one.
         ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=ranks is not None)
+        backend = None if process_group is None else dist.get_backend(process_group)
+        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=ranks is not None)
         assert isinstance(group, dist.ProcessGroup)
         self.group: dist.ProcessGroup | None = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._lane: Lane | None = None
         self._report = Report(bytes=dict(self.meter.bytes))
 
-    def launch(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Queues the exchange of a bucket.
+    def watch_use(self, parameters: Iterable[Tensor]) -> None:
+        """Notes from now on which of the parameters get a gradient, for a model in which some may not."""
+        used = self._used = set()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(used.add)
+
+    def launch(self, bucket: GradBucket) -> Future:
+        """Queues the exchange of a bucket; with ``scope="model"``, of all buckets when the last one comes.
 
         Args:
             bucket: DDP's bucket; its buffer will hold the result.
@@ -103,6 +128,7 @@ class TopKState:
         Raises:
             RuntimeError: The state was closed.
             TypeError: The bucket is not one of DDP's reducer, or holds sparse gradients.
+            ValueError: The learning rates of two parameter groups changed by different factors, with ``lr_ratio=True``.
         """
         if self.group is None:
             raise RuntimeError("this TopKState was closed; wrap the model in a new DistributedDataParallel and attach.")
@@ -111,41 +137,91 @@ class TopKState:
                 f"the hook was called with a {type(bucket).__name__} instead of a GradBucket, as torch.compile does with "
                 "torch._dynamo.config.optimize_ddp = 'python_reducer'. Set it to 'ddp_optimizer' (the default)."
             )
-        buffer = bucket.buffer()
+        # The bucket itself is gone when this returns: take all that the job needs from it now.
+        buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
         if buffer.layout != torch.strided:
             raise TypeError("gradients of a sparse embedding cannot be compressed; build it with sparse=False.")
         if self._lane is None:
             self._lane = lane_for(buffer.device)
-        # The bucket itself is gone when this returns: take all that the job needs from it now.
-        return self._lane.submit(partial(self._exchange, buffer, tuple(bucket.parameters()), bucket.index()))
+        if index == 0:
+            self._waiting.clear()  # what a backward pass that failed has left
+            self._lr_ratio = self._follow_learning_rate()
+        promised, future = self._lane.promise()
+        self._waiting.append((buffer, parameters, promised))
+        if last or self.config.scope == "bucket":
+            buffers, groups, promises = zip(*self._waiting, strict=True)
+            self._waiting.clear()
+            name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
+            flat: tuple[Tensor, ...] = sum(groups, ())
+            used = None if self._used is None else torch.tensor([parameter in self._used for parameter in flat])
+            if self._used is not None:
+                self._used.difference_update(flat)
+            now = (self.step, self._epoch(), self._lr_ratio)
+            self._lane.submit(partial(self._exchange, buffers, flat, used, name, *now), promises)
+        self.step += last
+        return future
 
     @torch.no_grad()
-    def _exchange(self, buffer: Tensor, parameters: tuple[Tensor, ...], index: int) -> Tensor:
-        """Exchanges one bucket, on the lane."""
+    def _exchange(
+        self,
+        buffers: Sequence[Tensor],
+        parameters: tuple[Tensor, ...],
+        used: Tensor | None,
+        name: str,
+        step: int,
+        epoch: int,
+        lr_ratio: float,
+    ) -> Sequence[Tensor]:
+        """Exchanges buffers as one gradient, on the lane."""
         assert self.group is not None
-        if buffer.numel() == 0:
-            return buffer
+        g = buffers[0] if len(buffers) == 1 else torch.cat(list(buffers))
+        if g.numel() == 0:
+            return buffers
         try:
-            sizes = tuple(p.numel() for p in parameters) if self.find_unused_parameters else None
-            make = partial(
-                self.config.endpoint, buffer.numel(), self.rank, self.world, buffer.dtype, buffer.device, sizes
-            )
-            end = self.residuals.endpoint(parameters, make)
+            sizes = None if used is None else tuple(parameter.numel() for parameter in parameters)
+            make = partial(self.config.endpoint, g.numel(), self.rank, self.world, g.dtype, g.device, sizes)
+            end = self.residuals.endpoint(parameters, make, g.device)
+            self.config.resize_(end, step, epoch)
             for link in end.links:
                 link.measure = self.measure
-            drive(exchange(end, buffer, self.config.topology), self.group, self.meter)
+            drive(exchange(end, g, self.config.topology, lr_ratio, used), self.group, self.meter)
         except Exception as error:
             raise RuntimeError(
-                f"lightning_topk: the {self.config.topology} exchange of bucket {index} ({buffer.numel()} elements) "
+                f"lightning_topk: the {self.config.topology} exchange of {name} ({g.numel()} elements) "
                 f"failed on rank {self.rank} of {self.world}: {error}"
             ) from error
-        self.meter.bytes["dense"] += 2 * (self.world - 1) * buffer.nbytes // self.world
+        if len(buffers) > 1:
+            for buffer, part in zip(buffers, g.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(part)
+        self._take_note(end, sum(buffer.nbytes for buffer in buffers))
+        return buffers
+
+    def _take_note(self, end: Endpoint, nbytes: int) -> None:
+        """Enters an exchange of a gradient of ``nbytes`` into the report."""
+        self.meter.bytes["dense"] += 2 * (self.world - 1) * nbytes // self.world
         self._report.elements += end.layout.numel
-        self._report.kept += end.kept
-        for side, link in enumerate(end.links):
-            if link.energy is not None:
-                self._report.energy[side] += link.energy.cpu()
-        return buffer
+        self._report.kept += min(end.uplink.codec.kept * end.layout.shards, end.layout.numel)
+        # On the device until the report, so that the host does not wait here.
+        self._energy += [(side, link.energy) for side, link in enumerate(end.links) if link.energy is not None]
+        if end.uplink.energy is not None and end.uplink.selected is not None:
+            self._selected.append(end.uplink.selected)
+
+    def _follow_learning_rate(self) -> float:
+        """The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``."""
+        if not self.config.lr_ratio or self._learning_rates is None:
+            return 1.0
+        rates = self._learning_rates()
+        pairs = [(before, now) for before, now in zip(self._last_rates, rates, strict=False) if before and now]
+        self._last_rates = [
+            now or before for before, now in zip_longest(self._last_rates[: len(rates)], rates, fillvalue=0.0)
+        ]
+        ratios = [before / now for before, now in pairs]
+        if ratios and max(ratios) > min(ratios) * 1.001:
+            raise ValueError(
+                f"lr_ratio=True scales all residuals by one factor, but the learning rates of the parameter groups changed by "
+                f"different ones: {ratios}. Use one schedule for all groups, or lr_ratio=False."
+            )
+        return ratios[0] if ratios else 1.0
 
     @property
     def exchanged(self) -> bool:
@@ -153,8 +229,16 @@ class TopKState:
         return self._report.elements > 0
 
     def report(self) -> Report:
-        """What was exchanged since the last call. Call it between two backward passes."""
+        """What was exchanged since the last call. Call it between two backward passes.
+
+        There is one report: a :class:`lightning_topk.CompressionMonitor` takes it at every step.
+        """
         report, now = self._report, dict(self.meter.bytes)
+        for side, energy in self._energy:
+            report.energy[side] += energy.cpu()
+        report.selected = sum(int(selected) for selected in self._selected)
+        self._energy.clear()
+        self._selected.clear()
         self._report = Report(bytes=now)
         report.bytes = {kind: now[kind] - before for kind, before in report.bytes.items()}
         return report
@@ -164,19 +248,23 @@ class TopKState:
         energy = torch.zeros(2, dtype=torch.float64)
         for end in self.residuals.endpoints:
             for side, link in enumerate(end.links):
-                for kept in link.memory.tensors().values():
+                kept = link.memory.tensors().get("residual")
+                if kept is not None:
                     energy[side] += torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
     def close(self) -> None:
         """Ends the lane and gives up the process group. The residuals stay."""
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
-        if self.group is not None:
-            if dist.is_initialized():
-                dist.destroy_process_group(self.group)
-            self.group = None
+        idle = self._lane is None or self._lane.close()
+        if self.group is not None and idle and dist.is_initialized():
+            dist.destroy_process_group(self.group)  # not under a thread that is still in a collective
+        self._lane = self.group = None
+
+
+def _one_config(config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
+    if config is not None and settings:
+        raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
+    return config or TopKConfig(**settings)
 
 
 def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -185,7 +273,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
     Example::
 
         model = DistributedDataParallel(net)
-        model.register_comm_hook(TopKState(ratio=0.001), topk_hook)
+        model.register_comm_hook(TopKState(ratio=0.001), topk_hook)  # or attach(model, ratio=0.001), which does more
 
     Args:
         state: Settings and residuals, one for each DDP model.
@@ -202,6 +290,9 @@ def attach(
     config: TopKConfig | None = None,
     timeout: timedelta | None = None,
     residuals: Residuals | None = None,
+    epoch: Callable[[], int] | None = None,
+    init_sync: bool = True,
+    optimizer: Callable[[], Sequence[Optimizer]] | Optimizer | None = None,
     **settings: Any,
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
@@ -214,6 +305,10 @@ def attach(
         config: The settings; or pass them as keywords.
         timeout: See :class:`TopKState`.
         residuals: See :class:`TopKState`.
+        epoch: See :class:`TopKState`.
+        init_sync: Whether the model was wrapped with DDP's ``init_sync``, which broadcasts the weights once.
+        optimizer: The optimizer, for settings that depend on it (``momentum``, ``lr_ratio``); or a function that gives
+            the optimizers at the first step, if they do not exist yet.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Returns:
@@ -231,19 +326,38 @@ def attach(
         }
     )
     check_parameters(model.module)
+
+    def optimizers() -> Sequence[Optimizer]:
+        return [optimizer] if isinstance(optimizer, Optimizer) else optimizer() if optimizer else []
+
+    def learning_rates() -> list[float]:
+        return [float(group["lr"]) for each in optimizers() for group in each.param_groups]
+
+    config = _one_config(config, settings)
+    if isinstance(optimizer, Optimizer):
+        check_momentum(config, [optimizer])
     state = TopKState(
         config,
         process_group=model.process_group if model.process_group is not dist.group.WORLD else None,
-        find_unused_parameters=model.find_unused_parameters and not model.static_graph,
         timeout=timeout,
         residuals=residuals,
-        **settings,
+        epoch=epoch,
+        learning_rates=learning_rates if optimizer else None,
     )
-    model.register_comm_hook(state, topk_hook)
+    try:
+        model.register_comm_hook(state, topk_hook)
+    except RuntimeError:
+        state.close()
+        raise
+    if model.find_unused_parameters and not model.static_graph:
+        state.watch_use(model.module.parameters())
     sends = tree_broadcast_sends(state.rank, state.world)
     buffers = sends * sum(buffer.nbytes for buffer in model.modules_buffers)
-    # DDP's constructor has just made all ranks equal to rank 0.
-    state.meter.bytes["broadcast"] += sends * sum(parameter.nbytes for parameter in model.module.parameters()) + buffers
+    if init_sync:
+        # DDP's constructor has just made all ranks equal to rank 0.
+        ignored: set[str] = model.parameters_to_ignore
+        weights = (p.nbytes for name, p in model.module.named_parameters() if name not in ignored)
+        state.meter.bytes["broadcast"] += sends * sum(weights) + (buffers if model.broadcast_buffers else 0)
 
     def count_buffers(module: torch.nn.Module, args: Any) -> None:
         if model.will_sync_module_buffers():
@@ -273,6 +387,25 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} does not go with top-k exchange: {reason}.")
 
 
+def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
+    """Refuses optimizers with momentum of their own when momentum is applied before compression.
+
+    Raises:
+        ValueError: Momentum would be applied twice.
+    """
+    if not config.momentum:
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            own = group.get("momentum") or (group.get("betas") or (0,))[0]
+            if own:
+                raise ValueError(
+                    f"momentum={config.momentum!r} is applied on the workers, before compression, but "
+                    f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
+                    "torch.optim.SGD(..., momentum=0), or leave momentum out of the strategy."
+                )
+
+
 def check_parameters(module: torch.nn.Module) -> None:
     """Refuses parameters whose gradients have no largest entries to choose.
 
@@ -292,7 +425,7 @@ def check_parameters(module: torch.nn.Module) -> None:
 
 
 def tree_broadcast_sends(rank: int, world: int) -> int:
-    """How often ``rank`` sends the message when rank 0 broadcasts it over a binomial tree, as gloo does.
+    """How often ``rank`` sends the message when rank 0 broadcasts it over a binomial tree, as gloo does (not NCCL).
 
     In round i the ranks below 2^i have it, and each sends it 2^i ranks further.
     """

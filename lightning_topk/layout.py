@@ -43,31 +43,21 @@ class Layout:
 
     @property
     def rounds(self) -> int:
-        """Blocks that each shard is dealt; those beyond the bucket's end are padding."""
+        """Times that each shard is dealt a block; the last time some may get a part, or none."""
         return math.ceil(self.numel / (self.block * self.shards))
 
     @property
     def shard_size(self) -> int:
-        """Elements of one shard, padding included: the same for all."""
-        return self.rounds * self.block
-
-    @property
-    def padded(self) -> int:
-        """Elements of all shards together, padding included."""
-        return self.shard_size * self.shards
-
-    @property
-    def largest_shard(self) -> int:
-        """Elements of the bucket in shard 0, which has the most."""
+        """Elements of shard 0, which has the most. The others are padded to it."""
         full = (self.rounds - 1) * self.block
         return full + min(self.block, self.numel - full * self.shards)
 
     def kept_per_shard(self, kept: int) -> int:
-        """The share of one shard when ``kept`` elements of the bucket are kept: their part, rounded up.
+        """The share of one shard when ``kept`` elements of the bucket are kept: an equal part, rounded up.
 
         All of the largest shard when ``kept == numel``, so that a ratio of 1 keeps everything.
         """
-        return math.ceil(kept * self.largest_shard / self.numel)
+        return self.shard_size if kept == self.numel else math.ceil(kept / self.shards)
 
 
 def kept_count(numel: int, ratio: float) -> int:

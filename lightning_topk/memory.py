@@ -11,21 +11,42 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from lightning_topk.ops import reference
+
 
 class Memory(ABC):
     """The state of one end of a link, over the elements that it sends."""
 
     @abstractmethod
-    def compensate(self, x: Tensor) -> Tensor:
-        """``x`` ``[numel]`` with what was kept earlier. The result may be this memory's own storage."""
+    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
+        """Joins ``x`` with what was kept earlier.
+
+        Args:
+            x: ``[numel]``; zero if the input was not finite.
+            finite: Scalar bool. If false, this step must leave the memory as it was.
+
+        Returns:
+            ``[numel]``, what there is to send; possibly this memory's own storage.
+        """
 
     @abstractmethod
     def keep(self, index: Tensor, sent: Tensor) -> None:
         """Takes note that ``sent`` ``[n]`` left from the positions ``index`` ``[n]`` int64 of the last sum."""
 
     @abstractmethod
+    def add_(self, x: Tensor) -> None:
+        """Adds ``x`` ``[numel]`` to what the next ``compensate`` joins."""
+
+    @abstractmethod
+    def scale_(self, factor: float) -> None:
+        """Multiplies what is kept."""
+
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What survives a step, by name, each ``[numel]``; the storage itself, not a copy."""
+        """What survives a step, by name, each ``[numel]``; the storage itself, not a copy.
+
+        What is still to be sent is named ``residual``.
+        """
 
     @abstractmethod
     def hold(self, absent: Tensor) -> None:
@@ -47,9 +68,9 @@ class Residual(Memory):
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.residual = torch.zeros(numel, dtype=dtype, device=device)
-        self._held: Tensor | None = None
+        self._held: dict[str, Tensor] = {}
 
-    def compensate(self, x: Tensor) -> Tensor:
+    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """See :meth:`Memory.compensate`. In place: between this and ``keep`` the residual is the sum."""
         return self.residual.add_(x)
 
@@ -57,20 +78,73 @@ class Residual(Memory):
         """See :meth:`Memory.keep`. Subtracts what will be decoded, so the wire's rounding is kept as well."""
         self.residual.index_add_(0, index, sent, alpha=-1)
 
+    def add_(self, x: Tensor) -> None:
+        """See :meth:`Memory.add_`."""
+        self.residual.add_(x)
+
+    def scale_(self, factor: float) -> None:
+        """See :meth:`Memory.scale_`."""
+        self.residual.mul_(factor)
+
     def tensors(self) -> dict[str, Tensor]:
         """See :meth:`Memory.tensors`."""
         return {"residual": self.residual}
 
     def hold(self, absent: Tensor) -> None:
         """See :meth:`Memory.hold`."""
-        self._held = self.residual.masked_fill(~absent, 0)
-        self.residual.masked_fill_(absent, 0)
+        for name, kept in self.tensors().items():
+            self._held[name] = kept.masked_fill(~absent, 0)
+            kept.masked_fill_(absent, 0)
 
     def release(self) -> None:
         """See :meth:`Memory.release`."""
-        if self._held is not None:
-            self.residual.add_(self._held)
-            self._held = None
+        for name, kept in self.tensors().items():
+            if name in self._held:
+                kept.add_(self._held.pop(name))
+
+
+class MomentumResidual(Residual):
+    """Error feedback on velocities: the momentum correction of Deep Gradient Compression (Lin et al. 2018, section 3.2).
+
+    ``u = m u + x``; ``a = v + u``; ``v = a - sent``. Momentum is applied on the worker, before compression, so the optimizer's
+    own must be 0. With masking, ``u`` is zeroed where something was sent, which stops stale momentum.
+
+    Args:
+        numel: Elements.
+        dtype: dtype of velocity and residual.
+        device: Where they live.
+        momentum: m, in (0, 1).
+        masking: Momentum factor masking.
+    """
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, momentum: float, masking: bool = True
+    ) -> None:
+        super().__init__(numel, dtype, device)
+        self.velocity = torch.zeros_like(self.residual)
+        self.momentum, self.masking = momentum, masking
+
+    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
+        """See :meth:`Memory.compensate`."""
+        velocity = self.velocity * self.momentum
+        velocity += x
+        self.velocity.copy_(torch.where(finite, velocity, self.velocity))
+        return self.residual.add_(reference.zero_unless_(velocity, finite))
+
+    def keep(self, index: Tensor, sent: Tensor) -> None:
+        """See :meth:`Memory.keep`."""
+        super().keep(index, sent)
+        if self.masking:
+            # Padding repeats positions with zeros: of several entries for one position, any that was sent counts.
+            self.velocity.masked_fill_(torch.zeros_like(self.velocity).index_add_(0, index, sent.abs()) > 0, 0)
+
+    def scale_(self, factor: float) -> None:
+        """See :meth:`Memory.scale_`. The velocity is made of gradients and stays."""
+        self.residual.mul_(factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See :meth:`Memory.tensors`."""
+        return {"residual": self.residual, "velocity": self.velocity}
 
 
 class NoMemory(Memory):
@@ -82,13 +156,24 @@ class NoMemory(Memory):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self._extra: Tensor | None = None
 
-    def compensate(self, x: Tensor) -> Tensor:
+    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """See :meth:`Memory.compensate`."""
-        return x.to(self.dtype)
+        a = x.to(self.dtype)
+        if self._extra is not None:
+            a, self._extra = a + self._extra, None
+        return a
 
     def keep(self, index: Tensor, sent: Tensor) -> None:
         """See :meth:`Memory.keep`."""
+
+    def add_(self, x: Tensor) -> None:
+        """See :meth:`Memory.add_`."""
+        self._extra = x.to(self.dtype)
+
+    def scale_(self, factor: float) -> None:
+        """See :meth:`Memory.scale_`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """See :meth:`Memory.tensors`."""

@@ -36,6 +36,8 @@ def volume(
     rank: int = 0,
     itemsize: int = 4,
     parameters: Iterable[int] | None = None,
+    step: int = 0,
+    epoch: int = 0,
 ) -> Volume:
     """Predicts the bytes of a step.
 
@@ -46,12 +48,14 @@ def volume(
         rank: The rank in question; with ``single_server`` rank 0 differs from the others.
         itemsize: Bytes of an element of the dense gradient.
         parameters: Parameters in each bucket, with ``find_unused_parameters`` only: the ranks then exchange one bit each.
+        step: Gradients exchanged before this one, for schedules.
+        epoch: Epochs completed, for schedules.
     """
     others = world - 1
     buckets = list(buckets)
     uplink = downlink = dense = 0
     for numel in buckets:
-        _, up, down = config.codecs(numel, world)
+        _, up, down = config.codecs(numel, world, step, epoch)
         dense += 2 * others * numel * itemsize // world
         if config.topology == "single_server":
             uplink += up.nbytes if rank else 0
@@ -62,24 +66,3 @@ def volume(
     for count in parameters or ():
         uplink += others * -(-count // 8)
     return Volume(uplink, downlink, dense)
-
-
-def bucket_sizes(numels: Iterable[int], cap_mb: float = 25.0, first_mb: float = 1.0, itemsize: int = 4) -> list[int]:
-    """DDP's buckets, if gradients arrive in the order given (usually the reverse of the model's).
-
-    Args:
-        numels: Elements of each parameter, in order of arrival.
-        cap_mb: DDP's ``bucket_cap_mb``, MiB.
-        first_mb: Size of the first bucket, MiB.
-        itemsize: Bytes of an element.
-
-    Returns:
-        Elements of each bucket. A bucket closes with the parameter that reaches its cap.
-    """
-    sizes, open_size, cap = [], 0, first_mb
-    for numel in numels:
-        open_size += numel
-        if open_size * itemsize >= cap * 2**20:
-            sizes.append(open_size)
-            open_size, cap = 0, cap_mb
-    return sizes + [open_size] * (open_size > 0)

@@ -38,19 +38,27 @@ class Residuals:
         """The endpoints in use."""
         return self._live.values()
 
-    def endpoint(self, parameters: tuple[Tensor, ...], make: Callable[[], Endpoint]) -> Endpoint:
+    def endpoint(self, parameters: tuple[Tensor, ...], make: Callable[[], Endpoint], device: torch.device) -> Endpoint:
         """The endpoint of a bucket, with all that its parameters have left so far.
 
         Args:
             parameters: The bucket's parameters, in its order.
             make: Makes an endpoint with empty memories, for a bucket that was not seen before.
+            device: Where the bucket lives.
         """
         if parameters not in self._live:
             self._dissolve(set(parameters))
             end = make()
-            self._fill(end, parameters)
+            self._fill(end, parameters, device)
             self._live[parameters] = end
         return self._live[parameters]
+
+    def settle(self) -> None:
+        """Takes all endpoints apart and moves what they held to the CPU, until buckets with these parameters come again."""
+        self._dissolve({parameter for bucket in self._live for parameter in bucket})
+        for parts in (self._worker, self._server):
+            for memory in parts.values():
+                memory.update({name: part.cpu() for name, part in memory.items()})
 
     def held(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
         """What this rank holds of each parameter that was exchanged: as a worker and as a server.
@@ -82,17 +90,18 @@ class Residuals:
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
             _scatter_parts(self._server, bucket, _served(self._live.pop(bucket)))
 
-    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
+    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], device: torch.device) -> None:
         """Moves what the parameters left into the memories of their new endpoint."""
         worker = end.uplink.memory.tensors()
         for name, flat in worker.items():
             flat.copy_(_gather_parts(self._worker, parameters, name, flat))
         _scatter_parts(self._worker, parameters, worker)
-        if end.downlink is not None:
-            for name, served in end.downlink.memory.tensors().items():
-                left = _gather_parts(self._server, parameters, name, served)
+        if any(parameter in self._server for parameter in parameters):
+            left = _gather_parts(self._server, parameters, "residual", torch.zeros((), dtype=end.dtype, device=device))
+            for served in [] if end.downlink is None else end.downlink.memory.tensors().values():
                 served.copy_(reference.shard_rows(left, end.layout)[end.shard])
-                worker[name].add_(left.sub_(_to_bucket(served, end)), alpha=end.world)
+                left -= _to_bucket(served, end)
+            end.uplink.memory.add_(left.mul_(end.world))
         for parameter in parameters:
             self._server.pop(parameter, None)
 

@@ -27,18 +27,27 @@ class Cluster:
         self.endpoints = [config.endpoint(numel, rank, world, dtype, cpu) for rank in range(world)]
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
         """Bytes that each worker has sent to others so far, by direction."""
+        self.steps = 0
+        """Steps so far."""
 
-    def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0, lr_ratio: float = 1.0) -> list[Tensor]:
         """Exchanges one gradient of each worker.
 
         Args:
             gradients: W tensors ``[numel]``; left as they are.
+            epoch: Epochs completed, for schedules.
+            lr_ratio: The last learning rate over this one, for residuals that follow it.
 
         Returns:
             What is delivered to each worker: W tensors ``[numel]``.
         """
         outputs = [gradient.clone() for gradient in gradients]
-        self.drive([exchange(e, g, self.config.topology) for e, g in zip(self.endpoints, outputs, strict=True)])
+        for end in self.endpoints:
+            self.config.resize_(end, self.steps, epoch)
+        self.drive(
+            [exchange(e, g, self.config.topology, lr_ratio) for e, g in zip(self.endpoints, outputs, strict=True)]
+        )
+        self.steps += 1
         return outputs
 
     def drive(self, exchanges: Sequence[Exchange]) -> None:

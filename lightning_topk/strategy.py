@@ -10,11 +10,13 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.hook import TopKState, attach, check_ddp_options
+from lightning_topk.hook import TopKState, attach, check_ddp_options, check_momentum
 from lightning_topk.residuals import Residuals
+from lightning_topk.schedule import Ratio
 from lightning_topk.select import Selector
 
 if TYPE_CHECKING:
+    from lightning import Trainer
     from lightning.fabric.strategies.registry import _StrategyRegistry
 
 
@@ -26,14 +28,26 @@ class TopKStrategy(DDPStrategy):
         Trainer(strategy=TopKStrategy(ratio=0.001, bidirectional=True), devices=4)
 
     Args:
-        ratio: Fraction of the gradient that each worker sends, in (0, 1].
+        ratio: Fraction of a bucket's gradient that each worker sends, in (0, 1]: a number, a
+            :class:`lightning_topk.schedule.Schedule`, or a function of the step.
         bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
-        server_ratio: Fraction of the gradient that the servers send, in (0, 1]. Default: ``ratio``.
-        selector: ``"topk"``, or an instance of :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"`` or ``"fp32"`` values; positions are packed in both.
+        server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
+        selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
+            :class:`lightning_topk.select.Selector`.
+        wire: ``"bf16"`` or ``"fp32"``: the values' format. Positions are Elias-Fano coded in both.
         topology: ``"sharded"`` (every rank serves a shard), ``"single_server"`` (rank 0 serves all) or ``"allgather"``
             (no server, hence ``bidirectional=False``).
-        error_feedback: Whether what is not sent is kept for later steps. Without it, it is lost.
+        error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
+            ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
+        scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
+            gradients, when backward is done, as the papers do.
+        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
+            optimizer's own must then be 0.
+        momentum_masking: Whether momentum is zeroed where it was sent.
+        clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``), before
+            compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
+        lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
+            was kept back under one learning rate is applied under it.
         start_method: How Lightning starts the processes, as in DDPStrategy.
         **ddp_kwargs: Arguments of DDPStrategy and of torch's DistributedDataParallel.
 
@@ -44,17 +58,35 @@ class TopKStrategy(DDPStrategy):
 
     def __init__(
         self,
-        ratio: float = 0.001,
+        ratio: Ratio = 0.001,
         bidirectional: bool = True,
-        server_ratio: float | None = None,
+        server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
-        wire: str = "bf16",
-        topology: str = "sharded",
-        error_feedback: bool = True,
+        wire: Literal["bf16", "fp32"] = "bf16",
+        topology: Literal["sharded", "single_server", "allgather"] = "sharded",
+        error_feedback: bool | Literal["worker", "server"] = True,
+        scope: Literal["bucket", "model"] = "bucket",
+        momentum: float = 0.0,
+        momentum_masking: bool = True,
+        clip_norm: float | None = None,
+        lr_ratio: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        self.config = TopKConfig(ratio, bidirectional, server_ratio, selector, wire, topology, error_feedback)
+        self.config = TopKConfig(
+            ratio=ratio,
+            bidirectional=bidirectional,
+            server_ratio=server_ratio,
+            selector=selector,
+            wire=wire,
+            topology=topology,
+            error_feedback=error_feedback,
+            scope=scope,
+            momentum=momentum,
+            momentum_masking=momentum_masking,
+            clip_norm=clip_norm,
+            lr_ratio=lr_ratio,
+        )
         _check_strategy_options(ddp_kwargs)
         check_ddp_options(ddp_kwargs)
         super().__init__(start_method=start_method, **ddp_kwargs)
@@ -66,14 +98,30 @@ class TopKStrategy(DDPStrategy):
         # DDPStrategy registers hooks on CUDA only (lightning 2.6) and skips CPU silently.
         assert isinstance(self.model, DistributedDataParallel)
         self._residuals.retain(self.model.module.parameters())
-        self.topk_state = attach(self.model, self.config, timeout=self._timeout, residuals=self._residuals)
+        self.topk_state = attach(
+            self.model,
+            self.config,
+            timeout=self._timeout,
+            residuals=self._residuals,
+            epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
+            init_sync=self._ddp_kwargs.get("init_sync", True),
+            optimizer=lambda: self.optimizers,
+        )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Creates the optimizers, and checks that they and the exchange do not both apply momentum."""
+        super().setup_optimizers(trainer)
+        check_momentum(self.config, self.optimizers)
 
     def teardown(self) -> None:
         """Gives up the exchange's process group and thread, then all that DDPStrategy holds."""
-        if self.topk_state is not None:
-            self.topk_state.close()
-            self.topk_state = None
-        super().teardown()
+        try:
+            if self.topk_state is not None:
+                self.topk_state.close()
+                self.topk_state = None
+                self._residuals.settle()
+        finally:
+            super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

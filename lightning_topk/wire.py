@@ -1,7 +1,8 @@
 """The wire: a selection as bytes, and bytes as a selection.
 
 A payload row is ``[values | Elias-Fano positions]``: k values in the wire's dtype, then k ascending positions at about
-``log2(S / k) + 2`` bits each (5 % above their entropy). Its size follows from (S, k, wire) alone, so no sizes travel.
+``log2(S / k) + 2`` bits each (5 % above their entropy). Its size follows from (S, k, wire) alone, so no sizes travel. Positions
+that both ends know are not sent: all of them when k = S, and those of a selector that draws the same on every rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.ops import reference
+from lightning_topk.select import RandK
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,21 @@ class Wire:
     name: str
     value_dtype: torch.dtype
 
-    def round(self, value: Tensor) -> Tensor:
-        """``value`` as the receiver will read it, in the sender's dtype: clamped to the wire's range, rounded."""
-        limit = torch.finfo(self.value_dtype).max
-        return value.clamp(-limit, limit).to(self.value_dtype).to(value.dtype)
+    def round(self, value: Tensor, delivered: torch.dtype | None = None) -> Tensor:
+        """What will arrive of ``value``: clamped to the wire's range and rounded.
+
+        Args:
+            value: Any shape, floating.
+            delivered: dtype into which the receiver writes it, if that rounds too.
+
+        Returns:
+            The shape and dtype of ``value``.
+        """
+        arrived = value
+        for dtype in (self.value_dtype, delivered or self.value_dtype):
+            limit = torch.finfo(dtype).max
+            arrived = arrived.to(value.dtype).clamp(-limit, limit).to(dtype)
+        return arrived.to(value.dtype)
 
 
 WIRES: dict[str, Wire] = {wire.name: wire for wire in (Wire("fp32", torch.float32), Wire("bf16", torch.bfloat16))}
@@ -45,11 +58,19 @@ class Codec:
         wire: The format.
         universe: Elements of the shard, S.
         kept: Entries a payload carries, k.
+        shared: The selector, if it draws the same positions on every rank; else None.
     """
 
     wire: Wire
     universe: int
     kept: int
+    shared: RandK | None = None
+
+    def known_index(self) -> Tensor | None:
+        """The positions ``[k]`` int64, ascending, on the CPU, if both ends know them; else None."""
+        if self.kept == self.universe:
+            return torch.arange(self.universe)
+        return None if self.shared is None else self.shared.shared_positions(self.universe, self.kept)
 
     @cached_property
     def low_width(self) -> int:
@@ -64,6 +85,8 @@ class Codec:
     @property
     def index_bytes(self) -> int:
         """Bytes of a payload's positions."""
+        if self.shared is not None or self.kept == self.universe:
+            return 0
         return reference.elias_fano_bytes(self.universe, self.kept, self.low_width)
 
     @property
@@ -82,6 +105,8 @@ class Codec:
             ``[R, P]`` uint8.
         """
         values = value.to(self.wire.value_dtype).contiguous().view(torch.uint8)
+        if self.index_bytes == 0:
+            return values
         return torch.cat([values, reference.elias_fano_encode(index, self.universe, self.low_width)], dim=1)
 
     def decode(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -97,5 +122,9 @@ class Codec:
         values, code = payload.split([self.value_bytes, self.index_bytes], dim=1)
         # A copy, since a view as another dtype needs an aligned start and payload rows have any length.
         value = values.clone(memory_format=torch.contiguous_format).view(self.wire.value_dtype)
-        index = reference.elias_fano_decode(code, self.universe, self.kept, self.low_width)
+        known = self.known_index()
+        if known is not None:
+            index = known.to(payload.device).expand(len(payload), -1)
+        else:
+            index = reference.elias_fano_decode(code, self.universe, self.kept, self.low_width)
         return index, value.to(dtype)

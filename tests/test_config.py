@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 
 import pytest
 import torch
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, presets
 from lightning_topk.layout import Layout
+from lightning_topk.plan import volume
+from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.select import Selector
 from lightning_topk.simulate import Cluster
 from lightning_topk.strategy import TopKStrategy
@@ -26,6 +29,13 @@ BAD = [
     ({"server_ratio": 0.1, "bidirectional": False}, ValueError, r"server_ratio=0\.1 has no effect"),
     ({"bidirectional": "yes"}, TypeError, r"bidirectional='yes' is a str; it must be True or False"),
     ({"error_feedback": 1}, TypeError, r"error_feedback=1 is a int"),
+    ({"error_feedback": "both"}, ValueError, r"error_feedback='both' is unknown; .*'worker', 'server', True or False"),
+    ({"scope": "layer"}, ValueError, r"scope='layer' is unknown; it must be one of 'bucket', 'model'"),
+    ({"momentum": 1.0}, ValueError, r"momentum=1\.0 must be in \[0, 1\)"),
+    ({"momentum": 0.9, "error_feedback": False}, ValueError, r"keeps nothing there"),
+    ({"clip_norm": 0}, ValueError, r"clip_norm=0 must be positive"),
+    ({"clip_norm": "1"}, TypeError, r"clip_norm='1' is a str"),
+    ({"lr_ratio": 1}, TypeError, r"lr_ratio=1 is a int"),
     ({"selector": "best"}, ValueError, r"selector='best' is unknown; it must be one of 'topk'.* or an instance"),
     ({"selector": 3}, TypeError, r"selector=3 is a int"),
     ({"wire": "fp8"}, ValueError, r"wire='fp8' is unknown; it must be one of 'fp32', 'bf16'"),
@@ -101,3 +111,51 @@ def test_a_server_that_does_not_compress_has_room_for_all_that_workers_send():
         assert isinstance(layout, Layout)
         assert down is not None
         assert down.kept == min(layout.shard_size, world * up.kept)
+
+
+def test_schedules_descend_geometrically_and_then_stay():
+    steps = ExponentialWarmup(0.001, start=0.25, steps=4)
+    densities = [steps.at(step, epoch=9) for step in range(7)]
+    assert densities[0] == 0.25
+    assert densities[4:] == pytest.approx([0.001] * 3)
+    ratios = [b / a for a, b in itertools.pairwise(densities[:5])]
+    assert ratios == pytest.approx([ratios[0]] * 4)
+    epochs = ExponentialWarmup(0.001, epochs=2)
+    assert epochs.at(step=100, epoch=0) == 0.25
+    assert epochs.at(step=100, epoch=2) == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ratio": 0, "steps": 3}, r"ratio=0 must be in"),
+        ({"ratio": 0.1, "start": 2, "steps": 3}, r"start=2 must be in"),
+        ({"ratio": 0.1}, r"give either steps or epochs"),
+        ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"give either steps or epochs"),
+        ({"ratio": 0.1, "steps": 0}, r"at least 1"),
+    ],
+)
+def test_bad_schedules_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ExponentialWarmup(**arguments)
+
+
+def test_a_function_of_the_step_is_a_schedule_and_is_watched():
+    config = TopKConfig(ratio=lambda step: 0.5 - 0.2 * step)
+    assert [config.codecs(1000, 1, step)[1].kept for step in range(3)] == [500, 300, 100]
+    with pytest.raises(ValueError, match="it must stay in"):
+        config.codecs(1000, 1, step=3)
+
+
+def test_every_preset_is_a_setting():
+    assert set(presets) == {
+        "dense", "topk", "bidirectional_topk", "randk", "gaussiank", "dgc", "trimmed", "parameter_server",
+    }  # fmt: skip
+    for settings in presets.values():
+        TopKStrategy(**settings)
+        assert TopKConfig(**settings).codecs(1000, 4)
+
+
+def test_dense_costs_what_a_ring_all_reduce_costs():
+    plan = volume(TopKConfig(**presets["dense"]), [4096], world=4)
+    assert plan.uplink + plan.downlink == plan.dense

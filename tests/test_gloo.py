@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_laws import routes, wires
+from test_laws import routes, selectors, wires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.collectives import Meter, drive
+from lightning_topk.collectives import Meter, ThreadLane, drive
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import exchange
 from lightning_topk.hook import TopKState, attach, topk_hook, tree_broadcast_sends
@@ -40,12 +40,13 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.branch, self.last = nn.Linear(12, 50), nn.Linear(50, 50), nn.Linear(50, 5)
         self.scale = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.ones(0))
 
     def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
         h = self.first(x).tanh()
         if branch:
             h = h + self.branch(h).tanh()
-        return self.scale * self.last(h)
+        return self.scale * self.last(h) + self.empty.sum()
 
 
 def uses_branch(mode: str, rank: int, step: int) -> bool:
@@ -113,11 +114,11 @@ class CountedCollectives:
             patch.stop()
 
 
-def laws(rank: int, world: int, topology: str, bidirectional: bool, wire: str, mode: str) -> None:
+def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, settings: dict) -> None:
     torch.manual_seed(0)
     net = Net()
     ddp = DistributedDataParallel(net, **MODES[mode])
-    config = TopKConfig(ratio=0.05, bidirectional=bidirectional, wire=wire, topology=topology)
+    config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
     state = attach(ddp, config)
     buckets: list[list[int]] = []  # of this step: elements of every parameter
     hook = state.launch
@@ -132,7 +133,10 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, wire: str, m
             loss_of(ddp, mode, rank, step).backward()
             sent = counted.bytes
             parameters = [len(b) for b in buckets] if mode == "find_unused_parameters" else None
-            plan = volume(config, [sum(b) for b in buckets], world, rank, parameters=parameters)
+            sizes = [sum(b) for b in buckets]
+            if config.scope == "model":
+                sizes, parameters = [sum(sizes)], parameters and [sum(parameters)]
+            plan = volume(config, sizes, world, rank, parameters=parameters)
             checks.append((state.report(), plan, sent, every_rank(gradient(net))))
             delivered = delivered + gradient(net).double()
     held = state.residuals.held()
@@ -158,14 +162,27 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, wire: str, m
 @wires
 @modes
 def test_laws_hold(groups, world, topology, bidirectional, wire, mode):
-    groups(world).run(laws, topology, bidirectional, wire, mode)
+    groups(world).run(laws, topology, bidirectional, mode, {"wire": wire})
 
 
-def identity(rank: int, world: int, topology: str, bidirectional: bool, mode: str) -> None:
+@routes
+@modes
+def test_laws_hold_for_a_selection_from_the_whole_model(groups, topology, bidirectional, mode):
+    groups(3).run(laws, topology, bidirectional, mode, {"scope": "model"})
+
+
+@routes
+@selectors
+def test_laws_hold_for_every_selector(groups, topology, bidirectional, selector):
+    groups(2).run(laws, topology, bidirectional, "several_buckets", {"selector": selector})
+    groups(3).run(laws, topology, bidirectional, "find_unused_parameters", {"selector": selector, "scope": "model"})
+
+
+def identity(rank: int, world: int, topology: str, bidirectional: bool, mode: str, scope: str) -> None:
     torch.manual_seed(0)
     net = Net()
     ddp = DistributedDataParallel(net, **MODES[mode])
-    state = attach(ddp, ratio=1.0, bidirectional=bidirectional, wire="fp32", topology=topology)
+    state = attach(ddp, ratio=1.0, bidirectional=bidirectional, wire="fp32", topology=topology, scope=scope)
     pairs = []
     for step in range(3):
         expected = mean_over_ranks(local_gradient(net, mode, rank, step))
@@ -180,8 +197,9 @@ def identity(rank: int, world: int, topology: str, bidirectional: bool, mode: st
 @worlds
 @routes
 @modes
-def test_a_ratio_of_one_is_the_mean(groups, world, topology, bidirectional, mode):
-    groups(world).run(identity, topology, bidirectional, mode)
+@pytest.mark.parametrize("scope", ["bucket", "model"])
+def test_a_ratio_of_one_is_the_mean(groups, world, topology, bidirectional, mode, scope):
+    groups(world).run(identity, topology, bidirectional, mode, scope)
 
 
 def same_as_simulated(rank: int, world: int, topology: str, bidirectional: bool, wire: str) -> None:
@@ -251,8 +269,8 @@ def overlapped(rank: int, world: int) -> None:
     ddp(x).sum().backward()  # DDP regroups its buckets after this
     whole, seen = state._exchange, []
 
-    def noting(buffer, parameters, index):
-        result = whole(buffer, parameters, index)
+    def noting(*args):
+        result = whole(*args)
         finished.set()
         return result
 
@@ -289,10 +307,10 @@ def test_the_hook_serves_plain_ddp(groups):
     groups(2).run(the_hook_alone)
 
 
-def failing(rank: int, world: int) -> str:
+def failing(rank: int, world: int, scope: str) -> str:
     ddp = DistributedDataParallel(nn.Linear(10, 10))
-    state = attach(ddp, ratio=0.5)
-    state.config = mock.Mock(endpoint=mock.Mock(side_effect=ValueError("out of luck")), topology="sharded")
+    state = attach(ddp, ratio=0.5, scope=scope)
+    state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
     message = ""
     try:
         ddp(torch.randn(2, 10)).sum().backward()
@@ -302,9 +320,179 @@ def failing(rank: int, world: int) -> str:
     return message
 
 
-def test_an_error_in_the_exchange_reaches_the_training_loop_with_the_buckets_name(groups):
-    for rank, message in enumerate(groups(2).run(failing)):
-        assert f"sharded exchange of bucket 0 (110 elements) failed on rank {rank} of 2: out of luck" in message
+@pytest.mark.parametrize(("scope", "name"), [("bucket", "bucket 0"), ("model", "all buckets")])
+def test_an_error_in_the_exchange_reaches_the_training_loop_with_the_buckets_name(groups, scope, name):
+    for rank, message in enumerate(groups(2).run(failing, scope)):
+        assert f"sharded exchange of {name} (110 elements) failed on rank {rank} of 2: out of luck" in message
+
+
+def stale(rank: int, world: int, topology: str, view: bool) -> None:
+    """Two parts that take turns, each zeroing only its own gradients, as the optimizers of a GAN do."""
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+    state = attach(ddp, ratio=0.05, wire="fp32", topology=topology, bidirectional=topology != "allgather")
+    parts = [net.branch, net.last]
+    produced = [0.0, 0.0]
+    delivered = [0.0, 0.0]
+    for step in range(6):
+        turn = step % 2
+        x = torch.randn(8, 50, generator=torch.Generator().manual_seed(100 * step + rank))
+        alone = copy.deepcopy(parts[turn])
+        alone.zero_grad()
+        alone(x).square().mean().backward()
+        produced[turn] = produced[turn] + mean_over_ranks(flat_gradient(alone))
+        kept = [flat_gradient(part).clone() for part in parts]
+        parts[turn].zero_grad()
+        net.forward = parts[turn].forward
+        ddp(x).square().mean().backward()
+        delivered[turn] = delivered[turn] + flat_gradient(parts[turn]).double()
+        assert torch.equal(flat_gradient(parts[1 - turn]), kept[1 - turn]), "another's gradient was touched"
+    held = state.residuals.held()
+    left = [
+        sum(
+            mean_over_ranks(torch.cat([held[p][side] for p in part.parameters()])) * (world if side else 1)
+            for side in (0, 1)
+        )
+        for part in parts
+    ]
+    state.close()
+    for turn in (0, 1):
+        torch.testing.assert_close(delivered[turn] + left[turn], produced[turn], atol=1e-7, rtol=1e-5)
+
+
+def flat_gradient(net: nn.Module) -> torch.Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
+@pytest.mark.parametrize("view", [False, True])
+def test_parameters_that_take_turns_lose_nothing_and_leave_each_others_gradients_alone(groups, topology, view):
+    groups(2).run(stale, topology, view)
+
+
+def after_a_failure(rank: int, world: int) -> list[str]:
+    """A lane whose first job failed runs no other."""
+    lane = ThreadLane()
+    ran, errors = [], []
+
+    def fails():
+        raise ValueError("first")
+
+    for job in (fails, lambda: ran.append(1) or [torch.zeros(1)]):
+        promised, future = lane.promise()
+        lane.submit(job, [promised])
+        try:
+            future.wait()
+        except Exception as error:
+            errors.append(str(error))
+    assert lane.close()
+    assert not ran
+    return errors
+
+
+def test_after_an_error_no_other_bucket_is_exchanged(groups):
+    for errors in groups(2).run(after_a_failure):
+        assert len(errors) == 2
+        assert all("first" in error for error in errors)
+
+
+def new_settings(rank: int, world: int) -> None:
+    """Residuals go on under other settings."""
+    net = nn.Linear(40, 40, bias=False)
+    produced, delivered, residuals = 0.0, 0.0, None
+    for settings in (
+        {"ratio": 0.1},
+        {"ratio": 0.01, "topology": "single_server"},
+        {"ratio": 0.05, "topology": "allgather", "bidirectional": False},
+        {"ratio": 1.0, "wire": "fp32"},
+    ):
+        ddp = DistributedDataParallel(net, find_unused_parameters=True)
+        state = attach(ddp, residuals=residuals, **settings)
+        for step in range(2):
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+            alone = copy.deepcopy(net)
+            alone.zero_grad()
+            alone(x).square().mean().backward()
+            produced = produced + mean_over_ranks(flat_gradient(alone))
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+            delivered = delivered + flat_gradient(net).double()
+        residuals = state.residuals
+        state.close()
+    torch.testing.assert_close(delivered, produced, atol=1e-6, rtol=1e-5)  # ratio 1 has sent all
+
+
+def test_residuals_go_on_under_other_settings(groups):
+    groups(3).run(new_settings)
+
+
+def closed(rank: int, world: int) -> None:
+    before = threading.active_count(), len(dist.distributed_c10d._world.pg_map)
+    ddp = DistributedDataParallel(nn.Linear(10, 10))
+    state = attach(ddp, ratio=0.5)
+    ddp(torch.randn(2, 10)).sum().backward()
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        attach(ddp)
+    state.close()
+    assert (threading.active_count(), len(dist.distributed_c10d._world.pg_map)) == before
+    with pytest.raises(RuntimeError, match="was closed"):
+        ddp(torch.randn(2, 10)).sum().backward()
+
+
+def test_a_closed_state_leaves_no_thread_and_no_group(groups):
+    groups(2).run(closed)
+
+
+def with_optimizer(rank: int, world: int) -> list[str]:
+    """What attach makes of optimizers; returns the errors."""
+    errors = []
+    for settings, optimizer in (
+        ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)),
+        ({"momentum": 0.9}, lambda p: torch.optim.Adam(p)),
+        ({"lr_ratio": True}, lambda p: None),
+    ):
+        ddp = DistributedDataParallel(nn.Linear(10, 10))
+        try:
+            attach(ddp, optimizer=optimizer(ddp.parameters()), **settings)
+        except ValueError as error:
+            errors.append(str(error))
+    ddp = DistributedDataParallel(nn.Linear(10, 10))
+    optimizer = torch.optim.SGD([{"params": [p]} for p in ddp.parameters()], lr=0.5)
+    state = attach(ddp, optimizer=optimizer, lr_ratio=True, ratio=0.1, wire="fp32")
+    applied, produced, last = 0.0, 0.0, 0.0
+    for step, lr in enumerate((0.5, 0.25, 0.1)):
+        for group in optimizer.param_groups:
+            group["lr"] = last = lr
+        ddp.zero_grad()
+        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(10 * step + rank))
+        alone = copy.deepcopy(ddp.module)
+        alone(x).square().mean().backward()
+        ddp(x).square().mean().backward()
+        produced = produced + lr * mean_over_ranks(alone.weight.grad)
+        applied = applied + lr * ddp.module.weight.grad.double()
+    worker, server = state.residuals.held()[ddp.module.weight]
+    left = mean_over_ranks(worker.view(10, 10)) + world * mean_over_ranks(server.view(10, 10))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    ddp(x).square().mean().backward()  # a learning rate of zero scales nothing, and is not divided by
+    for group, lr in zip(optimizer.param_groups, (0.2, 0.1), strict=True):
+        group["lr"] = lr
+    try:
+        ddp(x).square().mean().backward()
+    except (RuntimeError, ValueError) as error:
+        errors.append(str(error))
+    state.close()
+    torch.testing.assert_close(applied + last * left, produced, atol=1e-6, rtol=1e-5)
+    return errors
+
+
+def test_settings_that_depend_on_the_optimizer(groups):
+    for twice, adam, missing, groups_differ in groups(2).run(with_optimizer):
+        assert "SGD has momentum 0.5 of its own" in twice
+        assert "Adam has momentum 0.9 of its own" in adam
+        assert "needs the learning rate" in missing
+        assert "by different ones" in groups_differ
 
 
 def with_buffers(rank: int, world: int) -> tuple[int, int, int, int]:
@@ -363,7 +551,7 @@ def regrouped(rank: int, world: int, topology: str) -> None:
             def make(numel=numel):
                 return config.endpoint(numel, rank, world, torch.float32, torch.device("cpu"))
 
-            end = residuals.endpoint(bucket, make)
+            end = residuals.endpoint(bucket, make, torch.device("cpu"))
             g = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
             mean = mean_over_ranks(g)
             drive(exchange(end, g, topology), dist.group.WORLD, Meter())

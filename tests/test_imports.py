@@ -13,10 +13,12 @@ import lightning_topk
 
 PACKAGE = Path(lightning_topk.__file__).parent
 LAYERS = [
-    {"layout", "_version"},
-    {"ops", "ops.reference"},
+    {"layout", "schedule", "_version"},
+    {"ops.reference"},
     {"ops.cpu"},
-    {"select", "wire", "memory"},
+    {"ops"},
+    {"select", "memory"},
+    {"wire"},
     {"exchange"},
     {"config"},
     {"collectives", "simulate", "residuals", "plan"},
@@ -44,7 +46,9 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in names if name.removeprefix("lightning_topk.") in MODULES}
+            found |= modules or {node.module}
     return found
 
 

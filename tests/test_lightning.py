@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torchmetrics import MetricCollection
 
-from lightning_topk import CompressionMonitor, TopKConfig, TopKStrategy
+from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy, presets
 from lightning_topk.metrics import CompressionError, ExchangeVolume
 from lightning_topk.plan import volume
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 KEYS = {
     "topk/uplink_bytes", "topk/downlink_bytes", "topk/dense_bytes", "topk/saving", "topk/uplink_error",
     "topk/downlink_error", "topk/bound", "topk/worker_residual_norm", "topk/server_residual_norm", "topk/total_bytes",
-    "topk/broadcast_bytes", "topk/total_uplink_bytes", "topk/total_downlink_bytes", "topk/total_dense_bytes",
+    "topk/broadcast_bytes", "topk/ratio", "topk/selected_ratio", "topk/total_uplink_bytes", "topk/total_downlink_bytes", "topk/total_dense_bytes",
     "topk/total_broadcast_bytes",
 }  # fmt: skip
 QUIET = {
@@ -81,6 +81,7 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn(tmp_path):
     assert logged["topk/server_residual_norm"] > 0
     kept = 2 * TopKConfig().codecs(ELEMENTS, 2)[1].kept
     assert logged["topk/bound"] == pytest.approx((1 - kept / ELEMENTS) ** 2)
+    assert logged["topk/ratio"] == logged["topk/selected_ratio"] == pytest.approx(kept / ELEMENTS)
 
 
 class Watch(Callback):
@@ -194,6 +195,49 @@ def test_manual_optimization_with_two_optimizers(tmp_path):
     assert logged["topk/total_dense_bytes"] == 6 * plan.dense
 
 
+def test_schedules_follow_the_trainers_epochs(tmp_path):
+    strategy = TopKStrategy(ratio=ExponentialWarmup(0.01, start=0.5, epochs=2), start_method="forkserver")
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(
+        tmp_path,
+        strategy=strategy,
+        max_steps=-1,
+        max_epochs=3,
+        limit_train_batches=2,
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    ratios = [float(row["topk/ratio"]) for row in rows]
+    assert ratios == pytest.approx([0.5, 0.5, 0.0707, 0.0707, 0.01, 0.01], rel=0.03)
+
+
+@pytest.mark.parametrize("name", presets)
+def test_every_preset_trains_and_ranks_agree(tmp_path, name):
+    strategy = TopKStrategy(**presets[name], start_method="forkserver")
+    _, logged = fit(tmp_path, strategy=strategy, callbacks=[SameWeights()])
+    config = strategy.config
+    kept = volume(config, [ELEMENTS], world=2, step=4)
+    assert logged["topk/uplink_bytes"] + logged["topk/downlink_bytes"] == kept.uplink + kept.downlink
+
+
+class Momentum(Model):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_momentum_in_the_optimizer_and_in_the_strategy_is_refused(tmp_path):
+    strategy = TopKStrategy(momentum=0.9, start_method="forkserver")
+    with pytest.raises(Exception, match=r"SGD has momentum 0.9 of its own.*momentum=0"):
+        fit(tmp_path, Momentum(), strategy=strategy)
+
+
+def test_residuals_follow_the_optimizers_learning_rate(tmp_path):
+    strategy = TopKStrategy(lr_ratio=True, scope="model", start_method="forkserver")
+    _, logged = fit(tmp_path, strategy=strategy)
+    assert logged["topk/worker_residual_norm"] > 0
+
+
 class SameWeights(Callback):
     """Fails unless all ranks end with the same weights."""
 
@@ -202,7 +246,7 @@ class SameWeights(Callback):
         gathered = [torch.empty_like(flat) for _ in range(trainer.world_size)]
         torch.distributed.all_gather(gathered, flat)
         assert torch.equal(*gathered)
-        assert trainer.strategy.topk_state.residuals.held()
+        assert trainer.strategy.topk_state.step == trainer.global_step
 
 
 @pytest.mark.parametrize(
@@ -221,18 +265,31 @@ def test_ranks_end_with_the_same_weights(tmp_path, strategy):
 
 
 SCRIPT = """
-import lightning as L, lightning_topk, sys
+import lightning as L, lightning_topk, sys, torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+
+def norms(strategy):
+    held = strategy._residuals.held()
+    return {id(p): float(sum(part.norm() for part in parts)) for p, parts in held.items()}
+
+class First(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        self.at_start = norms(trainer.strategy)
+
 if __name__ == "__main__":
-    trainer = L.Trainer(strategy="topk", accelerator="cpu", devices=2, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[lightning_topk.CompressionMonitor()])
-    trainer.fit(BoringModel())
-    # The residuals go on: the model's first bucket of the second fit has them.
-    norm = trainer.callback_metrics["topk/worker_residual_norm"]
-    trainer.fit_loop.epoch_loop.max_steps = 4
-    trainer.fit(BoringModel() if "--other" in sys.argv else trainer.lightning_module)
-    assert trainer.world_size == 2 and trainer.global_step == 4, trainer.global_step
-    print(f"rank {trainer.global_rank} trained {bool(norm > 0)}\\n", end="", flush=True)
+    first, strategy, model = First(), lightning_topk.TopKStrategy(ratio=0.01), BoringModel()
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[first])
+    trainer.fit(model)
+    assert first.at_start == {}
+    left = norms(strategy)
+    assert all(norm > 0 for norm in left.values()) and left
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(BoringModel() if "--other" in sys.argv else model)
+    assert trainer.world_size == 2 and trainer.global_step == 6, trainer.global_step
+    # The same parameters go on with their residuals; another model has nothing to do with them.
+    assert first.at_start == ({} if "--other" in sys.argv else left), (first.at_start, left)
+    print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
 """
 
 
@@ -245,14 +302,15 @@ def command(arguments, **kwargs):
     return done.stdout
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
-@pytest.mark.parametrize("model", [[], ["--other"]])
+@pytest.mark.parametrize(
+    ("launcher", "model"), [([], []), (["-m", "torch.distributed.run", "--nproc-per-node=2"], ["--other"])]
+)
 def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, launcher, model):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     output = command([sys.executable, *launcher, str(script), *model], cwd=tmp_path)
-    assert "rank 0 trained True" in output
-    assert "rank 1 trained True" in output
+    assert "rank 0 trained" in output
+    assert "rank 1 trained" in output
 
 
 def test_lightning_cli_configures_the_strategy_by_yaml():

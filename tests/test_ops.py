@@ -83,7 +83,7 @@ def test_every_element_has_one_place_in_the_shards(numel, shards):
     rows = reference.shard_rows(x, layout)
     assert rows.shape == (shards, layout.shard_size)
     assert sorted(rows[rows > 0].tolist()) == x.tolist()
-    assert (rows > 0).sum(1).max() == (rows[0] > 0).sum() == layout.largest_shard
+    assert (rows > 0).sum(1).max() == (rows[0] > 0).sum() == layout.shard_size
     index = torch.arange(layout.shard_size).expand(shards, -1)
     flat = reference.flat_index(index.clone(), layout)
     assert torch.equal(x[flat][rows > 0], rows[rows > 0])
@@ -98,9 +98,9 @@ def test_every_shard_keeps_its_share():
             for ratio in (0.001, 0.01, 0.29, 1.0):
                 k = kept_count(numel, ratio)
                 kept = layout.kept_per_shard(k)
-                assert 1 <= kept <= layout.largest_shard
+                assert 1 <= kept <= layout.shard_size
                 assert kept * shards >= k
-            assert layout.kept_per_shard(numel) == layout.largest_shard
+            assert layout.kept_per_shard(numel) == layout.shard_size
 
 
 def test_k_is_the_papers():

@@ -1,1 +1,22 @@
-"""Tensor operations of the compression: ``reference`` is the plain torch version and the oracle of any faster one."""
+"""Tensor operations of the compression: ``reference`` in plain torch is the oracle of the faster ones beside it.
+
+The functions here take the fastest version for the tensors that they are given.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_topk.ops import cpu, reference
+
+
+def topk_index(rows: Tensor, k: int) -> Tensor:
+    """See :func:`lightning_topk.ops.reference.topk_index`."""
+    return cpu.topk_index(rows, k) if rows.device.type == "cpu" else reference.topk_index(rows, k)
+
+
+def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
+    """See :func:`lightning_topk.ops.reference.over_threshold_index`."""
+    version = cpu if rows.device.type == "cpu" else reference
+    index: Tensor = version.over_threshold_index(rows, threshold, k)
+    return index

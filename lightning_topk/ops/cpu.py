@@ -39,9 +39,30 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
         magnitude = row.abs()
         sample = magnitude[::stride]
         threshold = sample.topk(min(rank, len(sample)), sorted=False).values.amin()
-        candidates = torch.from_numpy(np.flatnonzero(np.greater_equal(magnitude.numpy(), threshold.numpy())))
-        if len(candidates) < k:
-            index.copy_(reference.topk_index(row.unsqueeze(0), k)[0])
-        else:
-            index.copy_(candidates[reference.topk_index(magnitude[candidates].unsqueeze(0), k)[0]])
+        found = _largest(magnitude, threshold, k)
+        index.copy_(found if len(found) == k else reference.topk_index(row.unsqueeze(0), k)[0])
     return chosen
+
+
+def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
+    """The same as :func:`lightning_topk.ops.reference.over_threshold_index`, in one pass over the rows.
+
+    Args:
+        rows: ``[R, S]`` on the CPU, finite.
+        threshold: ``[R, 1]``, at least 0.
+        k: Entries to choose of each row, at most; in [1, S].
+
+    Returns:
+        ``[R, k]`` int64, ascending in each row; where fewer reach the threshold, the row ends in -1.
+    """
+    chosen = torch.full((rows.shape[0], k), -1)
+    for row, index, limit in zip(rows, chosen, threshold, strict=True):
+        found = _largest(row.abs(), limit[0], k)
+        index[: len(found)] = found
+    return chosen
+
+
+def _largest(magnitude: Tensor, threshold: Tensor, k: int) -> Tensor:
+    """Ascending positions of the entries of ``[S]`` that reach the threshold; of more than k, the k largest."""
+    found = torch.from_numpy(np.flatnonzero(np.greater_equal(magnitude.numpy(), threshold.numpy())))
+    return found if len(found) <= k else found[reference.topk_index(magnitude[found].unsqueeze(0), k)[0]]

@@ -29,10 +29,9 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
     head, tail = x.split([whole * layout.shards * layout.block, layout.numel % (layout.shards * layout.block)])
     rows[:, :whole] = head.view(whole, layout.shards, layout.block).transpose(0, 1)
     if len(tail):
-        rows[:, whole] = torch.nn.functional.pad(tail, (0, layout.padded - layout.numel)).view(
-            layout.shards, layout.block
-        )
-    return rows.view(layout.shards, layout.shard_size)
+        padding = layout.shards * layout.block - len(tail)
+        rows[:, whole] = torch.nn.functional.pad(tail, (0, padding)).view(layout.shards, layout.block)
+    return rows.view(layout.shards, -1)[:, : layout.shard_size]
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
@@ -86,6 +85,24 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
+def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
+    """Positions of the entries whose magnitude reaches a threshold; of more than k, the k largest.
+
+    Args:
+        rows: ``[R, S]``, a floating dtype, finite.
+        threshold: ``[R, 1]``, at least 0.
+        k: Entries to choose of each row, at most; in [1, S].
+
+    Returns:
+        ``[R, k]`` int64, ascending in each row; where fewer reach the threshold, the row ends in -1.
+    """
+    index = topk_index(rows, k)
+    passed = rows.gather(1, index).abs() >= threshold
+    size = rows.shape[1]
+    index = torch.where(passed, index, size).sort(dim=1).values
+    return index.masked_fill_(index == size, -1)
+
+
 def pack_bits(bits: Tensor) -> Tensor:
     """Packs booleans eight to a byte, the first one lowest.
 
@@ -97,10 +114,8 @@ def pack_bits(bits: Tensor) -> Tensor:
     """
     padding = -bits.shape[1] % 8
     octets = torch.nn.functional.pad(bits.to(torch.uint8), (0, padding)).view(bits.shape[0], -1, 8)
-    packed = octets[..., 0].clone()
-    for bit in range(1, 8):
-        packed |= octets[..., bit] << bit
-    return packed
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (octets * weights).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, n: int) -> Tensor:
