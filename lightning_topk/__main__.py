@@ -1,11 +1,13 @@
-"""Command line: ``python -m lightning_topk plan --params 25e6 --workers 4``."""
+"""Command line: ``python -m lightning_topk plan --params 25e6 --workers 4``, ``python -m lightning_topk reproduce NAME``."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import volume
+from lightning_topk.reproduce import CLAIMS, report, reproduce
 
 
 def main() -> None:
@@ -20,7 +22,20 @@ def main() -> None:
     )
     plan.add_argument("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
     plan.add_argument("--wire", default="bf16", help="format of values (default: %(default)s)")
+    claims = commands.add_parser("reproduce", help="the claims of the papers, reproduced or refuted")
+    claims.add_argument("names", nargs="*", choices=[*CLAIMS, []], metavar="NAME", help=", ".join(CLAIMS))
+    claims.add_argument("--all", action="store_true", help="all of them, and one report")
+    claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.command == "reproduce":
+        names = CLAIMS if arguments.all else arguments.names
+        if not names:
+            claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
+        results = [reproduce(name, arguments.out) for name in names]
+        if arguments.all:
+            report(results, arguments.out)
+        print(f"files: {arguments.out}")
+        return
     if arguments.params < 1 or arguments.workers < 1:
         parser.error("--params and --workers must be at least 1")
     print_plan(arguments)

@@ -1,0 +1,48 @@
+"""Every claim of the two papers as a command: ``python -m lightning_topk reproduce NAME``.
+
+Each module has a function ``run()`` that trains, measures or counts through the exchange that a cluster runs, and returns a
+:class:`lightning_topk.reproduce.result.Result`: tables, curves, and a verdict on every statement. A claim that fails says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+
+import torch
+
+from lightning_topk._version import __version__
+from lightning_topk.reproduce.result import Result
+
+CLAIMS = ["counterexample", "saving", "bound", "distribution", "operators", "convergence", "tuning", "speedup"]
+"""Names of the commands."""
+
+
+def reproduce(name: str, folder: Path) -> Result:
+    """Runs one reproduction; prints it, and writes its JSON and picture.
+
+    Args:
+        name: One of :data:`CLAIMS`.
+        folder: Where files go.
+    """
+    torch.set_num_threads(1)  # many small tensors; and one core is what every reader has
+    begin = time.perf_counter()
+    result: Result = importlib.import_module(f"lightning_topk.reproduce.{name}").run()
+    result.seconds = time.perf_counter() - begin
+    result.write(folder)
+    print(f"{result.text()}\n", flush=True)
+    return result
+
+
+def report(results: list[Result], folder: Path) -> None:
+    """Writes all tables and pictures as one page, ``report.md``."""
+    checks = [check for result in results for check in result.checks]
+    head = [
+        "# The papers' claims, reproduced or refuted",
+        f"lightning_topk {__version__}, torch {torch.__version__}, one CPU thread: "
+        "`python -m lightning_topk reproduce --all`",
+        f"{sum(check.holds for check in checks)} of {len(checks)} statements hold.",
+    ]
+    pages = [f"{result.text()}\n\n![{result.name}]({result.name}.png)" for result in results]
+    (folder / "report.md").write_text("\n\n".join(head + pages) + "\n")

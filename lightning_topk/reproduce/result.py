@@ -1,0 +1,105 @@
+"""What a reproduction gives: tables, verdicts, curves; printed, and written as JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_topk._version import __version__
+from lightning_topk.plots import Panel, draw
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Check:
+    """A statement held against a measurement.
+
+    Args:
+        statement: What is claimed, in one sentence.
+        published: The published figure.
+        measured: Ours.
+        holds: Whether the claim was seen to hold.
+    """
+
+    statement: str
+    published: str
+    measured: str
+    holds: bool
+
+
+@dataclass
+class Result:
+    """One claim, reproduced or refuted.
+
+    Args:
+        name: Name of the command.
+        claim: What was tested.
+        setting: Model, data, workers, steps: all that one needs to judge the figures.
+        tables: Rows by the table's title.
+        checks: The verdicts.
+        panels: The curves.
+        seconds: Wall time, seconds.
+    """
+
+    name: str
+    claim: str
+    setting: str
+    tables: dict[str, list[Row]] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    panels: list[Panel] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def text(self) -> str:
+        """Tables and verdicts for a terminal; also good Markdown."""
+        parts = [f"## {self.name}: {self.claim}", self.setting]
+        for title, rows in self.tables.items():
+            parts.append(f"**{title}**\n\n{markdown(rows)}")
+        rows = [
+            {
+                "": "pass" if check.holds else "FAIL",
+                "claim": check.statement,
+                "published": check.published,
+                "measured": check.measured,
+            }
+            for check in self.checks
+        ]
+        parts.append(markdown(rows))
+        parts.append(f"{self.seconds:.0f} s: `python -m lightning_topk reproduce {self.name}`")
+        return "\n\n".join(parts)
+
+    def write(self, folder: Path) -> None:
+        """Writes ``NAME.json`` and ``NAME.png`` into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        machine = {
+            "lightning_topk": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+            "machine": platform.machine(),
+            "command": " ".join(sys.argv[1:]),
+        }
+        (folder / f"{self.name}.json").write_text(json.dumps(asdict(self) | {"versions": machine}, indent=1) + "\n")
+        if self.panels:
+            draw(self.panels, folder / f"{self.name}.png")
+
+
+def markdown(rows: list[Row]) -> str:
+    """Rows as a Markdown table with aligned columns."""
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [heads, *([_cell(row.get(head, "")) for head in heads] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

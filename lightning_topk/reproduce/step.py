@@ -1,0 +1,87 @@
+"""One rank of a timed exchange: ``python -m lightning_topk.reproduce.step RANK WORLD ADDRESS NUMEL SYSTEM...``.
+
+Prints a line of JSON: seconds of a step, and bytes sent, for each system.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topk.collectives import Meter, drive
+from lightning_topk.config import TopKConfig, presets
+from lightning_topk.exchange import exchange
+from lightning_topk.select import Selector
+
+REPEATS = 2
+
+
+class TorchTopK(Selector):
+    """Exact top-k by torch.topk, as the papers' code selects."""
+
+    def pick(self, rows: Tensor, k: int) -> Tensor:
+        """See :meth:`lightning_topk.select.Selector.pick`."""
+        return rows.abs().topk(k, dim=1).indices.sort(dim=1).values
+
+
+SYSTEMS = {
+    "dense": presets["dense"],
+    "topk by torch.topk": {**presets["topk"], "selector": TorchTopK()},
+    **{name: presets[name] for name in ("topk", "dgc", "gaussiank", "bidirectional_topk")},
+}
+"""Settings of what is timed."""
+
+
+def main() -> None:
+    """Times the systems one after the other."""
+    rank, world, address, numel = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"tcp://{address}:29400", rank=rank, world_size=world, timeout=timedelta(seconds=300)
+    )
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    print(json.dumps({name: timed(name, rank, world, numel, group) for name in sys.argv[5:]}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed(system: str, rank: int, world: int, numel: int, group: dist.ProcessGroup) -> dict[str, float]:
+    """Best seconds of a step after one, and bytes that this rank sent in it.
+
+    Args:
+        system: A key of :data:`SYSTEMS`; ``dense`` is torch's all-reduce.
+        rank: This rank.
+        world: Ranks.
+        numel: Elements of the gradient.
+        group: The ranks' group.
+    """
+    config = TopKConfig(**SYSTEMS[system])
+    meter, cpu = Meter(), torch.device("cpu")
+    end = None if system == "dense" else config.endpoint(numel, rank, world, torch.float32, cpu)
+    fresh = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    times = []
+    for _ in range(1 + REPEATS):
+        g = fresh.clone()
+        before = dict(meter.bytes)
+        dist.barrier()
+        begin = time.perf_counter()
+        if end is None:
+            dist.all_reduce(g, group=group)
+            meter.bytes["uplink"] += 2 * (world - 1) * g.nbytes // world
+        else:
+            config.resize_(end, step=10**6, epoch=10**6)  # warm-ups are over
+            drive(exchange(end, g, config.topology), group, meter)
+        times.append(time.perf_counter() - begin)
+    sent = sum(meter.bytes[way] - before[way] for way in ("uplink", "downlink"))
+    return {"seconds": min(times[1:]), "bytes": sent}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The reproductions, on a small scale."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_topk import hosts
+from lightning_topk.config import TopKConfig
+from lightning_topk.plan import volume
+from lightning_topk.plots import Panel
+from lightning_topk.reproduce import CLAIMS, bound, counterexample, distribution, problem, report, saving, speedup
+from lightning_topk.reproduce.result import Check, Result
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_every_claim_has_its_command(name):
+    assert callable(importlib.import_module(f"lightning_topk.reproduce.{name}").run)
+
+
+def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
+    result = Result("demo", "water is wet", "a glass", {"Table": [{"a": 1, "b": 2.34567}, {"a": "x"}]})
+    result.checks = [Check("wet", "yes", "yes", holds=True), Check("dry", "yes", "no", holds=False)]
+    result.panels = [Panel("curve", "x", {"y": ([1, 2], [3, 4])}, xlog=True)]
+    result.write(tmp_path)
+    report([result], tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    assert "1 of 2 statements hold" in page
+    assert "| FAIL | dry" in page
+    assert "| 1 | 2.346 |" in page
+    assert json.loads((tmp_path / "demo.json").read_text())["checks"][1]["holds"] is False
+    assert (tmp_path / "demo.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("model", problem.MODELS)
+def test_simulated_training_learns(model):
+    start = problem.Problem(model, seed=0)
+    before, _ = start.evaluate(start.start)
+    run = problem.train(model, TopKConfig(ratio=0.1), workers=2, steps=30, lr=0.3, seed=0)
+    assert run.loss < before
+    assert len(run.union) == 30
+    sent = volume(TopKConfig(ratio=0.1), [len(start.start)], world=2)
+    assert (run.uplink_bytes, run.downlink_bytes) == (sent.uplink, sent.downlink)
+
+
+def test_simulated_gradients_are_autograds():
+    mlp = problem.Problem("mlp", seed=0)
+    batches = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    images, labels, *_ = problem.digits()
+    for batch, gradient in zip(batches, mlp.gradients(mlp.start, batches), strict=True):
+        mlp.net.zero_grad()
+        torch.nn.functional.cross_entropy(mlp.net(images[batch]), labels[batch]).backward()
+        expected = torch.cat([p.grad.flatten() for p in mlp.parameters])
+        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_opposite_workers_favour_the_second_compression():
+    gaps = {
+        system: counterexample.descend(
+            counterexample.opposites, counterexample.opposites_gap, torch.tensor([1.0, -2.0]), system, 0.1, 800
+        )[-100:].mean()
+        for system in ("uni", "bi")
+    }
+    assert gaps["uni"] > 5 * gaps["bi"]
+
+
+def test_the_toys_gap_is_the_papers_objective_minus_its_least_value():
+    x = torch.randn(100, dtype=torch.float64)
+    objective = sum((x - a).square().sum() / 2 for a in (1.0, 5.0, 10.0)) / 3
+    assert counterexample.toy_gap(x) == pytest.approx(float(objective) - 677.7778, rel=1e-6)
+    assert torch.allclose(sum(counterexample.toy(x)) / 3, x - 16 / 3)
+
+
+def test_the_error_of_sign_vectors_is_the_general_bound():
+    assert bound.error(torch.ones(1000), 0.1) == pytest.approx(0.9)
+    assert bound.error(torch.tensor([3.0, 4.0]), 0.5) == pytest.approx(9 / 25)
+
+
+def test_the_union_of_two_selections_is_at_most_twice_one():
+    k = TopKConfig(ratio=0.01).codecs(4810, 1)[1].kept
+    assert k <= saving._union("mlp", 0.01, 2) <= 2 * k
+    assert saving._slope([2, 4, 8], [6.0, 12.0, 24.0]) == pytest.approx(1.0)
+
+
+def test_the_shape_of_known_vectors():
+    normal = distribution.statistics(torch.randn(100_000, generator=torch.Generator().manual_seed(0)).double())
+    assert normal["kurtosis"] == pytest.approx(3, abs=0.1)
+    assert normal["π² below the line"] > 0.999
+    signs = distribution.statistics(torch.ones(1000).double() * torch.arange(1000).remainder(2).mul(2).sub(1))
+    assert signs["π² below the line"] < 0.01
+
+
+def test_speedups_are_modelled_where_hosts_cannot_be_made(monkeypatch):
+    monkeypatch.setattr(hosts, "available", lambda: False)
+    monkeypatch.setattr(speedup, "NUMEL", 100_000)
+    result = speedup.run()
+    assert "MODELLED" in result.setting
+    assert all(
+        isinstance(value, float) for row in result.tables["Seconds of a step"] for value in list(row.values())[1:]
+    )
+
+
+@pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
+def test_predicted_bytes_are_those_that_leave_the_interface():
+    numel, world, steps = 400_000, 3, 3
+    try:
+        with hosts.emulate(world, "1gbit") as group:
+            before = group.sent_bytes()
+            outputs = group.run("lightning_topk.reproduce.step", str(numel), "bidirectional_topk", timeout=120)
+            sent = [now - then for now, then in zip(group.sent_bytes(), before, strict=True)]
+    except RuntimeError as error:  # a container may be root without the right to make namespaces
+        pytest.skip(f"no network namespaces here: {error}")
+    plan = volume(TopKConfig(), [numel], world)
+    for output, seen in zip(outputs, sent, strict=True):
+        assert json.loads(output)["bidirectional_topk"]["bytes"] == plan.uplink + plan.downlink
+        payload = steps * (plan.uplink + plan.downlink)
+        assert payload < seen < payload * 1.1 + 60_000  # gloo's set-up and TCP's headers
+    assert not [
+        line for line in subprocess.check_output(["ip", "netns", "list"], text=True).splitlines() if "ltk" in line
+    ]
+
+
+def test_the_command_wants_a_name():
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_topk", "reproduce"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "counterexample" in done.stderr
