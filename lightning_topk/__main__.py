@@ -24,17 +24,17 @@ def main() -> None:
     plan.add_argument("--wire", default="bf16", help="format of values (default: %(default)s)")
     claims = commands.add_parser("reproduce", help="the claims of the papers, reproduced or refuted")
     claims.add_argument("names", nargs="*", choices=[*CLAIMS, []], metavar="NAME", help=", ".join(CLAIMS))
-    claims.add_argument("--all", action="store_true", help="all of them, and one report")
+    claims.add_argument("--all", action="store_true", help="all of them")
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.command == "reproduce":
         names = CLAIMS if arguments.all else arguments.names
         if not names:
             claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
-        results = [reproduce(name, arguments.out) for name in names]
-        if arguments.all:
-            report(results, arguments.out)
-        print(f"files: {arguments.out}")
+        for name in names:
+            reproduce(name, arguments.out)
+        report(arguments.out)
+        print(f"report: {arguments.out / 'report.md'}")
         return
     if arguments.params < 1 or arguments.workers < 1:
         parser.error("--params and --workers must be at least 1")

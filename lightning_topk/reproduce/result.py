@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,13 @@ from lightning_topk._version import __version__
 from lightning_topk.plots import Panel, draw
 
 Row = dict[str, Any]
+
+VERSIONS = {
+    "lightning_topk": __version__,
+    "torch": torch.__version__,
+    "python": platform.python_version(),
+    "machine": f"{os.cpu_count()} {platform.machine()} cores",
+}
 
 
 @dataclass
@@ -46,6 +53,7 @@ class Result:
         checks: The verdicts.
         panels: The curves.
         seconds: Wall time, seconds.
+        versions: Of what it ran with, and the machine.
     """
 
     name: str
@@ -55,6 +63,7 @@ class Result:
     checks: list[Check] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
     seconds: float = 0.0
+    versions: dict[str, str] = field(default_factory=lambda: dict(VERSIONS))
 
     def text(self) -> str:
         """Tables and verdicts for a terminal; also good Markdown."""
@@ -71,21 +80,22 @@ class Result:
             for check in self.checks
         ]
         parts.append(markdown(rows))
-        parts.append(f"{self.seconds:.0f} s: `python -m lightning_topk reproduce {self.name}`")
+        words = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        parts.append(f"{self.seconds:.0f} s: `python -m lightning_topk reproduce {self.name}` ({words})")
         return "\n\n".join(parts)
+
+    @staticmethod
+    def read(path: Path) -> Result:
+        """The result in a file that :meth:`write` wrote."""
+        data = json.loads(path.read_text())
+        data["checks"] = [Check(**check) for check in data["checks"]]
+        data["panels"] = [Panel(**panel) for panel in data["panels"]]
+        return Result(**data)
 
     def write(self, folder: Path) -> None:
         """Writes ``NAME.json`` and ``NAME.png`` into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        machine = {
-            "lightning_topk": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "threads": torch.get_num_threads(),
-            "machine": platform.machine(),
-            "command": " ".join(sys.argv[1:]),
-        }
-        (folder / f"{self.name}.json").write_text(json.dumps(asdict(self) | {"versions": machine}, indent=1) + "\n")
+        (folder / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
         if self.panels:
             draw(self.panels, folder / f"{self.name}.png")
 
