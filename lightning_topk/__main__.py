@@ -25,6 +25,9 @@ def main() -> None:
     claims = commands.add_parser("reproduce", help="the claims of the papers, reproduced or refuted")
     claims.add_argument("names", nargs="*", choices=[*CLAIMS, []], metavar="NAME", help=", ".join(CLAIMS))
     claims.add_argument("--all", action="store_true", help="all of them")
+    claims.add_argument(
+        "--data", type=Path, help="images for convergence: train/<class>/*, test/<class>/*; takes hours"
+    )
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.command == "reproduce":
@@ -32,7 +35,7 @@ def main() -> None:
         if not names:
             claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
         for name in names:
-            reproduce(name, arguments.out)
+            reproduce(name, arguments.out, arguments.data)
         report(arguments.out)
         print(f"report: {arguments.out / 'report.md'}")
         return

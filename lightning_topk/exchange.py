@@ -277,17 +277,22 @@ def exchange(end: Endpoint, g: Tensor, topology: str, lr_ratio: float = 1.0, use
     Yields:
         Requests; each expects its reply.
     """
-    if end.clip_norm is not None:
-        g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=end.dtype)).clamp(max=1))
     if lr_ratio != 1:
         for link in end.links:
             link.memory.scale_(lr_ratio)
     if used is None:
-        yield from EXCHANGES[topology](end, g)
+        yield from _of_all(end, g, topology)
     else:
         yield from _of_used(end, g, topology, used)
     for selector in {link.selector for link in end.links}:
         selector.step += 1
+
+
+def _of_all(end: Endpoint, g: Tensor, topology: str) -> Exchange:
+    """The exchange of the whole bucket."""
+    if end.clip_norm is not None:
+        g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=end.dtype)).clamp(max=1))
+    yield from EXCHANGES[topology](end, g)
 
 
 def _of_used(end: Endpoint, g: Tensor, topology: str, used: Tensor) -> Exchange:
@@ -306,7 +311,7 @@ def _of_used(end: Endpoint, g: Tensor, topology: str, used: Tensor) -> Exchange:
     end.uplink.memory.hold(absent)
     if end.downlink is not None:
         end.downlink.memory.hold(reference.shard_rows(absent, end.layout)[end.shard])
-    yield from EXCHANGES[topology](end, g)
+    yield from _of_all(end, g, topology)
     for link in end.links:
         link.memory.release()
     g.copy_(torch.where(absent, aside, g))

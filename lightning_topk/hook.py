@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.collectives import Future, Lane, Meter, drive, lane_for
 from lightning_topk.config import TopKConfig
@@ -96,6 +97,7 @@ class TopKState:
         self.residuals = residuals or Residuals()
         self.residuals.settle()  # their endpoints may have been of other settings
         self._used: set[Tensor] | None = None
+        self._watches: list[RemovableHandle] = []
         self.meter = Meter()
         self.measure = False
         """Whether the exchanges measure their compression error: two more passes over every bucket."""
@@ -112,9 +114,7 @@ class TopKState:
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Notes from now on which of the parameters get a gradient, for a model in which some may not."""
         used = self._used = set()
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(used.add)
+        self._watches = [p.register_post_accumulate_grad_hook(used.add) for p in parameters if p.requires_grad]
 
     def launch(self, bucket: GradBucket) -> Future:
         """Queues the exchange of a bucket; with ``scope="model"``, of all buckets when the last one comes.
@@ -174,6 +174,10 @@ class TopKState:
     ) -> Sequence[Tensor]:
         """Exchanges buffers as one gradient, on the lane."""
         assert self.group is not None
+        if len({buffer.dtype for buffer in buffers}) > 1:
+            raise TypeError(
+                'scope="model" needs parameters of one dtype; use scope="bucket", where each dtype has its own.'
+            )
         g = buffers[0] if len(buffers) == 1 else torch.cat(list(buffers))
         if g.numel() == 0:
             return buffers
@@ -255,6 +259,8 @@ class TopKState:
 
     def close(self) -> None:
         """Ends the lane and gives up the process group. The residuals stay."""
+        for watch in self._watches:
+            watch.remove()
         idle = self._lane is None or self._lane.close()
         if self.group is not None and idle and dist.is_initialized():
             dist.destroy_process_group(self.group)  # not under a thread that is still in a collective

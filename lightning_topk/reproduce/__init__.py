@@ -18,16 +18,18 @@ CLAIMS = ["counterexample", "saving", "bound", "distribution", "operators", "con
 """Names of the commands."""
 
 
-def reproduce(name: str, folder: Path) -> Result:
+def reproduce(name: str, folder: Path, images: Path | None = None) -> Result:
     """Runs one reproduction; prints it, and writes its JSON and picture.
 
     Args:
         name: One of :data:`CLAIMS`.
         folder: Where files go.
+        images: Images for ``convergence`` to train on instead of digits: ``train/<class>/*`` and ``test/<class>/*``.
     """
     torch.set_num_threads(1)  # many small tensors; and one core is what every reader has
     begin = time.perf_counter()
-    result: Result = importlib.import_module(f"lightning_topk.reproduce.{name}").run()
+    arguments = [images] if name == "convergence" else []
+    result: Result = importlib.import_module(f"lightning_topk.reproduce.{name}").run(*arguments)
     result.seconds = time.perf_counter() - begin
     result.write(folder)
     print(f"{result.text()}\n", flush=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.simulate import Cluster
@@ -26,6 +29,35 @@ class RowLSTM(nn.Module):
         return self.head(self.lstm(x.squeeze(1))[0][:, -1])  # type: ignore[no-any-return]
 
 
+class Block(nn.Module):
+    """Two convolutions beside a shortcut that drops pixels and pads channels (option A of He et al. 2016)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.stride = outputs // inputs
+        # Group norm instead of batch norm: a gradient is then a function of its batch alone, with no buffers to average.
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, self.stride, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, inputs, H, W]`` to ``[N, outputs, H / stride, W / stride]``."""
+        inner = self.body(x)
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        return torch.relu(inner + nn.functional.pad(shortcut, (0, 0, 0, 0, 0, inner.shape[1] - x.shape[1])))
+
+
+def resnet20() -> nn.Module:
+    """ResNet-20 for 32 x 32 images in ten classes, with group norm."""
+    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+    blocks = [Block(a, b) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU(), *blocks,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
     "wide mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)),
@@ -34,13 +66,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Flatten(), nn.Linear(512, 10),
     ),
     "lstm": RowLSTM,
+    "resnet20": resnet20,
 }  # fmt: skip
-"""Models for 8 x 8 digits. ``mlp`` is the thesis's 784-64-10 at this size."""
+"""Models for 8 x 8 digits (``mlp`` is the thesis's 784-64-10 at this size), and ``resnet20`` for 32 x 32 colour images."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Images ``[N, C, H, W]`` float32 and labels ``[N]`` int64, to train on and held out."""
+
+    images: Tensor
+    labels: Tensor
+    held_images: Tensor
+    held_labels: Tensor
 
 
 @cache
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """scikit-learn's digits: images ``[N, 1, 8, 8]`` and labels, to train on and (every fifth) held out."""
+def digits() -> Data:
+    """scikit-learn's digits, 8 x 8 pixels; every fifth is held out."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
@@ -49,7 +92,23 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
     out = torch.arange(len(labels)) % 5 == 0
-    return images[~out], labels[~out], images[out], labels[out]
+    return Data(images[~out], labels[~out], images[out], labels[out])
+
+
+@cache
+def image_folder(folder: Path) -> Data:
+    """A folder with ``train/<class>/*`` and ``test/<class>/*`` in ten classes, such as CIFAR-10, resized to 32 x 32."""
+    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+    from torchvision.transforms import v2  # type: ignore[import-untyped]
+
+    transform = v2.Compose(
+        [v2.Resize((32, 32)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
+    )
+    parts = []
+    for part in ("train", "test"):
+        images, labels = zip(*tqdm(ImageFolder(folder / part, transform), desc=f"reading {part}"), strict=True)
+        parts += [torch.stack(images), torch.tensor(labels)]
+    return Data(*parts)
 
 
 class Problem:
@@ -58,9 +117,11 @@ class Problem:
     Args:
         model: A key of :data:`MODELS`.
         seed: Of the initial parameters.
+        data: What it learns; default: :func:`digits`.
     """
 
-    def __init__(self, model: str, seed: int) -> None:
+    def __init__(self, model: str, seed: int, data: Data | None = None) -> None:
+        self.data = data or digits()
         torch.manual_seed(seed)
         self.net = MODELS[model]()
         self.parameters = list(self.net.parameters())
@@ -77,7 +138,7 @@ class Problem:
         Returns:
             W tensors ``[d]``.
         """
-        images, labels, *_ = digits()
+        images, labels = self.data.images, self.data.labels
         if self._vectorised:
             gradient = torch.func.grad(self._loss)
             return list(torch.func.vmap(partial(gradient, theta))(images[batches], labels[batches]))
@@ -89,11 +150,15 @@ class Problem:
 
     def evaluate(self, theta: Tensor) -> tuple[float, float]:
         """Training loss, and accuracy in percent on what was held out."""
-        images, labels, held_images, held_labels = digits()
+        data = self.data
         with torch.no_grad():
-            loss = self._loss(theta, images, labels)
-            right = self._scores(theta, held_images).argmax(1) == held_labels
-        return float(loss), 100 * float(right.float().mean())
+            losses = [
+                self._loss(theta, *batch) * len(batch[0])
+                for batch in zip(data.images.split(500), data.labels.split(500), strict=True)
+            ]
+            scores = torch.cat([self._scores(theta, images) for images in data.held_images.split(500)])
+        accuracy = (scores.argmax(1) == data.held_labels).double().mean()
+        return float(sum(losses)) / len(data.labels), 100 * float(accuracy)
 
     def _scores(self, theta: Tensor, images: Tensor) -> Tensor:
         parts = theta.split([p.numel() for p in self.parameters])
@@ -137,6 +202,7 @@ def train(
     batch: int = 10,
     momentum: float = 0.0,
     observe: Callable[[Cluster, list[Tensor]], Any] | None = None,
+    data: Data | None = None,
 ) -> Run:
     """Trains by SGD with a constant learning rate, as the thesis does.
 
@@ -150,11 +216,12 @@ def train(
         batch: Examples of each worker in a step, drawn from all training data.
         momentum: The optimizer's own.
         observe: Called before each exchange with the cluster and the workers' gradients.
+        data: What is learnt; default: :func:`digits`.
     """
-    problem = Problem(model, seed)
+    problem = Problem(model, seed, data)
     theta, velocity = problem.start, torch.zeros_like(problem.start)
     cluster = Cluster(config, workers, len(theta))
-    generator, examples = torch.Generator().manual_seed(seed), len(digits()[0])
+    generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run(float("inf"), 0.0, 0.0, 0.0)
     for step in range(steps):
