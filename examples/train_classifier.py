@@ -111,8 +111,8 @@ def topk_settings(options: argparse.Namespace) -> dict[str, object]:
 
 def fit(
     options: argparse.Namespace, strategy: str
-) -> tuple[dict[str, float], dict[str, tuple[list[float], list[float]]]]:
-    """Trains once; returns the last logged values, and the series of all of them."""
+) -> tuple[bool, dict[str, float], dict[str, tuple[list[float], list[float]]]]:
+    """Trains once; returns whether this is rank 0, the last logged values, and the series of all of them."""
     L.seed_everything(options.seed, workers=True, verbose=False)
     train, test, classes = digits() if options.data is None else image_sets(options.data, options.download)
     shape = tuple(train[0][0].shape)
@@ -196,7 +196,11 @@ def parse() -> argparse.Namespace:
     add("--num-nodes", type=int, default=1, help="default: %(default)s")
     add("--strategy", choices=["topk", "ddp"], default="topk", help="default: %(default)s")
     add("--compare", action="store_true", help="train with topk and with ddp")
-    add("--preset", choices=list(presets), help="a system of the papers, instead of the next options but --ratio")
+    add(
+        "--preset",
+        choices=list(presets),
+        help="a system of the papers, instead of the next options (--ratio counts where the system leaves it open)",
+    )
     add("--ratio", type=float, default=0.01, help="fraction that each worker sends (default: %(default)s)")
     add("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
     add("--no-bidirectional", dest="bidirectional", action="store_false", help="servers send all that is nonzero")

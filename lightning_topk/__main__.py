@@ -34,6 +34,8 @@ def main() -> None:
         names = CLAIMS if arguments.all else arguments.names
         if not names:
             claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
+        if arguments.data is not None and "convergence" not in names:
+            claims.error("--data is for convergence only")
         for name in names:
             reproduce(name, arguments.out, arguments.data)
         report(arguments.out)

@@ -92,6 +92,15 @@ class TopKConfig:
                 f"momentum={self.momentum!r} corrects what the worker keeps, but error_feedback={self.error_feedback!r} "
                 "keeps nothing there. Pass error_feedback=True, or momentum=0 and the optimizer's own."
             )
+        if self.topology == "allgather" and self.error_feedback == "server":
+            raise ValueError(
+                "error_feedback='server' keeps nothing with topology='allgather', which has no server. Pass 'worker', or "
+                "topology='sharded'."
+            )
+        if self.lr_ratio and self.error_feedback is False:
+            raise ValueError(
+                "lr_ratio=True scales residuals, but error_feedback=False keeps none. Leave one of them out."
+            )
         if self.clip_norm is not None:
             remedy = "Leave it out, and nothing is clipped."
             _check_number("clip_norm", self.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
@@ -226,6 +235,7 @@ presets: Mapping[str, Mapping[str, Any]] = {
         "ratio": ExponentialWarmup(0.001, start=0.25, epochs=4),
         "momentum": 0.9,
         "clip_norm": 1.0,
+        "scope": "model",
     },
     "trimmed": {"selector": "trimmed", "topology": "allgather", "bidirectional": False},
     "parameter_server": {"topology": "single_server", "bidirectional": True},

@@ -291,7 +291,7 @@ def exchange(end: Endpoint, g: Tensor, topology: str, lr_ratio: float = 1.0, use
 def _of_all(end: Endpoint, g: Tensor, topology: str) -> Exchange:
     """The exchange of the whole bucket."""
     if end.clip_norm is not None:
-        g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=end.dtype)).clamp(max=1))
+        g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=torch.float64)).clamp(max=1))
     yield from EXCHANGES[topology](end, g)
 
 

@@ -25,6 +25,7 @@ from lightning_topk.collectives import Future, Lane, Meter, drive, lane_for
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.residuals import Residuals
+from lightning_topk.schedule import Schedule
 
 
 @dataclass
@@ -65,7 +66,7 @@ class TopKState:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: ``lr_ratio=True`` without learning rates, or a bad setting.
+        ValueError: ``lr_ratio=True`` without learning rates, a schedule by epochs without ``epoch``, or a bad setting.
     """
 
     def __init__(
@@ -86,8 +87,11 @@ class TopKState:
         self.config = _one_config(config, settings)
         if self.config.lr_ratio and learning_rates is None:
             raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
-        self.step = 0
-        """Gradients exchanged so far."""
+        for ratio in (self.config.ratio, self.config.server_ratio):
+            if isinstance(ratio, Schedule) and ratio.by_epoch and epoch is None:
+                raise ValueError(
+                    f"{ratio!r} goes by epochs: pass epoch=, a function that tells the epoch, or use steps=."
+                )
         self._epoch = epoch or (lambda: 0)
         self._learning_rates, self._last_rates = learning_rates, list[float]()
         self._lr_ratio = 1.0
@@ -156,9 +160,9 @@ class TopKState:
             used = None if self._used is None else torch.tensor([parameter in self._used for parameter in flat])
             if self._used is not None:
                 self._used.difference_update(flat)
-            now = (self.step, self._epoch(), self._lr_ratio)
+            now = (self.residuals.steps, self._epoch(), self._lr_ratio)
             self._lane.submit(partial(self._exchange, buffers, flat, used, name, *now), promises)
-        self.step += last
+        self.residuals.steps += last
         return future
 
     @torch.no_grad()
@@ -174,10 +178,6 @@ class TopKState:
     ) -> Sequence[Tensor]:
         """Exchanges buffers as one gradient, on the lane."""
         assert self.group is not None
-        if len({buffer.dtype for buffer in buffers}) > 1:
-            raise TypeError(
-                'scope="model" needs parameters of one dtype; use scope="bucket", where each dtype has its own.'
-            )
         g = buffers[0] if len(buffers) == 1 else torch.cat(list(buffers))
         if g.numel() == 0:
             return buffers
@@ -321,7 +321,7 @@ def attach(
         The state; call its ``close()`` when training is over.
 
     Raises:
-        ValueError: An option of the model bypasses or contradicts the hook.
+        ValueError: An option of the model bypasses or contradicts the hook, or a setting needs what is not passed.
         RuntimeError: The model has a communication hook already.
     """
     check_ddp_options(
@@ -340,8 +340,18 @@ def attach(
         return [float(group["lr"]) for each in optimizers() for group in each.param_groups]
 
     config = _one_config(config, settings)
+    if config.momentum and optimizer is None:
+        raise ValueError(
+            f"momentum={config.momentum!r} is applied on the workers; pass optimizer=, so that it can be checked that the "
+            "optimizer has none of its own."
+        )
     if isinstance(optimizer, Optimizer):
         check_momentum(config, [optimizer])
+    dtypes = {parameter.dtype for parameter in model.module.parameters() if parameter.requires_grad}
+    if config.scope == "model" and len(dtypes) > 1:
+        raise ValueError(
+            f"scope='model' needs parameters of one dtype; the model has {sorted(map(str, dtypes))}. Use scope='bucket'."
+        )
     state = TopKState(
         config,
         process_group=model.process_group if model.process_group is not dist.group.WORLD else None,

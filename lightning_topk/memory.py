@@ -161,7 +161,7 @@ class NoMemory(Memory):
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """See :meth:`Memory.compensate`."""
         a = x.to(self.dtype)
-        if self._extra is not None:
+        if self._extra is not None and finite:
             a, self._extra = a + self._extra, None
         return a
 

@@ -52,7 +52,9 @@ def volume(
         epoch: Epochs completed, for schedules.
     """
     others = world - 1
-    buckets = list(buckets)
+    buckets, parameters = list(buckets), list(parameters or ())
+    if config.scope == "model":
+        buckets, parameters = [sum(buckets)], [sum(parameters)] * bool(parameters)
     uplink = downlink = dense = 0
     for numel in buckets:
         _, up, down = config.codecs(numel, world, step, epoch)
@@ -63,6 +65,6 @@ def volume(
         else:
             uplink += others * up.nbytes
             downlink += others * down.nbytes if down is not None else 0
-    for count in parameters or ():
+    for count in parameters:
         uplink += others * -(-count // 8)
     return Volume(uplink, downlink, dense)

@@ -6,7 +6,7 @@ elements left in the old ones moves over without communication:
 
 * a worker's residual is copied, element by element;
 * of the server's residual a rank copies what it serves in the new bucket too. What it served and serves no more it adds,
-  W-fold, to its own worker residual: as one of W workers it then sends it to the new server, and the mean undoes
+  W-fold, to its own worker residual (to its next gradient, if workers keep nothing): as one of W workers it then sends it to the new server, and the mean undoes
   the factor. The sum of all mass is the same before and after.
 """
 
@@ -27,6 +27,8 @@ class Residuals:
     """The endpoints of one rank, found by the parameters of their bucket."""
 
     def __init__(self) -> None:
+        self.steps = 0
+        """Gradients exchanged so far, for schedules."""
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
         self._worker: Parts = {}
         """Each parameter's slice of its endpoint's worker memory: views."""

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 class Schedule(ABC):
     """A ratio that changes over training. It must be the same function on every rank."""
 
+    @property
+    def by_epoch(self) -> bool:
+        """Whether the epoch matters."""
+        return False
+
     @abstractmethod
     def at(self, step: int, epoch: int) -> float:
         """The ratio, in (0, 1].
@@ -48,6 +53,11 @@ class ExponentialWarmup(Schedule):
                 f"ExponentialWarmup: give either steps or epochs, at least 1; got steps={self.steps!r}, "
                 f"epochs={self.epochs!r}."
             )
+
+    @property
+    def by_epoch(self) -> bool:
+        """See :attr:`Schedule.by_epoch`."""
+        return self.epochs is not None
 
     def at(self, step: int, epoch: int) -> float:
         """See :meth:`Schedule.at`."""

@@ -2,7 +2,8 @@
 
 A selector sees a vector and its layout and chooses at most k entries in every shard. All but :class:`TopK` and :class:`RandK` set
 a threshold that should let about k entries pass. Where more pass, the k largest of them are sent and the rest stays in the
-residual; where fewer pass, fewer are sent. So no selector ever sends more than k, and payloads keep their size.
+residual; where fewer pass, fewer are sent. So no selector ever sends more than k, and payloads keep their size; and where at least
+k pass, a threshold selector chooses just what :class:`TopK` does.
 
 To make one, subclass :class:`Selector` and write :meth:`Selector.pick`, or :class:`Threshold` and write
 :meth:`Threshold.threshold`; pass an instance as ``selector=``.
@@ -37,12 +38,12 @@ class Selector(ABC):
 
         Returns:
             Positions in the shard, ``[shards, k]`` int64, not descending in each row; the values there, ``[shards, k]`` of
-            the dtype of ``a``; and how many were chosen in all, a scalar int64. Slots that were not needed have value 0.
+            the dtype of ``a``; and how many of them are not zero, a scalar int64. Slots that were not needed have value 0.
         """
         rows = reference.shard_rows(a, layout)
         if k == layout.shard_size:
             index = torch.arange(k, device=a.device).expand(layout.shards, -1)
-            return index, rows, torch.tensor(layout.numel, device=a.device)
+            return index, rows, rows.count_nonzero()
         index = self.pick(rows, k)
         if index.shape != (layout.shards, k):
             raise ValueError(
@@ -50,8 +51,10 @@ class Selector(ABC):
                 f"{layout.shards} shards and k={k}; it must return [shards, k] = ({layout.shards}, {k})."
             )
         used = index >= 0
-        index = torch.where(used, index, layout.shard_size - 1)
-        return index, rows.gather(1, index).masked_fill_(~used, 0), used.sum()
+        value = rows.gather(1, index.clamp(min=0)).masked_fill_(~used, 0)
+        index, order = torch.where(used, index, layout.shard_size - 1).sort(dim=1, stable=True)
+        value = value.gather(1, order)
+        return index, value, value.count_nonzero()
 
     @abstractmethod
     def pick(self, rows: Tensor, k: int) -> Tensor:
@@ -62,8 +65,7 @@ class Selector(ABC):
             k: How many entries to choose of each row, at most; in [1, S].
 
         Returns:
-            ``[R, k]`` int64 positions on the device of ``rows``, distinct and ascending in each row; to choose fewer, fill the
-            end of the row with -1. A shape that depends on the data would make the payload's size depend on it; it is
+            ``[R, k]`` int64 positions on the device of ``rows``, distinct in each row; to choose fewer, fill up with -1. A shape that depends on the data would make the payload's size depend on it; it is
             refused.
         """
 
@@ -88,6 +90,7 @@ class RandK(Selector):
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
+        self._drawn: tuple[tuple[int, int], Tensor] | None = None
 
     def pick(self, rows: Tensor, k: int) -> Tensor:
         """See :meth:`Selector.pick`."""
@@ -103,8 +106,10 @@ class RandK(Selector):
         Returns:
             ``[k]`` int64 on the CPU, distinct, ascending: a uniformly random subset, and a subset of that of any larger k.
         """
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.step + universe)
-        return torch.randperm(universe, generator=generator)[:k].sort().values
+        if self._drawn is None or self._drawn[0] != (self.step, universe):
+            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.step + universe)
+            self._drawn = (self.step, universe), torch.randperm(universe, generator=generator)
+        return self._drawn[1][:k].sort().values
 
 
 class Threshold(Selector):

@@ -39,11 +39,12 @@ class Wire:
         Returns:
             The shape and dtype of ``value``.
         """
-        arrived = value
-        for dtype in (self.value_dtype, delivered or self.value_dtype):
-            limit = torch.finfo(dtype).max
-            arrived = arrived.to(value.dtype).clamp(-limit, limit).to(dtype)
-        return arrived.to(value.dtype)
+        limit = torch.finfo(self.value_dtype).max
+        if delivered is not None and torch.finfo(delivered).max < limit:
+            # The largest value of the narrower dtype may round up on the wire, out of its range: stay below it.
+            limit = torch.finfo(delivered).max * (1 - torch.finfo(self.value_dtype).eps)
+        arrived = value.clamp(-limit, limit).to(self.value_dtype)
+        return (arrived if delivered is None else arrived.to(delivered)).to(value.dtype)
 
 
 WIRES: dict[str, Wire] = {wire.name: wire for wire in (Wire("fp32", torch.float32), Wire("bf16", torch.bfloat16))}

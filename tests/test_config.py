@@ -36,6 +36,8 @@ BAD = [
     ({"clip_norm": 0}, ValueError, r"clip_norm=0 must be positive"),
     ({"clip_norm": "1"}, TypeError, r"clip_norm='1' is a str"),
     ({"lr_ratio": 1}, TypeError, r"lr_ratio=1 is a int"),
+    ({"lr_ratio": True, "error_feedback": False}, ValueError, r"keeps none"),
+    ({"topology": "allgather", "bidirectional": False, "error_feedback": "server"}, ValueError, r"has no server"),
     ({"selector": "best"}, ValueError, r"selector='best' is unknown; it must be one of 'topk'.* or an instance"),
     ({"selector": 3}, TypeError, r"selector=3 is a int"),
     ({"wire": "fp8"}, ValueError, r"wire='fp8' is unknown; it must be one of 'fp32', 'bf16'"),
@@ -84,6 +86,23 @@ class First(Selector):
 
     def pick(self, rows, k):
         return torch.arange(k).expand(len(rows), k)
+
+
+class Unsorted(Selector):
+    """Returns positions as torch.topk does, largest first, the last of them unused."""
+
+    def pick(self, rows, k):
+        index = rows.abs().topk(k, dim=1).indices
+        index[:, -1] = -1
+        return index
+
+
+def test_positions_may_come_in_any_order():
+    cluster = Cluster(TopKConfig(ratio=0.1, selector=Unsorted(), wire="fp32"), world=2, numel=1000)
+    received = cluster.step([torch.arange(1000.0)] * 2)[0]
+    kept = torch.tensor([*range(900, 1000)])
+    assert set(received.nonzero().flatten().tolist()) < set(kept.tolist())
+    assert received.count_nonzero() > 90
 
 
 class Lazy(Selector):
@@ -145,6 +164,11 @@ def test_a_function_of_the_step_is_a_schedule_and_is_watched():
     assert [config.codecs(1000, 1, step)[1].kept for step in range(3)] == [500, 300, 100]
     with pytest.raises(ValueError, match="it must stay in"):
         config.codecs(1000, 1, step=3)
+
+
+def test_the_plan_knows_the_scope():
+    whole, parts = (volume(TopKConfig(scope=scope), [1500, 700, 300], world=4) for scope in ("model", "bucket"))
+    assert whole.uplink == volume(TopKConfig(), [2500], world=4).uplink < parts.uplink
 
 
 def test_every_preset_is_a_setting():

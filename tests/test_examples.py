@@ -58,7 +58,7 @@ def test_a_folder_of_images_trains_a_resnet_through_one_server(tmp_path):
 
 @pytest.mark.parametrize("preset", ["dense", "dgc"])
 def test_presets_train_the_classifier(preset):
-    output = example("examples/train_classifier.py", "--preset", preset, "--max-epochs=8", "--ratio=0.05")
+    output = example("examples/train_classifier.py", "--preset", preset, "--max-epochs=8")
     accuracy = float(re.search(r"topk +(\d+\.\d\d)%", output)[1])
     assert accuracy > 50
 

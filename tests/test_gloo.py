@@ -19,6 +19,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import exchange
 from lightning_topk.hook import TopKState, attach, topk_hook, tree_broadcast_sends
 from lightning_topk.plan import volume
+from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 
 MODES = {
@@ -134,8 +135,6 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, s
             sent = counted.bytes
             parameters = [len(b) for b in buckets] if mode == "find_unused_parameters" else None
             sizes = [sum(b) for b in buckets]
-            if config.scope == "model":
-                sizes, parameters = [sum(sizes)], parameters and [sum(parameters)]
             plan = volume(config, sizes, world, rank, parameters=parameters)
             checks.append((state.report(), plan, sent, every_rank(gradient(net))))
             delivered = delivered + gradient(net).double()
@@ -454,6 +453,8 @@ def with_optimizer(rank: int, world: int) -> list[str]:
         ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)),
         ({"momentum": 0.9}, lambda p: torch.optim.Adam(p)),
         ({"lr_ratio": True}, lambda p: None),
+        ({"momentum": 0.9}, lambda p: None),
+        ({"ratio": ExponentialWarmup(0.1, epochs=2)}, lambda p: None),
     ):
         ddp = DistributedDataParallel(nn.Linear(10, 10))
         try:
@@ -491,7 +492,9 @@ def with_optimizer(rank: int, world: int) -> list[str]:
 
 
 def test_settings_that_depend_on_the_optimizer(groups):
-    for twice, adam, missing, groups_differ in groups(2).run(with_optimizer):
+    for twice, adam, missing, unseen, epochs, groups_differ in groups(2).run(with_optimizer):
+        assert "pass optimizer=" in unseen
+        assert "goes by epochs" in epochs
         assert "SGD has momentum 0.5 of its own" in twice
         assert "Adam has momentum 0.9 of its own" in adam
         assert "needs the learning rate" in missing

@@ -246,7 +246,7 @@ class SameWeights(Callback):
         gathered = [torch.empty_like(flat) for _ in range(trainer.world_size)]
         torch.distributed.all_gather(gathered, flat)
         assert torch.equal(*gathered)
-        assert trainer.strategy.topk_state.step == trainer.global_step
+        assert trainer.strategy.topk_state.residuals.steps == trainer.global_step
 
 
 @pytest.mark.parametrize(

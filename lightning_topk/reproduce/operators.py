@@ -50,7 +50,11 @@ def run() -> Result:
 
     quality: dict[tuple[str, str], tuple[float, float]] = {}
     rows = []
-    for shape, u in {"normal": torch.randn(10**6), "Laplace": laplace(10**6), "g + e": with_residual(10**6)}.items():
+    for shape, u in {
+        "normal": torch.randn(10**6, generator=torch.Generator().manual_seed(0)),
+        "Laplace": laplace(10**6),
+        "g + e": with_residual(10**6),
+    }.items():
         k, layout = kept_count(len(u), RATIO), Layout(len(u))
         best = u.abs().topk(k).values.square().sum()
         for name, make in SELECTORS.items():
@@ -69,7 +73,7 @@ def run() -> Result:
     least = min(energy for (_, name), (_, energy) in quality.items() if name in ("gaussiank", "dgc", "trimmed"))
     big = 10**7
     result.checks = [
-        Check("Gaussian_k is faster than exact top-k by sorting", "by far, on GPUs", f"{slowness['torch.topk', big] / slowness['gaussiank', big]:.1f}x at 10^7", slowness["gaussiank", big] < slowness["torch.topk", big]),
+        Check("Gaussian_k is faster than torch.topk", "by far, on GPUs", f"{slowness['torch.topk', big] / slowness['gaussiank', big]:.1f}x at 10^7", slowness["gaussiank", big] < slowness["torch.topk", big]),
         Check("Gaussian_k is faster than our exact top-k", "claimed of exact top-k", f"{slowness['topk', big] / slowness['gaussiank', big]:.2f}x at 10^7", slowness["gaussiank", big] < slowness["topk", big]),
         Check("no selector chooses more than k", "the reference: 10-50x on g + e", f"at most {most:.2f}x", most <= 1),
         Check("approximate selectors keep the energy of exact top-k", "about", f"at least {least:.2f} of it", least > 0.9),

@@ -24,7 +24,7 @@ def run() -> Result:
     result = Result(
         "saving",
         "the downlink of unidirectional TopK grows almost linearly with the number of workers, bidirectional's not at all",
-        "Digits, 10 examples a worker, SGD lr 0.1, IID data, single server, bf16 wire; union of the selections as delivered, "
+        "Digits, 10 examples a worker, SGD lr 0.1, IID data, single server; bytes of the bf16 wire; union of the selections as delivered, "
         "mean of the last 20 of 60 steps. Where k < N, every shard still sends one entry.",
     )
     panel = Panel("union of selections / k", "workers", xlog=True, ylog=True)
@@ -44,7 +44,12 @@ def run() -> Result:
     for ratio, (few, many) in slopes.items():
         result.checks += [
             Check(f"almost linear up to 16 workers (ratio {ratio:g})", "N^1", f"N^{few:.2f}", few > 0.85),
-            Check(f"and beyond (ratio {ratio:g})", "N^1 (N = 20: 19.5, N = 100: 80-92)", f"N^{many:.2f}", many > 0.85),
+            Check(
+                f"and beyond (ratio {ratio:g}, where d/k = {1 / ratio:.0f} is the limit)",
+                "N^1",
+                f"N^{many:.2f}",
+                many > 0.85,
+            ),
         ]
     sixteen, most = (volume(TopKConfig(), [25_000_000], n) for n in (16, 256))
     growth = (most.uplink + most.downlink) / (sixteen.uplink + sixteen.downlink)
@@ -57,7 +62,10 @@ def run() -> Result:
 
 def _union(model: str, ratio: float, workers: int) -> float:
     """Entries of the union of the workers' selections."""
-    config = TopKConfig(ratio=ratio, bidirectional=False, topology="single_server")
+    # Exact values, and a server that keeps nothing: what it delivers is then the union and nothing else.
+    config = TopKConfig(
+        ratio=ratio, bidirectional=False, topology="single_server", wire="fp32", error_feedback="worker"
+    )
     last = train(model, config, workers, steps=60, lr=0.1, seed=0).union[-20:]
     return sum(last) / len(last)
 
