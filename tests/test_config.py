@@ -98,11 +98,10 @@ class Unsorted(Selector):
 
 
 def test_positions_may_come_in_any_order():
-    cluster = Cluster(TopKConfig(ratio=0.1, selector=Unsorted(), wire="fp32"), world=2, numel=1000)
-    received = cluster.step([torch.arange(1000.0)] * 2)[0]
-    kept = torch.tensor([*range(900, 1000)])
-    assert set(received.nonzero().flatten().tolist()) < set(kept.tolist())
-    assert received.count_nonzero() > 90
+    cluster = Cluster(TopKConfig(ratio=0.1, selector=Unsorted(), wire="fp32"), world=1, numel=1000)
+    given = torch.arange(1000.0)[torch.randperm(1000)]
+    received = cluster.step([given])[0]
+    assert torch.equal(received, torch.where(given > 900, given, 0))
 
 
 class Lazy(Selector):
