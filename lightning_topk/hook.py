@@ -36,7 +36,7 @@ class Report:
         bytes: Bytes sent to other ranks, by what they are for (see :class:`lightning_topk.collectives.Meter`).
         elements: Gradient elements exchanged.
         kept: Entries for which this worker's payloads have room.
-        selected: Entries that its selector chose; zero unless measured.
+        selected: Entries that its selector chose and that are not zero; zero unless measured.
         energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
             this server's downlink (rows); zero unless measured.
     """
