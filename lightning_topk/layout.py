@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 BLOCK = 256
 """Elements in a block. A bucket that cannot fill one block a shard uses smaller blocks."""
@@ -36,17 +37,17 @@ class Layout:
                 "an empty bucket has nothing to exchange."
             )
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Elements in a block."""
         return self.numel if self.shards == 1 else min(BLOCK, math.ceil(self.numel / self.shards))
 
-    @property
+    @cached_property
     def rounds(self) -> int:
         """Times that each shard is dealt a block; the last time some may get a part, or none."""
         return math.ceil(self.numel / (self.block * self.shards))
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
         """Elements of shard 0, which has the most. The others are padded to it."""
         full = (self.rounds - 1) * self.block

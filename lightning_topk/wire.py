@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_topk import ops
 from lightning_topk.ops import reference
 from lightning_topk.select import RandK
 
@@ -108,7 +109,7 @@ class Codec:
         values = value.to(self.wire.value_dtype).contiguous().view(torch.uint8)
         if self.index_bytes == 0:
             return values
-        return torch.cat([values, reference.elias_fano_encode(index, self.universe, self.low_width)], dim=1)
+        return torch.cat([values, ops.elias_fano_encode(index, self.universe, self.low_width)], dim=1)
 
     def decode(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Reads payloads.
@@ -127,5 +128,5 @@ class Codec:
         if known is not None:
             index = known.to(payload.device).expand(len(payload), -1)
         else:
-            index = reference.elias_fano_decode(code, self.universe, self.kept, self.low_width)
+            index = ops.elias_fano_decode(code, self.universe, self.kept, self.low_width)
         return index, value.to(dtype)

@@ -34,12 +34,21 @@ def test_positions_survive_elias_fano(universe, k):
     code = reference.elias_fano_encode(index, universe, low)
     assert code.shape == (2, reference.elias_fano_bytes(universe, k, low))
     assert torch.equal(reference.elias_fano_decode(code, universe, k, low), index)
+    assert torch.equal(cpu.elias_fano_encode(index, universe, low), code)
+    assert torch.equal(cpu.elias_fano_decode(code, universe, k, low), index)
+
+
+def test_a_damaged_payload_is_noticed():
+    code = cpu.elias_fano_encode(torch.tensor([[3, 4, 13]]), 16, 2)
+    with pytest.raises(ValueError, match="hold 4 positions instead of 3: they were damaged"):
+        cpu.elias_fano_decode(code | torch.tensor([[0, 2]], dtype=torch.uint8), 16, 3, 2)
 
 
 def test_elias_fano_takes_repeated_positions_and_both_ends():
     index = torch.tensor([[0, 0, 5, 5, 999], [0, 1, 2, 998, 999]])
     low = reference.elias_fano_low_width(1000, 5)
-    assert torch.equal(reference.elias_fano_decode(reference.elias_fano_encode(index, 1000, low), 1000, 5, low), index)
+    for version in (reference, cpu):
+        assert torch.equal(version.elias_fano_decode(version.elias_fano_encode(index, 1000, low), 1000, 5, low), index)
 
 
 def test_elias_fano_of_a_small_example_by_hand():

@@ -20,3 +20,17 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     version = cpu if rows.device.type == "cpu" else reference
     index: Tensor = version.over_threshold_index(rows, threshold, k)
     return index
+
+
+def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
+    """See :func:`lightning_topk.ops.reference.elias_fano_encode`."""
+    version = cpu if index.device.type == "cpu" else reference
+    code: Tensor = version.elias_fano_encode(index, universe, low)
+    return code
+
+
+def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
+    """See :func:`lightning_topk.ops.reference.elias_fano_decode`."""
+    version = cpu if code.device.type == "cpu" else reference
+    index: Tensor = version.elias_fano_decode(code, universe, k, low)
+    return index

@@ -66,3 +66,58 @@ def _largest(magnitude: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Ascending positions of the entries of ``[S]`` that reach the threshold; of more than k, the k largest."""
     found = torch.from_numpy(np.flatnonzero(np.greater_equal(magnitude.numpy(), threshold.numpy())))
     return found if len(found) <= k else found[reference.topk_index(magnitude[found].unsqueeze(0), k)[0]]
+
+
+def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
+    """The same as :func:`lightning_topk.ops.reference.elias_fano_encode`, with NumPy's packed bits.
+
+    Args:
+        index: ``[R, K]`` int64 on the CPU, not descending in a row, in [0, universe).
+        universe: Number of positions.
+        low: Width of the low part, bits.
+
+    Returns:
+        ``[R, elias_fano_bytes(universe, K, low)]`` uint8.
+    """
+    positions = index.numpy()
+    rows, k = positions.shape
+    word = _low_word(low)
+    lows = np.unpackbits(positions.astype(word).view(np.uint8).reshape(rows, k, -1), axis=2, bitorder="little")
+    highs = np.zeros((rows, reference.elias_fano_high_bits(universe, k, low)), np.uint8)
+    np.put_along_axis(highs, (positions >> low) + np.arange(k), 1, axis=1)
+    parts = [np.packbits(bits, axis=1, bitorder="little") for bits in (lows[:, :, :low].reshape(rows, -1), highs)]
+    return torch.from_numpy(np.concatenate(parts, axis=1))
+
+
+def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
+    """The same as :func:`lightning_topk.ops.reference.elias_fano_decode`, with NumPy's packed bits.
+
+    Args:
+        code: ``[R, elias_fano_bytes(universe, k, low)]`` uint8 on the CPU.
+        universe: Number of positions.
+        k: Positions in each row.
+        low: Width of the low part, bits.
+
+    Returns:
+        ``[R, k]`` int64, ascending in each row.
+
+    Raises:
+        ValueError: The code does not hold k positions in each row: it was damaged on its way.
+    """
+    packed, word = code.numpy(), _low_word(low)
+    rows, low_bytes = len(packed), -(-k * low // 8)
+    high_bits = reference.elias_fano_high_bits(universe, k, low)
+    highs = np.unpackbits(packed[:, low_bytes:], axis=1, count=high_bits, bitorder="little")
+    places = np.flatnonzero(highs)
+    if len(places) != rows * k:
+        raise ValueError(f"{rows} payloads hold {len(places)} positions instead of {rows * k}: they were damaged.")
+    high = places.reshape(rows, k) - np.arange(rows)[:, None] * high_bits - np.arange(k)
+    bits = np.zeros((rows, k, 8 * word.itemsize), np.uint8)
+    bits[:, :, :low] = np.unpackbits(packed[:, :low_bytes], axis=1, count=k * low, bitorder="little").reshape(rows, k, low)
+    lows = np.packbits(bits, axis=2, bitorder="little").view(word)[:, :, 0]
+    return torch.from_numpy((high << low) + lows)
+
+
+def _low_word(low: int) -> np.dtype[np.unsignedinteger]:
+    """The narrowest little-endian unsigned integer of ``low`` bits or more."""
+    return np.dtype("<u2" if low <= 16 else "<u4" if low <= 32 else "<u8")

@@ -6,6 +6,8 @@ shard on the way out, and one row a sender on the way in.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -133,6 +135,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     return bits.reshape(packed.shape[0], packed.shape[1] * 8)[:, :n]
 
 
+@cache
 def elias_fano_low_width(universe: int, k: int) -> int:
     """The number of low bits that makes :func:`elias_fano_encode` shortest for k positions below ``universe``."""
     widths = range(max(1, (universe - 1).bit_length() + 1))
@@ -141,10 +144,11 @@ def elias_fano_low_width(universe: int, k: int) -> int:
 
 def elias_fano_bytes(universe: int, k: int, low: int) -> int:
     """Bytes of k positions below ``universe`` with ``low`` low bits: the low part and the high bitmap."""
-    return -(-k * low // 8) + -(-_high_bits(universe, k, low) // 8)
+    return -(-k * low // 8) + -(-elias_fano_high_bits(universe, k, low) // 8)
 
 
-def _high_bits(universe: int, k: int, low: int) -> int:
+def elias_fano_high_bits(universe: int, k: int, low: int) -> int:
+    """Bits of the high bitmap of k positions below ``universe``."""
     return k + ((universe - 1) >> low)
 
 
@@ -165,7 +169,7 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
     rows, k = index.shape
     place = torch.arange(low, device=index.device)
     lows = ((index.unsqueeze(-1) >> place) & 1).to(torch.uint8).view(rows, k * low)
-    highs = torch.zeros(rows, _high_bits(universe, k, low), dtype=torch.uint8, device=index.device)
+    highs = torch.zeros(rows, elias_fano_high_bits(universe, k, low), dtype=torch.uint8, device=index.device)
     highs.scatter_(1, (index >> low) + torch.arange(k, device=index.device), 1)
     return torch.cat([pack_bits(lows), pack_bits(highs)], dim=1)
 
@@ -186,7 +190,7 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     place = torch.arange(low, device=code.device)
     lows = unpack_bits(code[:, :low_bytes], k * low).view(rows, k, low)
     lows = (lows.long() << place).sum(dim=-1)
-    highs = unpack_bits(code[:, low_bytes:], _high_bits(universe, k, low))
+    highs = unpack_bits(code[:, low_bytes:], elias_fano_high_bits(universe, k, low))
     # The i-th set bit stands at h_i + i. Every bit writes its position to the slot of its rank; clear bits go to a
     # spare slot k, so no shape depends on the data.
     rank = highs.cumsum(dim=1, dtype=torch.int64) - 1
