@@ -28,16 +28,20 @@ def main() -> None:
     claims.add_argument(
         "--data", type=Path, help="images for convergence: train/<class>/*, test/<class>/*; takes hours"
     )
+    claims.add_argument(
+        "--steps", type=int, help="length of convergence's runs (default: 200 on digits, 1000 on images)"
+    )
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.command == "reproduce":
         names = CLAIMS if arguments.all else arguments.names
         if not names:
             claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
-        if arguments.data is not None and "convergence" not in names:
-            claims.error("--data is for convergence only")
+        options = {key: getattr(arguments, key) for key in ("data", "steps") if getattr(arguments, key) is not None}
+        if options and "convergence" not in names:
+            claims.error(f"--{' and --'.join(options)}: for convergence only")
         for name in names:
-            reproduce(name, arguments.out, arguments.data)
+            reproduce(name, arguments.out, **(options if name == "convergence" else {}))
         report(arguments.out)
         print(f"report: {arguments.out / 'report.md'}")
         return

@@ -25,7 +25,7 @@ LAYERS = [
     {"hook"},
     {"metrics", "strategy"},
     {"callback", "plots", "hosts"},
-    {"reproduce.result", "reproduce.problem", "reproduce.step"},
+    {"reproduce.result", "reproduce.problem", "reproduce.step", "reproduce.parallel"},
     {
         "reproduce.bound",
         "reproduce.convergence",
@@ -34,8 +34,8 @@ LAYERS = [
         "reproduce.operators",
         "reproduce.saving",
         "reproduce.speedup",
-        "reproduce.tuning",
     },
+    {"reproduce.tuning"},
     {"reproduce"},
     {"_register"},
     {"__init__"},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +17,39 @@ from lightning_topk import hosts
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import volume
 from lightning_topk.plots import Panel
-from lightning_topk.reproduce import CLAIMS, bound, counterexample, distribution, problem, report, saving, speedup
+from lightning_topk.reproduce import (
+    CLAIMS,
+    bound,
+    convergence,
+    counterexample,
+    distribution,
+    problem,
+    report,
+    saving,
+    speedup,
+    tuning,
+)
+from lightning_topk.reproduce.parallel import run_all
 from lightning_topk.reproduce.result import Check, Result
+
+
+def test_parallel_runs_come_back_by_name_and_errors_come_out():
+    assert run_all({"b": partial(int, "2"), "a": partial(int, "1")}, "test") == {"b": 2, "a": 1}
+    with pytest.raises(ValueError, match="invalid literal"):
+        run_all({"a": partial(int, "x")}, "test")
+
+
+def test_a_learning_rate_at_the_edge_of_its_grid_is_marked():
+    tried = {lr: [problem.Run(loss, 90.0, 0, 0)] for lr, loss in ((0.1, 3.0), (0.3, 1.0), (1.0, 2.0))}
+    assert convergence.tune(tried) == 0.3
+    assert convergence.edge(0.3, tuple(tried)) == "0.3"
+    assert convergence.edge(1.0, tuple(tried)) == "1 (edge of the grid)"
+
+
+def test_equal_bytes_are_not_more_bytes():
+    uni = tuning._bytes(TopKConfig(ratio=tuning.RATIO, bidirectional=False))
+    ratio = tuning.equal_bytes_ratio()
+    assert tuning._bytes(TopKConfig(ratio=ratio)) <= uni < tuning._bytes(TopKConfig(ratio=ratio + 0.001))
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -25,7 +58,7 @@ def test_every_claim_has_its_command(name):
 
 
 def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
-    result = Result("bound", "water is wet", "a glass", {"Table": [{"a": 1, "b": 2.34567}, {"a": "x"}]})
+    result = Result("bound", "water is wet", "a glass", {"Table": [{"a": 1, "b": 2.34567}, {"a": "x", "b": math.inf}]})
     result.checks = [Check("wet", "yes", "yes", holds=True), Check("dry", "yes", "no", holds=False)]
     result.panels = [Panel("curve", "x", {"y": ([1, 2], [3, 4])}, xlog=True)]
     result.write(tmp_path)
@@ -35,6 +68,7 @@ def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
     assert "| FAIL | dry" in page
     assert "| 1 | 2.346 |" in page
     assert Result.read(tmp_path / "bound.json").text() == result.text()
+    json.loads((tmp_path / "bound.json").read_text(), parse_constant=pytest.fail)  # infinity is not JSON
     assert (tmp_path / "bound.png").stat().st_size > 1000
 
 
@@ -68,15 +102,15 @@ def test_a_resnet_learns_from_a_folder_of_images(tmp_path):
     data = problem.image_folder(tmp_path)
     assert data.images.shape == data.held_images.shape == (10, 3, 32, 32)
     before, _ = problem.Problem("resnet20", 0, data).evaluate(problem.Problem("resnet20", 0, data).start)
-    run = problem.train("resnet20", TopKConfig(ratio=0.1), workers=2, steps=25, lr=0.05, seed=0, batch=5, data=data)
+    run = problem.train(
+        "resnet20", TopKConfig(ratio=0.1), workers=2, steps=25, lr=0.05, seed=0, batch=5, images=tmp_path
+    )
     assert run.loss < before
 
 
 def test_opposite_workers_favour_the_second_compression():
     gaps = {
-        system: counterexample.descend(
-            counterexample.opposites, counterexample.opposites_gap, torch.tensor([1.0, -2.0]), system, 0.1, 800
-        )[-100:].mean()
+        system: counterexample.descend("opposites", 0, system, lr=0.1, steps=800)[-100:].mean()
         for system in ("uni", "bi")
     }
     assert gaps["uni"] > 5 * gaps["bi"]
@@ -97,7 +131,7 @@ def test_the_error_of_sign_vectors_is_the_general_bound():
 def test_the_union_of_two_selections_is_at_most_twice_one():
     k = TopKConfig(ratio=0.01).codecs(4810, 1)[1].kept
     assert k <= saving._union("mlp", 0.01, 2) <= 2 * k
-    assert saving._slope([2, 4, 8], [6.0, 12.0, 24.0]) == pytest.approx(1.0)
+    assert saving._slope({2: 6.0, 4: 12.0, 8: 24.0, 16: 24.0}, up_to=8) == pytest.approx(1.0)
 
 
 def test_the_shape_of_known_vectors():

@@ -113,7 +113,9 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
         raise ValueError(f"{rows} payloads hold {len(places)} positions instead of {rows * k}: they were damaged.")
     high = places.reshape(rows, k) - np.arange(rows)[:, None] * high_bits - np.arange(k)
     bits = np.zeros((rows, k, 8 * word.itemsize), np.uint8)
-    bits[:, :, :low] = np.unpackbits(packed[:, :low_bytes], axis=1, count=k * low, bitorder="little").reshape(rows, k, low)
+    bits[:, :, :low] = np.unpackbits(packed[:, :low_bytes], axis=1, count=k * low, bitorder="little").reshape(
+        rows, k, low
+    )
     lows = np.packbits(bits, axis=2, bitorder="little").view(word)[:, :, 0]
     return torch.from_numpy((high << low) + lows)
 

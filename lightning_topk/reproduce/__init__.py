@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,20 +19,19 @@ CLAIMS = ["counterexample", "saving", "bound", "distribution", "operators", "con
 """Names of the commands."""
 
 
-def reproduce(name: str, folder: Path, images: Path | None = None) -> Result:
+def reproduce(name: str, out: Path, **options: Any) -> Result:
     """Runs one reproduction; prints it, and writes its JSON and picture.
 
     Args:
         name: One of :data:`CLAIMS`.
-        folder: Where files go.
-        images: Images for ``convergence`` to train on instead of digits: ``train/<class>/*`` and ``test/<class>/*``.
+        out: Where files go.
+        **options: Arguments of that reproduction's ``run``.
     """
     torch.set_num_threads(1)  # many small tensors; and one core is what every reader has
     begin = time.perf_counter()
-    arguments = [images] if name == "convergence" else []
-    result: Result = importlib.import_module(f"lightning_topk.reproduce.{name}").run(*arguments)
+    result: Result = importlib.import_module(f"lightning_topk.reproduce.{name}").run(**options)
     result.seconds = time.perf_counter() - begin
-    result.write(folder)
+    result.write(out)
     print(f"{result.text()}\n", flush=True)
     return result
 

@@ -7,6 +7,8 @@ does, and a control where it does not. All run on the simulator, through the exc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +16,9 @@ from torch import Tensor
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.plots import Panel
+from lightning_topk.reproduce.parallel import run_all
 from lightning_topk.reproduce.result import Check, Result
 from lightning_topk.simulate import Cluster
-
-Gradients = Callable[[Tensor], list[Tensor]]
-"""The gradients of all workers at a point."""
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "uni": {"bidirectional": False},
@@ -28,16 +28,33 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 """Settings of the systems; k = 1 in each direction unless they say otherwise."""
 
+STARTS = ((1.0, -2.0), (2.5, 1.0), (-1.3, 0.7))
+"""Where the opposite workers start, by seed."""
+PUBLISHED = {0.01: 19.0, 0.03: 4.5, 0.1: 20.0, 0.3: 13.1}
+"""uni's gap over bi's there, by learning rate."""
 
-def descend(
-    gradients: Gradients, gap: Callable[[Tensor], Tensor], start: Tensor, system: str, lr: float, steps: int
-) -> Tensor:
+
+@dataclass(frozen=True)
+class Quadratic:
+    """Workers that share the minimisation of the mean of their quadratics.
+
+    Args:
+        gradients: The gradients of all workers at a point ``[d]``.
+        gap: The common objective at a point, minus its least value.
+        start: ``[d]`` float64.
+    """
+
+    gradients: Callable[[Tensor], list[Tensor]]
+    gap: Callable[[Tensor], Tensor]
+    start: Tensor
+
+
+def descend(problem: str, seed: int, system: str, lr: float, steps: int) -> Tensor:
     """Gradient descent in float64, one entry kept in each compressed direction.
 
     Args:
-        gradients: The workers' gradients at a point ``[d]``.
-        gap: The common objective at a point, minus its least value.
-        start: ``[d]``.
+        problem: A key of :data:`PROBLEMS`.
+        seed: Of the problem.
         system: A key of :data:`SYSTEMS`.
         lr: Learning rate.
         steps: Steps.
@@ -45,15 +62,16 @@ def descend(
     Returns:
         ``[steps]``, the gap after each step.
     """
-    x, numel = start.double(), len(start)
+    task = PROBLEMS[problem](seed)
+    x, numel = task.start, len(task.start)
     settings: dict[str, Any] = {"ratio": 1 / numel, "wire": "fp32", "topology": "single_server"} | SYSTEMS[system]
     if settings.get("bidirectional", True):
         settings["server_ratio"] = 1 / numel
-    cluster = Cluster(TopKConfig(**settings), len(gradients(x)), numel, torch.float64)
+    cluster = Cluster(TopKConfig(**settings), len(task.gradients(x)), numel, torch.float64)
     gaps = torch.empty(steps, dtype=torch.float64)
     for step in range(steps):
-        x = x - lr * cluster.step(gradients(x))[0]
-        gaps[step] = gap(x)
+        x = x - lr * cluster.step(task.gradients(x))[0]
+        gaps[step] = task.gap(x)
     return gaps
 
 
@@ -78,11 +96,28 @@ def toy_gap(x: Tensor) -> Tensor:
     return (x - 16 / 3).square().sum() / 2
 
 
-def random_quadratics(seed: int) -> tuple[Gradients, Callable[[Tensor], Tensor]]:
+def random_quadratics(seed: int) -> Quadratic:
     """Ten workers with f_i = ‖x - c_i‖² / 2 in 100 dimensions, c_i normal: nothing is steep or flat."""
     centres = torch.randn(10, 100, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     middle = centres.mean(0)
-    return lambda x: [x - centre for centre in centres], lambda x: (x - middle).square().sum() / 2
+    return Quadratic(
+        lambda x: [x - centre for centre in centres],
+        lambda x: (x - middle).square().sum() / 2,
+        torch.zeros(100, dtype=torch.float64),
+    )
+
+
+def _toy(seed: int) -> Quadratic:
+    noise = torch.randn(100, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return Quadratic(toy, toy_gap, 20 + noise)
+
+
+PROBLEMS: dict[str, Callable[[int], Quadratic]] = {
+    "opposites": lambda seed: Quadratic(opposites, opposites_gap, torch.tensor(STARTS[seed], dtype=torch.float64)),
+    "toy": _toy,
+    "control": random_quadratics,
+}
+"""The two constructions and the control, by seed."""
 
 
 def run() -> Result:
@@ -93,86 +128,62 @@ def run() -> Result:
         "Error feedback on both sides unless a column says otherwise, k = 1 entry each way, exact gradients, fp32 wire, "
         "single server, simulator.",
     )
-    ratios = _opposites(result)
-    toys = _toy(result)
-    control = _control(result)
+    shapes = {
+        "opposites": (tuple(PUBLISHED), ("uni", "bi"), range(3), 6000),
+        "toy": ((0.01, 0.03), tuple(SYSTEMS), range(5), 1000),
+        "control": ((0.01,), ("uni", "bi"), range(3), 2000),
+    }
+    jobs = {
+        (problem, lr, system, seed): partial(descend, problem, seed, system, lr, steps)
+        for problem, (rates, systems, seeds, steps) in shapes.items()
+        for lr in rates
+        for system in systems
+        for seed in seeds
+    }
+    paths = run_all(jobs, "counterexample")
+
+    def gap(problem: str, lr: float, system: str, last: int) -> float:
+        """The mean over the last steps and the seeds."""
+        seeds = shapes[problem][2]
+        return float(torch.stack([paths[problem, lr, system, seed][-last:] for seed in seeds]).mean())
+
+    pairs = {lr: [gap("opposites", lr, system, 3000) for system in ("uni", "bi")] for lr in PUBLISHED}
+    ratios = {lr: uni / bi for lr, (uni, bi) in pairs.items()}
+    title = "Opposite workers (two workers, two coordinates): mean gap of the last 3,000 of 6,000 steps, 3 starts"
+    result.tables[title] = [
+        {"learning rate": lr, "uni": uni, "bi": bi, "uni / bi": uni / bi, "published": PUBLISHED[lr]}
+        for lr, (uni, bi) in pairs.items()
+    ]
+    toys = {(lr, system): gap("toy", lr, system, 300) for lr in (0.01, 0.03) for system in SYSTEMS}
+    result.tables["The thesis's toy (3 workers, d = 100): mean gap of the last 300 of 1,000 steps, 5 seeds"] = [
+        {"learning rate": lr} | {system: toys[lr, system] for system in SYSTEMS} for lr in (0.01, 0.03)
+    ]
+    control = {system: gap("control", 0.01, system, 300) for system in ("uni", "bi")}
+    worse = control["bi"] / control["uni"]
+    title = "Control: isotropic random quadratics (10 workers, d = 100, lr 0.01), last 300 of 2,000 steps, 3 seeds"
+    result.tables[title] = [control | {"bi / uni": worse}]
     uni, bi, forgetful, down = (toys[0.01, system] for system in SYSTEMS)
-    others = [lr for lr in ratios if lr != 0.1]
     result.checks = [
-        Check("bi beats uni on opposite workers at lr 0.1", "about 20x", f"{ratios[0.1]:.1f}x", ratios[0.1] > 10),
         Check(
-            "bi beats uni there at other learning rates",
-            "19x at .01, 4.5x at .03, 13.1x at .3",
-            ", ".join(f"{ratios[lr]:.1f}x at {lr:g}" for lr in others),
-            all(ratios[lr] > 1 for lr in others),
+            "bi beats uni on opposite workers, at every learning rate",
+            "yes",
+            f"{min(ratios.values()):.1f}x to {max(ratios.values()):.1f}x",
+            min(ratios.values()) > 1,
         ),
-        Check(
-            "bi beats uni on the thesis's toy at lr 0.01", "16.3 against 22.6", f"{bi:.1f} against {uni:.1f}", bi < uni
+        *(
+            Check(f"by the published factor at lr {lr:g}, within 2", f"{PUBLISHED[lr]:g}x", f"{ratio:.1f}x", 0.5 < ratio / PUBLISHED[lr] < 2)
+            for lr, ratio in ratios.items()
         ),
+        Check("bi beats uni on the thesis's toy at lr 0.01", "16.3 against 22.6", f"{bi:.1f} against {uni:.1f}", bi < uni),
         Check("compressing the downlink only is nearly exact there", "5e-7", f"{down:.1g}", down < 1e-3),
         Check("the server's memory is needed there", "60 without", f"{forgetful:.0f} without", forgetful > bi),
-        Check(
-            "bi loses to uni on the toy at lr 0.03",
-            "worse",
-            f"{toys[0.03, 'bi']:.1f} against {toys[0.03, 'uni']:.1f}",
-            toys[0.03, "bi"] > toys[0.03, "uni"],
-        ),
-        Check("bi loses to uni on the control", "about 2x the gap", f"{control:.1f}x the gap", control > 1),
-    ]
+        Check("bi loses to uni on the toy at lr 0.03", "worse", f"{toys[0.03, 'bi']:.1f} against {toys[0.03, 'uni']:.1f}", toys[0.03, "bi"] > toys[0.03, "uni"]),
+        Check("bi loses to uni on the control", "about 2x the gap", f"{worse:.1f}x the gap", worse > 1),
+    ]  # fmt: skip
+    opposite = {s: paths["opposites", 0.1, s, 0][-100:].clamp(min=1e-12).tolist() for s in ("uni", "bi")}
+    toyish = {s: paths["toy", 0.01, s, 0][::5].clamp(min=1e-8).tolist() for s in SYSTEMS}
+    result.panels = [
+        Panel("opposite workers, lr 0.1: the last 100 steps", "step", {s: (list(range(5900, 6000)), y) for s, y in opposite.items()}, ylog=True),
+        Panel("the thesis's toy, lr 0.01, one seed", "step", {s: (list(range(0, 1000, 5)), y) for s, y in toyish.items()}, ylog=True),
+    ]  # fmt: skip
     return result
-
-
-def _opposites(result: Result) -> dict[float, float]:
-    """Two workers that pull opposite ways; returns uni's gap over bi's by learning rate."""
-    starts = [torch.tensor(start) for start in ((1.0, -2.0), (2.5, 1.0), (-1.3, 0.7))]
-    panel = Panel("opposite workers, lr 0.1: the last 100 steps", "step", ylog=True)
-    ratios, rows = {}, []
-    for lr, steps, used in ((0.01, 6000, 1), (0.03, 3000, 1), (0.1, 2000, 3), (0.3, 2000, 1)):
-        gaps = {}
-        for system in ("uni", "bi"):
-            runs = [descend(opposites, opposites_gap, start, system, lr, steps)[-500:] for start in starts[:used]]
-            gaps[system] = float(torch.stack(runs).mean())
-            if lr == 0.1:
-                panel.curves[system] = (list(range(steps - 100, steps)), runs[0][-100:].clamp(min=1e-12).tolist())
-        ratios[lr] = gaps["uni"] / gaps["bi"]
-        rows.append({"learning rate": lr, "steps": steps, "starts": used, **gaps, "uni / bi": ratios[lr]})
-    result.tables["Opposite workers (two workers, two coordinates): mean gap of the last 500 steps"] = list(rows)
-    result.panels.append(panel)
-    return ratios
-
-
-def _toy(result: Result) -> dict[tuple[float, str], float]:
-    """The thesis's toy; returns the gap by learning rate and system."""
-    panel = Panel("the thesis's toy, lr 0.01, one seed", "step", ylog=True)
-    gaps: dict[tuple[float, str], float] = {}
-    for lr, seeds in ((0.01, 3), (0.03, 3)):
-        steps = 1000
-        for system in SYSTEMS:
-            last = []
-            for seed in range(seeds):
-                start = 20 + torch.randn(100, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-                path = descend(toy, toy_gap, start, system, lr, steps)
-                last.append(float(path[-300:].mean()))
-            gaps[lr, system] = sum(last) / seeds
-            if lr == 0.01:
-                panel.curves[system] = (list(range(0, steps, 5)), path[::5].clamp(min=1e-8).tolist())
-    result.tables["The thesis's toy (3 workers, d = 100): mean gap of the last 300 steps"] = [
-        {"learning rate": lr} | {system: gaps[lr, system] for system in SYSTEMS} for lr in (0.01, 0.03)
-    ]
-    result.panels.append(panel)
-    return gaps
-
-
-def _control(result: Result) -> float:
-    """Quadratics without steep or flat directions; returns bi's gap over uni's."""
-    gaps = {}
-    for system in ("uni", "bi"):
-        last = []
-        for seed in range(2):
-            gradients, gap = random_quadratics(seed)
-            last.append(float(descend(gradients, gap, torch.zeros(100), system, 0.01, 2000)[-300:].mean()))
-        gaps[system] = sum(last) / len(last)
-    ratio = gaps["bi"] / gaps["uni"]
-    title = "Control: isotropic random quadratics (10 workers, d = 100, lr 0.01), last 300 of 2,000 steps, 2 seeds"
-    result.tables[title] = [gaps | {"bi / uni": ratio}]
-    return ratio

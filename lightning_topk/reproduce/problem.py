@@ -202,7 +202,7 @@ def train(
     batch: int = 10,
     momentum: float = 0.0,
     observe: Callable[[Cluster, list[Tensor]], Any] | None = None,
-    data: Data | None = None,
+    images: Path | None = None,
 ) -> Run:
     """Trains by SGD with a constant learning rate, as the thesis does.
 
@@ -216,9 +216,9 @@ def train(
         batch: Examples of each worker in a step, drawn from all training data.
         momentum: The optimizer's own.
         observe: Called before each exchange with the cluster and the workers' gradients.
-        data: What is learnt; default: :func:`digits`.
+        images: A folder of images to learn, see :func:`image_folder`; default: :func:`digits`.
     """
-    problem = Problem(model, seed, data)
+    problem = Problem(model, seed, None if images is None else image_folder(images))
     theta, velocity = problem.start, torch.zeros_like(problem.start)
     cluster = Cluster(config, workers, len(theta))
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)

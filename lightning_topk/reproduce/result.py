@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from dataclasses import asdict, dataclass, field
@@ -95,9 +96,18 @@ class Result:
     def write(self, folder: Path) -> None:
         """Writes ``NAME.json`` and ``NAME.png`` into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (folder / f"{self.name}.json").write_text(json.dumps(_plain(asdict(self)), indent=1, allow_nan=False) + "\n")
         if self.panels:
             draw(self.panels, folder / f"{self.name}.png")
+
+
+def _plain(value: Any) -> Any:
+    """The value with numbers that JSON does not know, infinity and NaN, as words."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def markdown(rows: list[Row]) -> str:
