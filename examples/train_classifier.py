@@ -97,10 +97,10 @@ def image_sets(source: str, download: bool) -> tuple[Dataset, Dataset, int]:
     return train, test, len(train.classes)
 
 
-def topk_settings(options: argparse.Namespace) -> dict[str, object]:
-    """The strategy's settings: those of the preset, if one is named; else what the options say."""
+def topk_settings(options: argparse.Namespace, name: str) -> dict[str, object]:
+    """The strategy's settings: those of the preset, if it has the name of one; else what the options say."""
     if options.preset:
-        return {"ratio": options.ratio, **presets[options.preset]}
+        return {"ratio": options.ratio, **presets[name]}
     return {
         "ratio": options.ratio,
         "server_ratio": options.server_ratio,
@@ -110,20 +110,24 @@ def topk_settings(options: argparse.Namespace) -> dict[str, object]:
 
 
 def fit(
-    options: argparse.Namespace, strategy: str
+    options: argparse.Namespace, name: str
 ) -> tuple[bool, dict[str, float], dict[str, tuple[list[float], list[float]]]]:
-    """Trains once; returns whether this is rank 0, the last logged values, and the series of all of them."""
+    """Trains once, with ``"ddp"``, ``"topk"`` or a preset.
+
+    Returns whether this is rank 0, the last logged values, and the series of all of them.
+    """
     L.seed_everything(options.seed, workers=True, verbose=False)
     train, test, classes = digits() if options.data is None else image_sets(options.data, options.download)
     shape = tuple(train[0][0].shape)
-    settings = topk_settings(options)
+    compress = name != "ddp"
+    settings = topk_settings(options, name) if compress else {}
     # Where the exchange applies momentum on the workers, the optimizer must not do so again.
-    momentum = 0.0 if strategy == "topk" and settings.get("momentum") else 0.9
+    momentum = 0.0 if settings.get("momentum") else 0.9
     model = Classifier(options.model, shape, classes, options.lr, momentum)
     # Processes are spawned from here, unless torchrun or a cluster starts them.
     external = options.num_nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     start = {"start_method": "popen" if external else "spawn"}
-    plugin = TopKStrategy(**settings, **start) if strategy == "topk" else L.pytorch.strategies.DDPStrategy(**start)
+    plugin = TopKStrategy(**settings, **start) if compress else L.pytorch.strategies.DDPStrategy(**start)
     loader = {
         "batch_size": options.batch_size,
         "num_workers": options.loaders,
@@ -132,7 +136,7 @@ def fit(
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             strategy=plugin,
-            callbacks=[CompressionMonitor()] if strategy == "topk" else [],
+            callbacks=[CompressionMonitor()] if compress else [],
             accelerator="gpu" if torch.cuda.is_available() else "cpu",
             devices=options.devices,
             num_nodes=options.num_nodes,
@@ -147,7 +151,7 @@ def fit(
         trainer.fit(model, DataLoader(train, shuffle=True, drop_last=True, **loader), DataLoader(test, **loader))
         series = read_series(Path(folder) / "metrics.csv") if trainer.is_global_zero else {}
     values = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    if strategy == "ddp":
+    if not compress:
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         workers = trainer.world_size
         values["topk/total_dense_bytes"] = values["steps"] * (2 * (workers - 1) * elements * 4 // workers)
@@ -170,7 +174,7 @@ def read_series(path: Path) -> dict[str, tuple[list[float], list[float]]]:
 def table(results: dict[str, dict[str, float]]) -> str:
     """The runs side by side; bytes are those that rank 0 sent."""
     lines = [
-        f"{'strategy':<10}{'accuracy':>10}{'bytes up':>15}{'bytes down':>15}{'dense bytes':>17}{'saving':>9}{'error':>8}"
+        f"{'strategy':<20}{'accuracy':>10}{'bytes up':>15}{'bytes down':>15}{'dense bytes':>17}{'saving':>9}{'error':>8}"
     ]
     for name, values in results.items():
         dense = values["topk/total_dense_bytes"]
@@ -179,7 +183,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
         saving = 1.0 if up is None else dense / (up + down) if up + down else 1.0
         cells = ["-" if sent is None else f"{sent:,.0f}" for sent in (up, down)]
         lines.append(
-            f"{name:<10}{values['accuracy']:>10.2%}{cells[0]:>15}{cells[1]:>15}{dense:>17,.0f}{saving:>8.1f}x{error:>8.3f}"
+            f"{name:<20}{values['accuracy']:>10.2%}{cells[0]:>15}{cells[1]:>15}{dense:>17,.0f}{saving:>8.1f}x{error:>8.3f}"
         )
     return "\n".join(lines)
 
@@ -198,8 +202,9 @@ def parse() -> argparse.Namespace:
     add("--compare", action="store_true", help="train with topk and with ddp")
     add(
         "--preset",
+        nargs="+",
         choices=list(presets),
-        help="a system of the papers, instead of the next options (--ratio counts where the system leaves it open)",
+        help="systems of the papers, one after the other, instead of the next options (--ratio counts where a system leaves it open)",
     )
     add("--ratio", type=float, default=0.01, help="fraction that each worker sends (default: %(default)s)")
     add("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
@@ -218,15 +223,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Trains, prints the table, draws the plot."""
     options = parse()
-    strategies = ["ddp", "topk"] if options.compare else [options.strategy]
-    runs = {strategy: fit(options, strategy) for strategy in strategies}
+    names = options.preset or [options.strategy if not options.compare else "topk"]
+    runs = {name: fit(options, name) for name in (["ddp", *names] if options.compare else names)}
     if not all(is_zero for is_zero, *_ in runs.values()):
         return  # another process prints
-    print("\n" + table({strategy: values for strategy, (_, values, _) in runs.items()}))
+    print("\n" + table({name: values for name, (_, values, _) in runs.items()}))
     if options.plot:
         from lightning_topk.plots import plot_runs
 
-        plot_runs({strategy: series for strategy, (*_, series) in runs.items()}, options.plot)
+        plot_runs({name: series for name, (*_, series) in runs.items()}, options.plot)
         print(f"plot: {options.plot}")
 
 

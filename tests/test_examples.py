@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lightning_topk import presets
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -20,7 +22,7 @@ def example(*arguments: str) -> str:
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
         cwd=ROOT,
         env=environment,
         check=False,
@@ -56,11 +58,11 @@ def test_a_folder_of_images_trains_a_resnet_through_one_server(tmp_path):
     assert re.search(r"topk +\d+\.\d\d%", output)
 
 
-@pytest.mark.parametrize("preset", ["dense", "dgc"])
-def test_presets_train_the_classifier(preset):
-    output = example("examples/train_classifier.py", "--preset", preset, "--max-epochs=8")
-    accuracy = float(re.search(r"topk +(\d+\.\d\d)%", output)[1])
-    assert accuracy > 50
+def test_every_preset_trains_the_classifier():
+    output = example("examples/train_classifier.py", "--max-epochs=4", "--preset", *presets)
+    accuracy = {name: float(re.search(rf"^{name} +(\d+\.\d\d)%", output, re.MULTILINE)[1]) for name in presets}
+    assert accuracy.pop("randk") > 15  # a random hundredth in each step: slow, but above a tenth, which is chance
+    assert min(accuracy.values()) > 40, accuracy
 
 
 def test_a_folder_without_images_is_refused_in_words(tmp_path):
