@@ -35,6 +35,7 @@ class CompressionMonitor(Callback):
     ``topk/downlink_error``        the same of this step's servers
     ``topk/worker_residual_norm``  root mean square over the workers of the norm of their residual
     ``topk/server_residual_norm``  norm of the servers' residual
+    ``topk/nonfinite_steps``       backward passes since fit began that gave a gradient with a NaN or an infinity, at log steps
     ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; also ``topk/total_uplink_bytes``,
                                    ``topk/total_downlink_bytes``, ``topk/total_dense_bytes`` and
                                    ``topk/total_broadcast_bytes``
@@ -81,6 +82,7 @@ class CompressionMonitor(Callback):
                 values[name if name == "total_bytes" else f"total_{name}"] = total
         values["ratio"] = torch.tensor(report.kept / report.elements)
         if state.measure:
+            values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
             values["selected_ratio"] = torch.tensor(report.selected / report.elements)
             local = torch.cat([report.energy.view(-1), state.residual_energy()]).to(trainer.strategy.root_device)
             values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)

@@ -158,7 +158,7 @@ class TopKConfig:
             world: Number of ranks.
             dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
             device: Where the residuals live.
-            sizes: Elements of each parameter, if some may go unused.
+            sizes: Elements of each parameter. Default: there is one.
         """
         selector = self.make_selector()
         layout, up, down = self.codecs(numel, world, selector=selector)
@@ -179,7 +179,7 @@ class TopKConfig:
             downlink = Link(own, choice, down, memory("server", layout.shard_size), delivered)
         uplink = Link(layout, selector, up, memory("worker", numel))
         clip_norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(world)
-        numels = None if sizes is None else torch.tensor(sizes, device=device)
+        numels = torch.tensor(sizes or (numel,), device=device)
         return Endpoint(layout, rank, world, dtype, uplink, downlink, down, numels, clip_norm)
 
     def resize_(self, end: Endpoint, step: int, epoch: int) -> None:

@@ -130,7 +130,7 @@ class Link:
         Returns:
             ``[shards, P]`` uint8.
         """
-        finite = torch.stack(torch.aminmax(x)).isfinite().all()
+        finite = reference.is_finite(x)
         a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
         index, value, self.selected = self.selector.select(a, self.layout, self.codec.kept)
         sent = reference.zero_unless_(self.codec.wire.round(value, self.delivered), finite)
@@ -164,7 +164,7 @@ def mean(payloads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
     return total.div_(len(payloads))
 
 
-def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> None:
+def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tensor:
     """Writes the replies of all servers into the bucket.
 
     Args:
@@ -172,9 +172,13 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> None
         codec: How they were written.
         layout: How the bucket was dealt to the servers.
         out: ``[numel]``, overwritten.
+
+    Returns:
+        Scalar bool: whether all that was delivered is finite.
     """
     index, value = codec.decode(payloads, out.dtype)
     out.zero_().index_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
+    return value.isfinite().all()
 
 
 # ------------------------------------------------------------------------------------------------ the exchanges
@@ -192,7 +196,7 @@ class Endpoint:
         uplink: The worker's link.
         downlink: The server's link; None where this rank serves nothing.
         reply: How servers write their replies; None where there are no servers.
-        sizes: ``[parameters]`` int64 on the bucket's device, elements of each, if some may go unused; else None.
+        sizes: ``[parameters]`` int64 on the bucket's device, elements of each.
         clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
     """
 
@@ -203,13 +207,25 @@ class Endpoint:
     uplink: Link
     downlink: Link | None
     reply: Codec | None
-    sizes: Tensor | None = None
+    sizes: Tensor
     clip_norm: float | None = None
+    finite: Tensor | None = None
+    """Scalar bool: whether what the last exchange delivered is finite; the same on every rank."""
+
+    def __post_init__(self) -> None:
+        starts = self.sizes.cumsum(0) - self.sizes
+        self.starts = starts[self.sizes > 0]
+        """``[parameters that have elements]`` int64: where each begins."""
 
     @property
     def shard(self) -> int:
         """The shard that this rank serves, where it serves one."""
         return self.rank if self.layout.shards > 1 else 0
+
+    def rescale_(self, factor: float) -> None:
+        """Multiplies what is kept, for residuals that follow the learning rate (Zheng et al. 2019)."""
+        for link in self.links:
+            link.memory.scale_(factor)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -226,7 +242,7 @@ def sharded(end: Endpoint, g: Tensor) -> Exchange:
     b = mean(received, end.uplink.codec, end.dtype)
     reply = end.downlink.send(b)
     replies = yield AllGather(reply[0], "downlink")
-    deliver(replies, end.reply, end.layout, out=g)
+    end.finite = deliver(replies, end.reply, end.layout, out=g)
 
 
 def single_server(end: Endpoint, g: Tensor) -> Exchange:
@@ -240,7 +256,7 @@ def single_server(end: Endpoint, g: Tensor) -> Exchange:
     else:
         reply = torch.empty(1, end.reply.nbytes, dtype=torch.uint8, device=g.device)
     replies = yield Broadcast(reply[0], "downlink")
-    deliver(replies.unsqueeze(0), end.reply, end.layout, out=g)
+    end.finite = deliver(replies.unsqueeze(0), end.reply, end.layout, out=g)
 
 
 def allgather(end: Endpoint, g: Tensor) -> Exchange:
@@ -250,10 +266,10 @@ def allgather(end: Endpoint, g: Tensor) -> Exchange:
     b = mean(received, end.uplink.codec, end.dtype)
     limit = torch.finfo(g.dtype).max
     g.copy_(b.clamp(-limit, limit))
+    end.finite = reference.is_finite(b)
     if g.dtype != end.dtype and end.uplink.memory.tensors():
         # Every worker keeps what rounding to the bucket's dtype has left: the mean of it is the whole of it.
-        left = b.sub_(g)
-        end.uplink.memory.add_(reference.zero_unless_(left, left.sum().isfinite()))
+        end.uplink.memory.add_(reference.zero_unless_(b.sub_(g), end.finite))
 
 
 EXCHANGES: dict[str, Callable[[Endpoint, Tensor], Exchange]] = {
@@ -264,45 +280,59 @@ EXCHANGES: dict[str, Callable[[Endpoint, Tensor], Exchange]] = {
 """The exchanges by the name of their topology."""
 
 
-def exchange(end: Endpoint, g: Tensor, topology: str, lr_ratio: float = 1.0, used: Tensor | None = None) -> Exchange:
+def exchange(
+    end: Endpoint,
+    g: Tensor,
+    topology: str,
+    step: int = 0,
+    scale: Tensor | None = None,
+    used: Tensor | None = None,
+) -> Exchange:
     """The exchange of one bucket: replaces ``g`` by the mean that all ranks agree on.
+
+    If it is not finite on some rank, or does not stay finite, then on every rank the first element of each parameter is NaN:
+    every optimizer, and the scaler before it, sees that.
 
     Args:
         end: This rank's links.
         g: ``[numel]``, this rank's gradient; overwritten.
         topology: A key of :data:`EXCHANGES`.
-        lr_ratio: The last step's learning rate over this step's, by which residuals are scaled (Zheng et al. 2019).
+        step: Exchanges of this gradient before this one; the same on every rank.
+        scale: Scalar: the factor by which the loss, and so ``g``, was multiplied. Residuals are kept without it.
         used: ``[parameters]`` bool, which parameters this rank used, where some may go unused; else None.
 
     Yields:
         Requests; each expects its reply.
     """
-    if lr_ratio != 1:
-        for link in end.links:
-            link.memory.scale_(lr_ratio)
+    for link in end.links:
+        link.selector.step = step
     if used is None:
-        yield from _of_all(end, g, topology)
+        yield from _of_all(end, g, topology, scale)
     else:
-        yield from _of_used(end, g, topology, used)
-    for selector in {link.selector for link in end.links}:
-        selector.step += 1
+        yield from _of_used(end, g, topology, scale, used)
 
 
-def _of_all(end: Endpoint, g: Tensor, topology: str) -> Exchange:
+def _of_all(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None) -> Exchange:
     """The exchange of the whole bucket."""
+    if scale is not None:
+        g.div_(scale)
     if end.clip_norm is not None:
         g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=torch.float64)).clamp(max=1))
     yield from EXCHANGES[topology](end, g)
+    assert end.finite is not None
+    if scale is not None:
+        end.finite = end.finite & reference.is_finite(g.mul_(scale))
+    poison = torch.zeros_like(g[:1]).masked_fill_(~end.finite, torch.nan)
+    g.index_add_(0, end.starts, poison.expand(len(end.starts)))
 
 
-def _of_used(end: Endpoint, g: Tensor, topology: str, used: Tensor) -> Exchange:
+def _of_used(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None, used: Tensor) -> Exchange:
     """The exchange of the parameters that some rank used.
 
     DDP leaves the gradient of a parameter that no rank used as it is and discards what the hook delivers for it. What is
     sent for it would be lost. So the ranks first tell each other which parameters they used, one bit each; the bucket's
     content and the residuals of the others are set aside, on workers and servers.
     """
-    assert end.sizes is not None
     votes = yield AllGather(reference.pack_bits(used.to(g.device).unsqueeze(0))[0], "uplink")
     absent = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
     absent = absent.repeat_interleave(end.sizes, output_size=len(g))
@@ -311,7 +341,7 @@ def _of_used(end: Endpoint, g: Tensor, topology: str, used: Tensor) -> Exchange:
     end.uplink.memory.hold(absent)
     if end.downlink is not None:
         end.downlink.memory.hold(reference.shard_rows(absent, end.layout)[end.shard])
-    yield from _of_all(end, g, topology)
+    yield from _of_all(end, g, topology, scale)
     for link in end.links:
         link.memory.release()
     g.copy_(torch.where(absent, aside, g))

@@ -26,6 +26,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Schedule
+from lightning_topk.undo import Steps
 
 
 @dataclass
@@ -61,12 +62,15 @@ class TopKState:
         timeout: After which a collective that some rank does not join fails. Default: the backend's own.
         residuals: Those of an earlier state of the same model, to go on with.
         epoch: Tells the epoch, for schedules by epoch.
-        learning_rates: Tells the learning rates in force, for ``lr_ratio=True``.
+        optimizers: Gives the optimizers at the first step, for settings that depend on them and for ``scaler``.
+        scaler: The GradScaler that scales the loss. Residuals are then kept in unscaled units, and what was sent for a step
+            that it skips comes back; that costs a copy of the residuals.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: ``lr_ratio=True`` without learning rates, a schedule by epochs without ``epoch``, or a bad setting.
+        ValueError: ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs without ``epoch``, or a bad
+            setting.
     """
 
     def __init__(
@@ -76,7 +80,8 @@ class TopKState:
         timeout: timedelta | None = None,
         residuals: Residuals | None = None,
         epoch: Callable[[], int] | None = None,
-        learning_rates: Callable[[], list[float]] | None = None,
+        optimizers: Callable[[], Sequence[Optimizer]] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         **settings: Any,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -85,19 +90,24 @@ class TopKState:
                 "call torch.distributed.init_process_group first."
             )
         self.config = _one_config(config, settings)
-        if self.config.lr_ratio and learning_rates is None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self.config.lr_ratio and optimizers is None:
             raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
+        if self._scaler is not None and optimizers is None:
+            raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")
         for ratio in (self.config.ratio, self.config.server_ratio):
             if isinstance(ratio, Schedule) and ratio.by_epoch and epoch is None:
                 raise ValueError(
                     f"{ratio!r} goes by epochs: pass epoch=, a function that tells the epoch, or use steps=."
                 )
         self._epoch = epoch or (lambda: 0)
-        self._learning_rates, self._last_rates = learning_rates, list[float]()
+        self._optimizers, self._last_rates = optimizers, list[float]()
         self._lr_ratio = 1.0
         self._waiting: list[tuple[Tensor, tuple[Tensor, ...], Future]] = []
         self._energy: list[tuple[int, Tensor]] = []
         self._selected: list[Tensor] = []
+        self._failed: list[Tensor] = []
+        self._failed_steps: Tensor | int = 0
         self.residuals = residuals or Residuals()
         self.residuals.settle()  # their endpoints may have been of other settings
         self._used: set[Tensor] | None = None
@@ -143,13 +153,12 @@ class TopKState:
             )
         # The bucket itself is gone when this returns: take all that the job needs from it now.
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
-        if buffer.layout != torch.strided:
-            raise TypeError("gradients of a sparse embedding cannot be compressed; build it with sparse=False.")
         if self._lane is None:
             self._lane = lane_for(buffer.device)
         if index == 0:
             self._waiting.clear()  # what a backward pass that failed has left
             self._lr_ratio = self._follow_learning_rate()
+            self._follow_optimizers()
         promised, future = self._lane.promise()
         self._waiting.append((buffer, parameters, promised))
         if last or self.config.scope == "bucket":
@@ -160,7 +169,7 @@ class TopKState:
             used = None if self._used is None else torch.tensor([parameter in self._used for parameter in flat])
             if self._used is not None:
                 self._used.difference_update(flat)
-            now = (self.residuals.steps, self._epoch(), self._lr_ratio)
+            now = (self.residuals.steps, self._epoch(), self._lr_ratio, last)
             self._lane.submit(partial(self._exchange, buffers, flat, used, name, *now), promises)
         self.residuals.steps += last
         return future
@@ -175,33 +184,45 @@ class TopKState:
         step: int,
         epoch: int,
         lr_ratio: float,
+        last: bool,
     ) -> Sequence[Tensor]:
         """Exchanges buffers as one gradient, on the lane."""
         assert self.group is not None
-        g = buffers[0] if len(buffers) == 1 else torch.cat(list(buffers))
+        # Sparse gradients are exchanged as what they stand for, and become sparse again where anything arrives.
+        g = buffers[0] if len(buffers) == 1 and not buffers[0].is_sparse else torch.cat([_flat(b) for b in buffers])
         if g.numel() == 0:
             return buffers
         try:
-            sizes = None if used is None else tuple(parameter.numel() for parameter in parameters)
+            sizes = tuple(parameter.numel() for parameter in parameters)
             make = partial(self.config.endpoint, g.numel(), self.rank, self.world, g.dtype, g.device, sizes)
-            end = self.residuals.endpoint(parameters, make, g.device)
+            end = self.residuals.endpoint(parameters, make, g.device, lr_ratio)
             self.config.resize_(end, step, epoch)
             for link in end.links:
                 link.measure = self.measure
-            drive(exchange(end, g, self.config.topology, lr_ratio, used), self.group, self.meter)
+            scale = None if self._scaler is None else self._scaler._scale
+            drive(exchange(end, g, self.config.topology, step, scale, used), self.group, self.meter)
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: the {self.config.topology} exchange of {name} ({g.numel()} elements) "
                 f"failed on rank {self.rank} of {self.world}: {error}"
             ) from error
-        if len(buffers) > 1:
-            for buffer, part in zip(buffers, g.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(part)
-        self._take_note(end, sum(buffer.nbytes for buffer in buffers))
-        return buffers
+        self.residuals.note(parameters)
+        self._take_note(end, last, sum(parameter.nbytes for parameter in parameters))
+        if g is buffers[0]:
+            return buffers
+        parts = g.split([buffer.numel() for buffer in buffers])
+        return [
+            part.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer.copy_(part)
+            for buffer, part in zip(buffers, parts, strict=True)
+        ]
 
-    def _take_note(self, end: Endpoint, nbytes: int) -> None:
-        """Enters an exchange of a gradient of ``nbytes`` into the report."""
+    def _take_note(self, end: Endpoint, last: bool, nbytes: int) -> None:
+        """Enters an exchange of a gradient of ``nbytes`` into the report; ``last`` is the last one of its backward pass."""
+        assert end.finite is not None
+        self._failed.append(~end.finite)
+        if last:
+            self._failed_steps = self._failed_steps + torch.stack(self._failed).any()
+            self._failed.clear()
         self.meter.bytes["dense"] += 2 * (self.world - 1) * nbytes // self.world
         self._report.elements += end.layout.numel
         self._report.kept += min(end.uplink.codec.kept * end.layout.shards, end.layout.numel)
@@ -212,9 +233,9 @@ class TopKState:
 
     def _follow_learning_rate(self) -> float:
         """The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``."""
-        if not self.config.lr_ratio or self._learning_rates is None:
+        if not self.config.lr_ratio or self._optimizers is None:
             return 1.0
-        rates = self._learning_rates()
+        rates = [float(group["lr"]) for optimizer in self._optimizers() for group in optimizer.param_groups]
         pairs = [(before, now) for before, now in zip(self._last_rates, rates, strict=False) if before and now]
         self._last_rates = [
             now or before for before, now in zip_longest(self._last_rates[: len(rates)], rates, fillvalue=0.0)
@@ -226,6 +247,19 @@ class TopKState:
                 f"different ones: {ratios}. Use one schedule for all groups, or lr_ratio=False."
             )
         return ratios[0] if ratios else 1.0
+
+    def _follow_optimizers(self) -> None:
+        """Has the residuals know which of the optimizers' steps are taken, if a scaler may skip some."""
+        if self._scaler is None or self._optimizers is None:
+            return
+        if self.residuals.optimizer_steps is None:
+            self.residuals.optimizer_steps = Steps(self._optimizers())
+        self.residuals.optimizer_steps.begin_pass()
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
+        return int(self._failed_steps)
 
     @property
     def exchanged(self) -> bool:
@@ -262,9 +296,18 @@ class TopKState:
         for watch in self._watches:
             watch.remove()
         idle = self._lane is None or self._lane.close()
+        if self.residuals.optimizer_steps is not None:
+            self.residuals.settle()  # while it is known which steps were taken
+            self.residuals.optimizer_steps.close()
+            self.residuals.optimizer_steps = None
         if self.group is not None and idle and dist.is_initialized():
             dist.destroy_process_group(self.group)  # not under a thread that is still in a collective
         self._lane = self.group = None
+
+
+def _flat(buffer: Tensor) -> Tensor:
+    """A buffer of DDP, dense or sparse, as ``[numel]``."""
+    return (buffer.to_dense() if buffer.is_sparse else buffer).flatten()
 
 
 def _one_config(config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
@@ -299,6 +342,7 @@ def attach(
     epoch: Callable[[], int] | None = None,
     init_sync: bool = True,
     optimizer: Callable[[], Sequence[Optimizer]] | Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     **settings: Any,
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
@@ -313,8 +357,9 @@ def attach(
         residuals: See :class:`TopKState`.
         epoch: See :class:`TopKState`.
         init_sync: Whether the model was wrapped with DDP's ``init_sync``, which broadcasts the weights once.
-        optimizer: The optimizer, for settings that depend on it (``momentum``, ``lr_ratio``); or a function that gives
-            the optimizers at the first step, if they do not exist yet.
+        optimizer: The optimizer, for settings that depend on it (``momentum``, ``lr_ratio``, ``scaler``); or a function that
+            gives the optimizers at the first step, if they do not exist yet.
+        scaler: See :class:`TopKState`.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Returns:
@@ -332,12 +377,6 @@ def attach(
         }
     )
     check_parameters(model.module)
-
-    def optimizers() -> Sequence[Optimizer]:
-        return [optimizer] if isinstance(optimizer, Optimizer) else optimizer() if optimizer else []
-
-    def learning_rates() -> list[float]:
-        return [float(group["lr"]) for each in optimizers() for group in each.param_groups]
 
     config = _one_config(config, settings)
     if config.momentum and optimizer is None:
@@ -358,7 +397,8 @@ def attach(
         timeout=timeout,
         residuals=residuals,
         epoch=epoch,
-        learning_rates=learning_rates if optimizer else None,
+        optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
+        scaler=scaler,
     )
     try:
         model.register_comm_hook(state, topk_hook)
@@ -426,13 +466,8 @@ def check_parameters(module: torch.nn.Module) -> None:
     """Refuses parameters whose gradients have no largest entries to choose.
 
     Raises:
-        ValueError: The module has a complex parameter or a sparse embedding.
+        ValueError: The module has a complex parameter.
     """
-    for name, part in module.named_modules():
-        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
-            raise ValueError(
-                f"{name} is an embedding with sparse=True, whose gradients cannot be compressed; use sparse=False."
-            )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(

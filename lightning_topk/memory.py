@@ -76,6 +76,9 @@ class Residual(Memory):
 
     def keep(self, index: Tensor, sent: Tensor) -> None:
         """See :meth:`Memory.keep`. Subtracts what will be decoded, so the wire's rounding is kept as well."""
+        # The sum of finite parts may have left the range; the largest entries are selected, so it shows here.
+        limit = torch.finfo(self.residual.dtype).max
+        self.residual.index_copy_(0, index, self.residual.index_select(0, index).clamp_(-limit, limit))
         self.residual.index_add_(0, index, sent, alpha=-1)
 
     def add_(self, x: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_topk.exchange import Endpoint
 from lightning_topk.ops import reference
+from lightning_topk.undo import Steps, Undo
 
 Parts = dict[Tensor, dict[str, Tensor]]
 
@@ -29,7 +30,10 @@ class Residuals:
     def __init__(self) -> None:
         self.steps = 0
         """Gradients exchanged so far, for schedules."""
+        self.optimizer_steps: Steps | None = None
+        """With a GradScaler, by which it is known which steps are not taken; what they sent comes back."""
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
+        self._undo: dict[tuple[Tensor, ...], Undo] = {}
         self._worker: Parts = {}
         """Each parameter's slice of its endpoint's worker memory: views."""
         self._server: Parts = {}
@@ -38,22 +42,46 @@ class Residuals:
     @property
     def endpoints(self) -> Iterable[Endpoint]:
         """The endpoints in use."""
+        for bucket in self._live:
+            self._decide(bucket)
         return self._live.values()
 
-    def endpoint(self, parameters: tuple[Tensor, ...], make: Callable[[], Endpoint], device: torch.device) -> Endpoint:
-        """The endpoint of a bucket, with all that its parameters have left so far.
+    def endpoint(
+        self,
+        parameters: tuple[Tensor, ...],
+        make: Callable[[], Endpoint],
+        device: torch.device,
+        lr_ratio: float = 1.0,
+    ) -> Endpoint:
+        """The endpoint of a bucket for its next exchange, with all that its parameters have left so far.
 
         Args:
             parameters: The bucket's parameters, in its order.
             make: Makes an endpoint with empty memories, for a bucket that was not seen before.
             device: Where the bucket lives.
+            lr_ratio: The last step's learning rate over this step's, by which residuals are scaled (Zheng et al. 2019).
         """
         if parameters not in self._live:
             self._dissolve(set(parameters))
             end = make()
             self._fill(end, parameters, device)
             self._live[parameters] = end
-        return self._live[parameters]
+        end = self._live[parameters]
+        self._decide(parameters)
+        if lr_ratio != 1:
+            end.rescale_(lr_ratio)
+        if self.optimizer_steps is not None:
+            if parameters not in self._undo:
+                self._undo[parameters] = Undo(end, parameters, self.optimizer_steps)
+            self._undo[parameters].begin(renew=lr_ratio != 1)
+        return end
+
+    def note(self, parameters: tuple[Tensor, ...]) -> None:
+        """Takes note of whether the exchange that :meth:`endpoint` began has delivered a finite gradient."""
+        if parameters in self._undo:
+            finite = self._live[parameters].finite
+            assert finite is not None
+            self._undo[parameters].note(~finite)
 
     def settle(self) -> None:
         """Takes all endpoints apart and moves what they held to the CPU, until buckets with these parameters come again."""
@@ -61,6 +89,10 @@ class Residuals:
         for parts in (self._worker, self._server):
             for memory in parts.values():
                 memory.update({name: part.cpu() for name, part in memory.items()})
+
+    def _decide(self, bucket: tuple[Tensor, ...]) -> None:
+        if bucket in self._undo:
+            self._undo[bucket].decide()
 
     def held(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
         """What this rank holds of each parameter that was exchanged: as a worker and as a server.
@@ -71,6 +103,7 @@ class Residuals:
         """
         server = {parameter: dict(parts) for parameter, parts in self._server.items()}
         for bucket, end in self._live.items():
+            self._decide(bucket)
             _scatter_parts(server, bucket, _served(end))
 
         def part(side: Parts, parameter: Tensor) -> Tensor:
@@ -83,6 +116,7 @@ class Residuals:
         """Forgets all parameters but these: another model has no use for the residuals of the last."""
         keep = set(parameters)
         self._live = {bucket: end for bucket, end in self._live.items() if keep.issuperset(bucket)}
+        self._undo = {bucket: undo for bucket, undo in self._undo.items() if bucket in self._live}
         for parts in (self._worker, self._server):
             for parameter in parts.keys() - keep:
                 del parts[parameter]
@@ -90,6 +124,8 @@ class Residuals:
     def _dissolve(self, parameters: set[Tensor]) -> None:
         """Takes apart the endpoints that hold any of these parameters."""
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
+            self._decide(bucket)
+            self._undo.pop(bucket, None)
             _scatter_parts(self._server, bucket, _served(self._live.pop(bucket)))
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], device: torch.device) -> None:

@@ -44,9 +44,9 @@ class Cluster:
         outputs = [gradient.clone() for gradient in gradients]
         for end in self.endpoints:
             self.config.resize_(end, self.steps, epoch)
-        self.drive(
-            [exchange(e, g, self.config.topology, lr_ratio) for e, g in zip(self.endpoints, outputs, strict=True)]
-        )
+            end.rescale_(lr_ratio)
+        topology = self.config.topology
+        self.drive([exchange(e, g, topology, self.steps) for e, g in zip(self.endpoints, outputs, strict=True)])
         self.steps += 1
         return outputs
 

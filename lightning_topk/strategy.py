@@ -97,11 +97,6 @@ class TopKStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers hooks on CUDA only (lightning 2.6) and skips CPU silently.
         assert isinstance(self.model, DistributedDataParallel)
-        if self.config.clip_norm is not None and getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"clip_norm={self.config.clip_norm!r} would clip gradients that the GradScaler has multiplied by its scale. "
-                "Use precision='bf16-mixed', or the Trainer's gradient_clip_val instead."
-            )
         self._residuals.retain(self.model.module.parameters())
         self.topk_state = attach(
             self.model,
@@ -111,6 +106,7 @@ class TopKStrategy(DDPStrategy):
             epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
             init_sync=self._ddp_kwargs.get("init_sync", True),
             optimizer=lambda: self.optimizers,
+            scaler=getattr(self.precision_plugin, "scaler", None),
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -26,7 +26,7 @@ KEYS = {
     "topk/uplink_bytes", "topk/downlink_bytes", "topk/dense_bytes", "topk/saving", "topk/uplink_error",
     "topk/downlink_error", "topk/bound", "topk/worker_residual_norm", "topk/server_residual_norm", "topk/total_bytes",
     "topk/broadcast_bytes", "topk/ratio", "topk/selected_ratio", "topk/total_uplink_bytes", "topk/total_downlink_bytes", "topk/total_dense_bytes",
-    "topk/total_broadcast_bytes",
+    "topk/total_broadcast_bytes", "topk/nonfinite_steps",
 }  # fmt: skip
 QUIET = {
     "accelerator": "cpu",

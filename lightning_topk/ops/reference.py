@@ -57,6 +57,11 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
     return flat.clamp_(max=layout.numel - 1)
 
 
+def is_finite(x: Tensor) -> Tensor:
+    """Scalar bool: whether ``x``, of any shape but empty, has neither NaN nor infinity."""
+    return torch.stack(torch.aminmax(x)).isfinite().all()
+
+
 def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
     """Sets ``x`` to zero in place unless the scalar ``condition`` holds, and returns it.
 
@@ -65,6 +70,13 @@ def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
     if x.device.type == "cpu":
         return x if condition else x.zero_()
     return x.masked_fill_(~condition, 0)
+
+
+def replace_(x: Tensor, other: Tensor, where: Tensor | None) -> Tensor:
+    """Writes ``other`` into ``x`` where the bool ``where``, a scalar or of their shape, holds; returns ``x``."""
+    if where is not None and where.dim() == 0 and x.device.type == "cpu":
+        return x.copy_(other) if where else x
+    return x.copy_(other if where is None else torch.where(where, other, x))
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:

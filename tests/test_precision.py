@@ -1,0 +1,268 @@
+"""Loss scaling, skipped steps, gradients that are not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from test_gloo import every_rank, flat_gradient, mean_over_ranks
+from test_laws import routes
+from test_lightning import Model, fit
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topk import TopKStrategy
+from lightning_topk.config import TopKConfig
+from lightning_topk.hook import attach
+from lightning_topk.simulate import Cluster
+
+
+def net_of_four_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
+
+
+def held(state, net: nn.Module) -> torch.Tensor:
+    """What this rank holds, as a worker and as a server."""
+    kept = state.residuals.held()
+    return torch.stack([torch.cat([kept[p][side] for p in net.parameters()]) for side in (0, 1)])
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank))).square().mean()
+
+
+def spoil(net: nn.Module, how: str) -> list[torch.utils.hooks.RemovableHandle]:
+    """Makes the next gradients of one layer infinite, in one element or everywhere, or NaN."""
+    value = torch.nan if how == "nan" else torch.inf
+
+    def poison(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[: None if how == "everywhere" else 1] = value
+        return grad
+
+    return [net[1].weight.register_hook(poison)]
+
+
+def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str, settings: dict, fused: bool) -> None:
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    settings = {"ratio": 0.05, "topology": topology, "bidirectional": bidirectional} | settings
+    state = attach(ddp, optimizer=optimizer, scaler=scaler, **settings)
+    produced = delivered = 0.0
+    seen = []
+    for step in range(7):
+        bad = step in (2, 3, 5)
+        before, weights = held(state, net) if step else None, nn.utils.parameters_to_vector(net.parameters()).clone()
+        hooks = spoil(net, how) if bad and rank == step % world else []
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ddp, rank, step)).backward()
+        for hook in hooks:
+            hook.remove()
+        scaler.unscale_(optimizer)
+        if not bad:
+            alone = net_of_four_layers()
+            nn.utils.vector_to_parameters(weights, alone.parameters())
+            loss_of(alone, rank, step).backward()
+            produced = produced + mean_over_ranks(flat_gradient(alone))
+            delivered = delivered + flat_gradient(net).double()
+        gradients = every_rank(flat_gradient(net))
+        scaler.step(optimizer)
+        scaler.update()
+        after = nn.utils.parameters_to_vector(net.parameters())
+        seen.append((bad, before, held(state, net), torch.equal(weights, after), gradients))
+    left = held(state, net)
+    left = mean_over_ranks(left[0]) + mean_over_ranks(left[1]) * world
+    count = state.nonfinite_steps
+    state.close()
+    assert len({len(p) for p in state.residuals.held().values()}) == 1
+    for step, (bad, before, now, unchanged, gradients) in enumerate(seen):
+        assert now.isfinite().all()
+        assert unchanged == bad, f"step {step}"
+        if bad:
+            assert torch.equal(before, now), f"the residuals changed in skipped step {step}"
+            assert not gradients.isfinite().all(1).any(), "some rank saw a finite gradient"
+    assert count == 3
+    if not settings.get("momentum"):
+        torch.testing.assert_close(delivered + left, produced, atol=1e-6, rtol=1e-4)
+
+
+@routes
+@pytest.mark.parametrize("how", ["inf", "nan", "everywhere"])
+def test_a_skipped_step_leaves_all_residuals_as_they_were(groups, topology, bidirectional, how):
+    groups(3).run(skipped, topology, bidirectional, how, {}, False)
+
+
+@routes
+@pytest.mark.parametrize(
+    "settings",
+    [{"scope": "model"}, {"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}],
+)
+def test_so_it_does_in_every_scope_and_memory_and_with_fused_optimizers(groups, topology, bidirectional, settings):
+    groups(2).run(skipped, topology, bidirectional, "inf", settings, True)
+
+
+def two_optimizers(rank: int, world: int) -> None:
+    """A bucket that two optimizers share: what one skips comes back, what the other takes stays taken."""
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net)
+    halves = [list(net[:2].parameters()), list(net[2:].parameters())]
+    optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = attach(ddp, optimizer=lambda: optimizers, scaler=scaler, ratio=0.05)
+    taken = []
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(loss_of(ddp, rank, step)).backward()
+        if step == 2:
+            halves[1][0].grad.view(-1)[0] = torch.inf  # after the exchange: only the second optimizer skips
+        before = held(state, net)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        taken.append(list(state.residuals.optimizer_steps.taken))
+    now = held(state, net)
+    state.close()
+    assert taken == [[1, 1], [2, 2], [3, 2], [4, 3]]
+    assert torch.equal(before, now)
+
+
+def test_optimizers_are_told_apart(groups):
+    groups(2).run(two_optimizers)
+
+
+def shared_bucket(rank: int, world: int) -> None:
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net[:2], net[2:])]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = attach(ddp, optimizer=lambda: optimizers, scaler=scaler, ratio=0.05)
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        hooks = spoil(net, "inf") if step == 3 and rank == 0 else []
+        before = held(state, net) if step else None
+        scaler.scale(loss_of(ddp, rank, step)).backward()
+        for hook in hooks:
+            hook.remove()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    after = held(state, net)
+    state.close()
+    assert torch.equal(before, after)  # the bucket is spoilt as a whole, so that both skip
+
+
+def test_both_optimizers_of_a_spoilt_bucket_skip(groups):
+    groups(2).run(shared_bucket)
+
+
+def scaled(rank: int, world: int, topology: str, bidirectional: bool) -> None:
+    """The same run under three histories of the scale."""
+    ends = []
+    for scales in ([1.0] * 5, [65536.0] * 5, [2.0, 1024.0, 0.5, 8.0, 65536.0]):
+        net = net_of_four_layers()
+        ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        state = attach(
+            ddp, optimizer=optimizer, scaler=scaler, ratio=0.05, topology=topology, bidirectional=bidirectional, clip_norm=1.0
+        )  # fmt: skip
+        for step, scale in enumerate(scales):
+            optimizer.zero_grad()
+            scaler.update(scale) if scaler._scale is not None else scaler.scale(torch.ones(())) and scaler.update(scale)
+            scaler.scale(loss_of(ddp, rank, step)).backward()
+            scaler.step(optimizer)
+        ends.append((held(state, net), nn.utils.parameters_to_vector(net.parameters())))
+        state.close()
+    for residuals, weights in ends[1:]:
+        assert torch.equal(residuals, ends[0][0])
+        assert torch.equal(weights, ends[0][1])
+
+
+@routes
+def test_residuals_do_not_depend_on_the_scales_history(groups, topology, bidirectional):
+    groups(2).run(scaled, topology, bidirectional)
+
+
+@routes
+def test_a_sum_beyond_the_range_of_floats_leaves_the_residual_finite(topology, bidirectional):
+    cluster = Cluster(TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional), 2, 500)
+    for _ in range(4):
+        given = [torch.randn(500) for _ in range(2)]
+        for each in given:
+            each[7:9] = 3e38
+        cluster.step(given)
+    for end in cluster.endpoints:
+        for link in end.links:
+            assert link.memory.tensors()["residual"].isfinite().all()
+
+
+class Spoilt(Model):
+    """Rank 1's gradient is infinite in the third step."""
+
+    def on_before_backward(self, loss):
+        self.spoil = self.trainer.global_step == 2 and self.global_rank == 1
+
+    def configure_optimizers(self):
+        for parameter in list(self.parameters())[:1]:
+            parameter.register_hook(lambda grad: grad * torch.inf if self.spoil else grad)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Weights(Callback):
+    """Compares weights and residuals before and after each step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.step, self.before = trainer.global_step, self.look(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        same = [torch.equal(a, b) for a, b in zip(self.before, self.look(trainer, pl_module), strict=True)]
+        assert same == [self.step == 2 and trainer.precision_plugin.scaler is not None] * 2, (self.step, same)
+
+    def look(self, trainer, pl_module):
+        kept = trainer.strategy.topk_state.residuals.held()
+        flat = [torch.cat([*kept.get(p, [torch.zeros(0)])]) for p in pl_module.parameters()]
+        return nn.utils.parameters_to_vector(pl_module.parameters()).clone(), torch.cat(flat)
+
+
+def test_a_trainer_with_a_scaler_goes_on_as_if_the_step_had_not_been(tmp_path):
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
+    strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
+    _, logged = fit(tmp_path, Spoilt(), strategy, callbacks=[Weights()], plugins=plugin, max_steps=6)
+    assert logged["topk/nonfinite_steps"] == 1
+
+
+def test_without_a_scaler_nan_arrives_as_with_ddp_and_is_counted(tmp_path):
+    _, logged = fit(tmp_path, Spoilt(), callbacks=[ExpectNaN()], max_steps=4)
+    assert logged["topk/nonfinite_steps"] == 2  # the step after it is computed with NaN weights
+
+
+class ExpectNaN(Callback):
+    def on_train_end(self, trainer, pl_module):
+        assert not nn.utils.parameters_to_vector(pl_module.parameters()).isfinite().all()
+        for parts in trainer.strategy.topk_state.residuals.held().values():
+            assert all(part.isfinite().all() for part in parts)
+
+
+class Dtypes(Callback):
+    def __init__(self, bucket: torch.dtype) -> None:
+        self.bucket = bucket
+
+    def on_after_backward(self, trainer, pl_module):
+        assert {p.grad.dtype for p in pl_module.parameters()} == {self.bucket}
+        kept = [part for parts in trainer.strategy.topk_state.residuals.held().values() for part in parts[:1]]
+        assert {part.dtype for part in kept} == {torch.promote_types(self.bucket, torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "bucket"),
+    [("32-true", "float32"), ("bf16-mixed", "float32"), ("bf16-true", "bfloat16"), ("64-true", "float64")],
+)
+def test_every_precision_trains(tmp_path, precision, bucket):
+    _, logged = fit(tmp_path, callbacks=[Dtypes(getattr(torch, bucket))], precision=precision, max_steps=4)
+    assert logged["topk/nonfinite_steps"] == 0
