@@ -68,12 +68,12 @@ class TopKConfig:
         for name in ("bidirectional", "momentum_masking", "lr_ratio"):
             _check_bool(name, getattr(self, name))
         if not isinstance(self.error_feedback, bool):
-            _check_name("error_feedback", self.error_feedback, ("worker", "server"), ", True or False")
+            check_name("error_feedback", self.error_feedback, ("worker", "server"), ", True or False")
         if not isinstance(self.selector, Selector):
-            _check_name("selector", self.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
-        _check_name("wire", self.wire, WIRES)
-        _check_name("topology", self.topology, EXCHANGES)
-        _check_name("scope", self.scope, ("bucket", "model"))
+            check_name("selector", self.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
+        check_name("wire", self.wire, WIRES)
+        check_name("topology", self.topology, EXCHANGES)
+        check_name("scope", self.scope, ("bucket", "model"))
         if self.topology == "allgather" and self.bidirectional:
             raise ValueError(
                 "bidirectional=True does not go with topology='allgather': without a server there is no "
@@ -180,7 +180,8 @@ class TopKConfig:
         uplink = Link(layout, selector, up, memory("worker", numel))
         clip_norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(world)
         numels = torch.tensor(sizes or (numel,), device=device)
-        return Endpoint(layout, rank, world, dtype, uplink, downlink, down, numels, clip_norm)
+        keep = down is not None and self.error_feedback in (True, "server")
+        return Endpoint(layout, rank, world, dtype, uplink, downlink, down, numels, clip_norm, keep)
 
     def resize_(self, end: Endpoint, step: int, epoch: int) -> None:
         """Has an endpoint keep what the schedules say for this step.
@@ -214,7 +215,13 @@ def _check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be True or False.")
 
 
-def _check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> None:
+def check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> None:
+    """Refuses a setting that is not one of the known names; ``otherwise`` says what else is allowed.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It is another string.
+    """
     allowed = f"it must be one of {', '.join(map(repr, known))}{otherwise}."
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; {allowed}")

@@ -198,6 +198,7 @@ class Endpoint:
         reply: How servers write their replies; None where there are no servers.
         sizes: ``[parameters]`` int64 on the bucket's device, elements of each.
         clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
+        servers_keep: Whether there are servers that keep what they do not send, on this rank or another.
     """
 
     layout: Layout
@@ -209,6 +210,7 @@ class Endpoint:
     reply: Codec | None
     sizes: Tensor
     clip_norm: float | None = None
+    servers_keep: bool = True
     finite: Tensor | None = None
     """Scalar bool: whether what the last exchange delivered is finite; the same on every rank."""
 

@@ -6,6 +6,7 @@ returns a future at once, so that backward goes on while bytes travel.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_topk import checkpoint
+from lightning_topk.checkpoint import Mode
 from lightning_topk.collectives import Future, Lane, Meter, drive, lane_for
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import Endpoint, exchange
@@ -47,6 +50,27 @@ class Report:
     kept: int = 0
     selected: int = 0
     energy: Tensor = field(default_factory=lambda: torch.zeros(2, 2, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One gradient to exchange.
+
+    Attributes:
+        parameters: Whose it is, in its order.
+        name: For error messages.
+        used: ``[parameters]`` bool, which of them this rank used; None if all.
+        step: Gradients exchanged before this one.
+        epoch: Epochs completed.
+        lr_ratio: The last step's learning rate over this step's.
+    """
+
+    parameters: tuple[Tensor, ...]
+    name: str
+    used: Tensor | None
+    step: int
+    epoch: int
+    lr_ratio: float
 
 
 class TopKState:
@@ -101,9 +125,10 @@ class TopKState:
                     f"{ratio!r} goes by epochs: pass epoch=, a function that tells the epoch, or use steps=."
                 )
         self._epoch = epoch or (lambda: 0)
-        self._optimizers, self._last_rates = optimizers, list[float]()
+        self._optimizers = optimizers
         self._lr_ratio = 1.0
         self._waiting: list[tuple[Tensor, tuple[Tensor, ...], Future]] = []
+        self._buckets: list[tuple[Tensor, ...]] = []
         self._energy: list[tuple[int, Tensor]] = []
         self._selected: list[Tensor] = []
         self._failed: list[Tensor] = []
@@ -112,6 +137,8 @@ class TopKState:
         self.residuals.settle()  # their endpoints may have been of other settings
         self._used: set[Tensor] | None = None
         self._watches: list[RemovableHandle] = []
+        self.names: Mapping[Tensor, str] = {}
+        """The parameters' names, which :func:`attach` knows."""
         self.meter = Meter()
         self.measure = False
         """Whether the exchanges measure their compression error: two more passes over every bucket."""
@@ -141,7 +168,7 @@ class TopKState:
 
         Raises:
             RuntimeError: The state was closed.
-            TypeError: The bucket is not one of DDP's reducer, or holds sparse gradients.
+            TypeError: The bucket is not one of DDP's reducer.
             ValueError: The learning rates of two parameter groups changed by different factors, with ``lr_ratio=True``.
         """
         if self.group is None:
@@ -156,77 +183,114 @@ class TopKState:
         if self._lane is None:
             self._lane = lane_for(buffer.device)
         if index == 0:
-            self._waiting.clear()  # what a backward pass that failed has left
-            self._lr_ratio = self._follow_learning_rate()
-            self._follow_optimizers()
+            self._begin_pass()
         promised, future = self._lane.promise()
         self._waiting.append((buffer, parameters, promised))
         if last or self.config.scope == "bucket":
-            buffers, groups, promises = zip(*self._waiting, strict=True)
-            self._waiting.clear()
-            name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
-            flat: tuple[Tensor, ...] = sum(groups, ())
-            used = None if self._used is None else torch.tensor([parameter in self._used for parameter in flat])
-            if self._used is not None:
-                self._used.difference_update(flat)
-            now = (self.residuals.steps, self._epoch(), self._lr_ratio, last)
-            self._lane.submit(partial(self._exchange, buffers, flat, used, name, *now), promises)
-        self.residuals.steps += last
+            self._submit(index, last)
+        if last:
+            self.residuals.steps += 1
+            self.residuals.buckets = tuple(self._buckets)
         return future
 
+    def _begin_pass(self) -> None:
+        """A backward pass has its first bucket ready."""
+        self._waiting.clear()  # what a backward pass that failed has left
+        self._buckets.clear()
+        self._lr_ratio = self._follow_learning_rate()
+        self._follow_optimizers()
+
+    def _submit(self, index: int, last: bool) -> None:
+        """Queues the exchange of the buffers that wait."""
+        assert self._lane is not None
+        buffers, groups, promises = zip(*self._waiting, strict=True)
+        self._waiting.clear()
+        flat: tuple[Tensor, ...] = sum(groups, ())
+        saved = self.residuals.buckets if self.residuals.resumed and index == 0 and last else ()
+        if saved and set(flat) == {parameter for bucket in saved for parameter in bucket}:
+            # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets that it had before.
+            together = saved
+        else:
+            together, self.residuals.resumed = (flat,), False
+        self._buckets += together
+        name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
+        jobs = [
+            Job(bucket, name, self._used_of(bucket), self.residuals.steps, self._epoch(), self._lr_ratio)
+            for bucket in together
+        ]
+        self._lane.submit(partial(self._exchange_all, buffers, flat, jobs, last), promises)
+
+    def _used_of(self, parameters: tuple[Tensor, ...]) -> Tensor | None:
+        """``[parameters]`` bool, which of them got a gradient since they were last asked for; None if all always do."""
+        if self._used is None:
+            return None
+        used = torch.tensor([parameter in self._used for parameter in parameters])
+        self._used.difference_update(parameters)
+        return used
+
     @torch.no_grad()
-    def _exchange(
-        self,
-        buffers: Sequence[Tensor],
-        parameters: tuple[Tensor, ...],
-        used: Tensor | None,
-        name: str,
-        step: int,
-        epoch: int,
-        lr_ratio: float,
-        last: bool,
+    def _exchange_all(
+        self, buffers: Sequence[Tensor], parameters: tuple[Tensor, ...], jobs: Sequence[Job], last: bool
     ) -> Sequence[Tensor]:
-        """Exchanges buffers as one gradient, on the lane."""
+        """Exchanges what is in buffers as the jobs say, on the lane; ``last`` if a backward pass ends with them."""
+        as_it_is = len(jobs) == 1 and all(map(operator.is_, jobs[0].parameters, parameters))
+        if as_it_is and len(buffers) == 1 and not buffers[0].is_sparse:
+            self._exchange(buffers[0], jobs[0])
+            results = list(buffers)
+        else:
+            # Sparse gradients are exchanged as what they stand for, and become sparse again where anything arrives.
+            whole = torch.cat([(buffer.to_dense() if buffer.is_sparse else buffer).flatten() for buffer in buffers])
+            part = dict(zip(parameters, whole.split([p.numel() for p in parameters]), strict=True))
+            for job in jobs:
+                g = whole if as_it_is else torch.cat([part[p] for p in job.parameters])
+                self._exchange(g, job)
+                for p, piece in zip(job.parameters, g.split([p.numel() for p in job.parameters]), strict=True):
+                    part[p].copy_(piece)
+            results = [
+                part.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer.copy_(part)
+                for buffer, part in zip(buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True)
+            ]
+        if last and self._failed:
+            self._failed_steps = self._failed_steps + torch.stack(self._failed).any()
+            self._failed.clear()
+        return results
+
+    def _exchange(self, g: Tensor, job: Job) -> None:
+        """Exchanges one gradient in place."""
         assert self.group is not None
-        # Sparse gradients are exchanged as what they stand for, and become sparse again where anything arrives.
-        g = buffers[0] if len(buffers) == 1 and not buffers[0].is_sparse else torch.cat([_flat(b) for b in buffers])
         if g.numel() == 0:
-            return buffers
+            return
         try:
-            sizes = tuple(parameter.numel() for parameter in parameters)
-            make = partial(self.config.endpoint, g.numel(), self.rank, self.world, g.dtype, g.device, sizes)
-            end = self.residuals.endpoint(parameters, make, g.device, lr_ratio)
-            self.config.resize_(end, step, epoch)
+            end = self.residuals.endpoint(
+                job.parameters, partial(self.make_endpoint, job.parameters), g.device, job.lr_ratio
+            )
+            self.config.resize_(end, job.step, job.epoch)
             for link in end.links:
                 link.measure = self.measure
             scale = None if self._scaler is None else self._scaler._scale
-            drive(exchange(end, g, self.config.topology, step, scale, used), self.group, self.meter)
+            drive(exchange(end, g, self.config.topology, job.step, scale, job.used), self.group, self.meter)
         except Exception as error:
             raise RuntimeError(
-                f"lightning_topk: the {self.config.topology} exchange of {name} ({g.numel()} elements) "
+                f"lightning_topk: the {self.config.topology} exchange of {job.name} ({g.numel()} elements) "
                 f"failed on rank {self.rank} of {self.world}: {error}"
             ) from error
-        self.residuals.note(parameters)
-        self._take_note(end, last, sum(parameter.nbytes for parameter in parameters))
-        if g is buffers[0]:
-            return buffers
-        parts = g.split([buffer.numel() for buffer in buffers])
-        return [
-            part.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer.copy_(part)
-            for buffer, part in zip(buffers, parts, strict=True)
-        ]
+        self.residuals.note(job.parameters)
+        self._take_note(end, g.nbytes)
 
-    def _take_note(self, end: Endpoint, last: bool, nbytes: int) -> None:
-        """Enters an exchange of a gradient of ``nbytes`` into the report; ``last`` is the last one of its backward pass."""
-        assert end.finite is not None
-        self._failed.append(~end.finite)
-        if last:
-            self._failed_steps = self._failed_steps + torch.stack(self._failed).any()
-            self._failed.clear()
+    def make_endpoint(self, parameters: tuple[Tensor, ...]) -> Endpoint:
+        """The endpoint of a bucket of parameters, with empty memories."""
+        sizes = tuple(parameter.numel() for parameter in parameters)
+        like = parameters[0]
+        return self.config.endpoint(sum(sizes), self.rank, self.world, like.dtype, like.device, sizes)
+
+    def _take_note(self, end: Endpoint, nbytes: int) -> None:
+        """Enters an exchange of a gradient of ``nbytes`` into the report."""
         self.meter.bytes["dense"] += 2 * (self.world - 1) * nbytes // self.world
         self._report.elements += end.layout.numel
         self._report.kept += min(end.uplink.codec.kept * end.layout.shards, end.layout.numel)
         # On the device until the report, so that the host does not wait here.
+        assert end.finite is not None
+        self._failed.append(~end.finite)
         self._energy += [(side, link.energy) for side, link in enumerate(end.links) if link.energy is not None]
         if end.uplink.energy is not None and end.uplink.selected is not None:
             self._selected.append(end.uplink.selected)
@@ -236,9 +300,10 @@ class TopKState:
         if not self.config.lr_ratio or self._optimizers is None:
             return 1.0
         rates = [float(group["lr"]) for optimizer in self._optimizers() for group in optimizer.param_groups]
-        pairs = [(before, now) for before, now in zip(self._last_rates, rates, strict=False) if before and now]
-        self._last_rates = [
-            now or before for before, now in zip_longest(self._last_rates[: len(rates)], rates, fillvalue=0.0)
+        last = self.residuals.learning_rates
+        pairs = [(before, now) for before, now in zip(last, rates, strict=False) if before and now]
+        self.residuals.learning_rates = [
+            now or before for before, now in zip_longest(last[: len(rates)], rates, fillvalue=0.0)
         ]
         ratios = [before / now for before, now in pairs]
         if ratios and max(ratios) > min(ratios) * 1.001:
@@ -291,6 +356,42 @@ class TopKState:
                     energy[side] += torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
+    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
+        """The residuals for a checkpoint: every rank calls it at the same point, between two backward passes.
+
+        Args:
+            mode: ``"mean"`` keeps the mean over the workers, 2 x the model at any world size; ``"full"`` keeps every worker's
+                own, for a resumed run of the same bits.
+
+        Returns:
+            On rank 0, numbers, words and CPU tensors, see :mod:`lightning_topk.checkpoint`; elsewhere the same without
+            tensors.
+
+        Raises:
+            RuntimeError: The state was not made by :func:`attach`, which knows the parameters' names.
+        """
+        return checkpoint.collect(self.residuals, self._names(), mode, self._device())
+
+    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
+        """Goes on with the residuals of a checkpoint, of any world size; every rank calls it.
+
+        Args:
+            entry: What :meth:`state_dict` returned on rank 0.
+
+        Raises:
+            RuntimeError: The state was not made by :func:`attach`.
+            ValueError: The entry is damaged, or of another model.
+        """
+        checkpoint.restore(self.residuals, self._names(), entry, self.make_endpoint, self.rank, self.world)
+
+    def _names(self) -> Mapping[Tensor, str]:
+        if not self.names:
+            raise RuntimeError("residuals are saved by parameter name; make the state with lightning_topk.attach.")
+        return self.names
+
+    def _device(self) -> torch.device:
+        return next(iter(self._names())).device
+
     def close(self) -> None:
         """Ends the lane and gives up the process group. The residuals stay."""
         for watch in self._watches:
@@ -303,11 +404,6 @@ class TopKState:
         if self.group is not None and idle and dist.is_initialized():
             dist.destroy_process_group(self.group)  # not under a thread that is still in a collective
         self._lane = self.group = None
-
-
-def _flat(buffer: Tensor) -> Tensor:
-    """A buffer of DDP, dense or sparse, as ``[numel]``."""
-    return (buffer.to_dense() if buffer.is_sparse else buffer).flatten()
 
 
 def _one_config(config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
@@ -400,6 +496,7 @@ def attach(
         optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
         scaler=scaler,
     )
+    state.names = {parameter: name for name, parameter in model.module.named_parameters()}
     try:
         model.register_comm_hook(state, topk_hook)
     except RuntimeError:

@@ -29,7 +29,13 @@ class Residuals:
 
     def __init__(self) -> None:
         self.steps = 0
-        """Gradients exchanged so far, for schedules."""
+        """Gradients exchanged so far, for schedules and selectors."""
+        self.learning_rates: list[float] = []
+        """The optimizers', in the last step, for residuals that follow them."""
+        self.buckets: tuple[tuple[Tensor, ...], ...] = ()
+        """The parameters that were exchanged together in the last backward pass."""
+        self.resumed = False
+        """Whether ``buckets`` are those of a checkpoint, which DDP has not built yet."""
         self.optimizer_steps: Steps | None = None
         """With a GradScaler, by which it is known which steps are not taken; what they sent comes back."""
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
@@ -101,16 +107,59 @@ class Residuals:
             Two residuals ``[numel]`` for each parameter; the server's is zero where another rank serves. The mean over the
             ranks of the first plus the sum of the second is the gradient that is still to be delivered.
         """
+
+        def residual(parts: dict[str, Tensor], parameter: Tensor) -> Tensor:
+            return parts.get("residual", torch.zeros(()).expand(parameter.numel()))
+
+        return {
+            parameter: (residual(worker, parameter), residual(server, parameter))
+            for parameter, (worker, server) in self.parts().items()
+        }
+
+    def parts(self) -> dict[Tensor, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """All memories by parameter: the worker's and the server's, each ``[numel]`` by name; views where they are in use.
+
+        Every rank names a server's residual, whether it serves or not.
+        """
         server = {parameter: dict(parts) for parameter, parts in self._server.items()}
         for bucket, end in self._live.items():
             self._decide(bucket)
             _scatter_parts(server, bucket, _served(end))
-
-        def part(side: Parts, parameter: Tensor) -> Tensor:
-            return side.get(parameter, {}).get("residual", torch.zeros(()).expand(parameter.numel()))
-
         known = {*self._worker, *server, *(parameter for bucket in self._live for parameter in bucket)}
-        return {parameter: (part(self._worker, parameter), part(server, parameter)) for parameter in known}
+        for p in known:
+            if not server.get(p):
+                server[p] = {"residual": torch.zeros(p.numel(), dtype=torch.promote_types(p.dtype, torch.float32))}
+        return {p: (self._worker.get(p, {}), server[p]) for p in known}
+
+    def restore(
+        self,
+        buckets: Iterable[tuple[Tensor, ...]],
+        worker: Parts,
+        server: Parts,
+        make: Callable[[tuple[Tensor, ...]], Endpoint],
+    ) -> None:
+        """Replaces all that there is by the residuals of a checkpoint.
+
+        Args:
+            buckets: Parameters that were exchanged together.
+            worker: This worker's memory of each parameter.
+            server: The whole servers' memory of each parameter; the same on every rank.
+            make: Makes the endpoint of a bucket.
+        """
+        self._dissolve({parameter for bucket in self._live for parameter in bucket})
+        self._worker, self._server = worker, {}
+        self.buckets, self.resumed = tuple(buckets), True
+        for bucket in self.buckets:
+            end = make(bucket)
+            self._fill(end, bucket, end.sizes.device)
+            like = torch.zeros((), dtype=end.dtype, device=end.sizes.device)
+            whole = _gather_parts(server, bucket, "residual", like)
+            if not end.servers_keep:
+                end.uplink.memory.add_(whole)  # the mean over the workers is the whole again
+            elif end.downlink is not None:
+                for served in end.downlink.memory.tensors().values():
+                    served.copy_(reference.shard_rows(whole, end.layout)[end.shard])
+            self._live[bucket] = end
 
     def retain(self, parameters: Iterable[Tensor]) -> None:
         """Forgets all parameters but these: another model has no use for the residuals of the last."""

@@ -6,10 +6,15 @@ import difflib
 import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.checkpoint import EMPTY, KEY, absent, collect
+from lightning_topk.config import TopKConfig, check_name
 from lightning_topk.hook import TopKState, attach, check_ddp_options, check_momentum
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Ratio
@@ -18,6 +23,7 @@ from lightning_topk.select import Selector
 if TYPE_CHECKING:
     from lightning import Trainer
     from lightning.fabric.strategies.registry import _StrategyRegistry
+    from lightning.fabric.utilities.types import _PATH
 
 
 class TopKStrategy(DDPStrategy):
@@ -48,6 +54,9 @@ class TopKStrategy(DDPStrategy):
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
+        residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
+            run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the
+            same bits; ``"none"`` saves none, and resumes with residuals of zero.
         start_method: How Lightning starts the processes, as in DDPStrategy.
         **ddp_kwargs: Arguments of DDPStrategy and of torch's DistributedDataParallel.
 
@@ -70,6 +79,7 @@ class TopKStrategy(DDPStrategy):
         momentum_masking: bool = True,
         clip_norm: float | None = None,
         lr_ratio: bool = False,
+        residual_checkpoint: Literal["mean", "full", "none"] = "mean",
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
@@ -87,12 +97,25 @@ class TopKStrategy(DDPStrategy):
             clip_norm=clip_norm,
             lr_ratio=lr_ratio,
         )
+        check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
+        self._residual_checkpoint = residual_checkpoint
         _check_strategy_options(ddp_kwargs)
         check_ddp_options(ddp_kwargs)
         super().__init__(start_method=start_method, **ddp_kwargs)
         self.topk_state: TopKState | None = None
         """The state of the comm hook; None outside ``fit``."""
         self._residuals = Residuals()
+        self._resumed: dict[str, Any] | None = None
+
+    def configure_ddp(self) -> None:
+        """Wraps the module, with parameters that no other rank writes to."""
+        # Lightning 2.6 gives spawned CPU workers parameters of their own, but not those of start_method="forkserver": torch
+        # then shares the memory, and the optimizers of all ranks step on the same weights.
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor.device.type == "cpu" and tensor.is_shared():
+                tensor.data = tensor.data.clone()
+        super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers hooks on CUDA only (lightning 2.6) and skips CPU silently.
@@ -108,6 +131,48 @@ class TopKStrategy(DDPStrategy):
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
         )
+
+        if self._resumed is not None:
+            self.topk_state.load_state_dict(self._resumed)
+            self._resumed = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Saves a checkpoint with the residuals of all ranks; every rank calls it. Weights-only checkpoints hold none."""
+        module = self.lightning_module
+        if self._residual_checkpoint != "none" and "optimizer_states" in checkpoint and module is not None:
+            if not (dist.is_available() and dist.is_initialized()):
+                checkpoint[KEY] = absent("the worker processes, which held them, had ended")
+            elif module.trainer.state.status == TrainerStatus.INTERRUPTED:
+                # Others may not be here, and would not answer a collective.
+                checkpoint[KEY] = absent("an exception was being handled, when ranks cannot wait for each other")
+            else:
+                names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+                checkpoint[KEY] = collect(self._residuals, names, self._residual_checkpoint, self.root_device)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint; ``fit`` goes on with its residuals, or with zero if it has none, as one by DDPStrategy."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._resume(
+                checkpoint.get(KEY, absent("it was saved by another strategy, or with residual_checkpoint='none'"))
+            )
+        return checkpoint
+
+    def _resume(self, entry: Any) -> None:
+        """Goes on with the residuals of a checkpoint: now, if there is a model to go on with, or when it is wrapped."""
+        if self._residual_checkpoint == "none":
+            entry = absent("residual_checkpoint='none' does not read them")
+        if isinstance(entry, dict) and entry.get("mode") == "none":
+            rank_zero_info(
+                f"TopKStrategy starts with residuals of zero: the checkpoint has none ({entry.get('reason')})."
+            )
+            entry = EMPTY
+        if self.topk_state is None:
+            self._resumed = entry
+        else:
+            self.topk_state.load_state_dict(entry)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and checks that they and the exchange do not both apply momentum."""

@@ -23,6 +23,7 @@ LAYERS = [
     {"config"},
     {"collectives", "simulate", "undo", "plan"},
     {"residuals"},
+    {"checkpoint"},
     {"hook"},
     {"metrics", "strategy"},
     {"callback", "plots", "hosts"},
@@ -43,7 +44,7 @@ LAYERS = [
     {"__main__"},
 ]
 ALLOWED = {
-    "torch.distributed": {"collectives", "hook", "reproduce.step"},
+    "torch.distributed": {"collectives", "checkpoint", "hook", "strategy", "reproduce.step"},
     "lightning": {"strategy", "callback"},
     "torchmetrics": {"metrics"},
     "matplotlib": {"plots"},

@@ -221,6 +221,17 @@ def test_every_preset_trains_and_ranks_agree(tmp_path, name):
     assert logged["topk/uplink_bytes"] + logged["topk/downlink_bytes"] == kept.uplink + kept.downlink
 
 
+class SharesNothing(Callback):
+    """Fails if two ranks step on the same weights, as torch shares those of processes from a fork server."""
+
+    def on_train_start(self, trainer, pl_module):
+        assert not any(tensor.is_shared() for tensor in (*pl_module.parameters(), *pl_module.buffers()))
+
+
+def test_workers_of_a_fork_server_have_weights_of_their_own(tmp_path):
+    fit(tmp_path, Model(norm=True), callbacks=[SharesNothing()], max_steps=1)
+
+
 class Momentum(Model):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)

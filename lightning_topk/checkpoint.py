@@ -1,0 +1,180 @@
+"""Residuals in a checkpoint: by parameter name, for any world size.
+
+The entry is made of numbers, words, lists, dicts and CPU tensors, so that ``torch.load(weights_only=True)`` reads it::
+
+    version      1
+    mode         "mean", "full", or "none" with a reason
+    world_size   of the run that wrote it
+    steps        gradients exchanged so far, for schedules and for selectors that draw
+    rates        learning rates of the last step, for residuals that follow them
+    buckets      the parameters' names, bucket by bucket
+    parameters   {name: {"worker": {"residual": tensor, ...}, "server": {"residual": tensor}}}
+
+The gradient that is still to be delivered is the mean of the workers' residuals plus the servers' residual. ``"mean"`` keeps
+just these two, 2 x the model whatever the world size; every worker then goes on with the mean. ``"full"`` keeps the residual of each
+worker, ``[W, numel]``: with the same world size and settings a resumed run gives the same bits as one that never stopped. At another
+world size it is the mean, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topk.exchange import Endpoint
+from lightning_topk.residuals import Parts, Residuals
+
+KEY = "lightning_topk"
+"""The entry's name in a checkpoint."""
+VERSION = 1
+EMPTY: dict[str, Any] = {
+    "version": VERSION,
+    "mode": "mean",
+    "world_size": 1,
+    "steps": 0,
+    "rates": [],
+    "buckets": [],
+    "parameters": {},
+}
+"""The entry of a run that has not begun."""
+Mode = Literal["mean", "full"]
+
+
+def collect(residuals: Residuals, names: Mapping[Tensor, str], mode: Mode, device: torch.device) -> dict[str, Any]:
+    """Makes the entry. A collective on the default group: every rank calls it at the same point, between two backward passes.
+
+    Args:
+        residuals: This rank's.
+        names: The parameters' names, in an order that is the same on every rank.
+        mode: ``"mean"`` or ``"full"``.
+        device: Where collectives want their tensors.
+
+    Returns:
+        The entry on rank 0; the same without tensors elsewhere.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts = residuals.parts()
+    parameters: dict[str, Any] = {}
+    for parameter, name in names.items():
+        if parameter not in parts:
+            continue
+        worker, server = parts[parameter]
+        kept = {key: _gather(part.to(device), rank, world, mode) for key, part in worker.items()}
+        served = {key: _gather(part.to(device), rank, world, "sum") for key, part in server.items()}
+        if rank == 0:
+            parameters[name] = {"worker": kept, "server": served}
+    return {
+        "version": VERSION,
+        "mode": mode,
+        "world_size": world,
+        "steps": residuals.steps,
+        "rates": list(residuals.learning_rates),
+        "buckets": [[names[parameter] for parameter in bucket] for bucket in residuals.buckets],
+        "parameters": parameters,
+    }
+
+
+def absent(reason: str) -> dict[str, Any]:
+    """An entry that holds no residuals, and says why."""
+    return {"version": VERSION, "mode": "none", "reason": reason}
+
+
+def _gather(part: Tensor, rank: int, world: int, mode: str) -> Tensor | None:
+    """The sum or mean over the ranks of ``[numel]``, or each of them as ``[W, numel]``; on rank 0's CPU, None elsewhere."""
+    if mode == "full":
+        rows = [torch.empty_like(part) for _ in range(world)] if rank == 0 else None
+        dist.gather(part.contiguous(), rows, dst=0)
+        return torch.stack([row.cpu() for row in rows]) if rows else None
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.reduce(total, dst=0)
+    if mode == "mean":
+        total /= world
+    return total.cpu() if rank == 0 else None
+
+
+def restore(
+    residuals: Residuals,
+    names: Mapping[Tensor, str],
+    entry: Mapping[str, Any],
+    make: Callable[[tuple[Tensor, ...]], Endpoint],
+    rank: int,
+    world: int,
+) -> None:
+    """Goes on with the residuals of an entry, in place of what there is.
+
+    Args:
+        residuals: This rank's.
+        names: The parameters' names.
+        entry: What :func:`collect` returned on rank 0.
+        make: Makes the endpoint of a bucket of parameters, with empty memories.
+        rank: This rank.
+        world: Number of ranks.
+
+    Raises:
+        ValueError: The entry is damaged, or of another model. It says how to start with zero residuals.
+    """
+    parameters = {name: parameter for parameter, name in names.items()}
+    _check(entry, parameters)
+    worker: Parts = {}
+    server: Parts = {}
+    for name, sides in entry["parameters"].items():
+        worker[parameters[name]] = {
+            key: _own(part, rank, world, entry["mode"]) for key, part in sides["worker"].items()
+        }
+        server[parameters[name]] = dict(sides["server"])
+    buckets = [tuple(parameters[name] for name in bucket if name in entry["parameters"]) for bucket in entry["buckets"]]
+    rest = worker.keys() - {parameter for bucket in buckets for parameter in bucket}
+    residuals.restore(
+        [*filter(None, buckets), *((parameter,) for parameter in worker if parameter in rest)], worker, server, make
+    )
+    residuals.steps, residuals.learning_rates = entry["steps"], list(entry["rates"])
+
+
+def _own(part: Tensor, rank: int, world: int, mode: str) -> Tensor:
+    """What a worker goes on with: its own row where there is one for each, else the mean."""
+    if mode == "mean":
+        return part.clone()
+    return part[rank].clone() if len(part) == world else part.mean(dim=0)
+
+
+def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Refuses an entry that cannot be used, in words."""
+    problem = _problem(entry, parameters)
+    if problem:
+        raise ValueError(
+            f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To go on with residuals "
+            "of zero, pass residual_checkpoint='none' to the strategy."
+        )
+
+
+def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
+    if not isinstance(entry, Mapping) or "version" not in entry:
+        return "it was not written by lightning_topk"
+    if entry["version"] != VERSION:
+        return f"it has version {entry['version']!r}, and this lightning_topk reads version {VERSION}"
+    missing = {"mode", "world_size", "steps", "rates", "buckets", "parameters"} - entry.keys()
+    if missing:
+        return f"it was truncated: {', '.join(sorted(missing))} is missing"
+    if entry["mode"] not in ("mean", "full"):
+        return f"its mode is {entry['mode']!r}"
+    strangers = sorted(entry["parameters"].keys() - parameters.keys())
+    if strangers:
+        return f"the model has no parameter {strangers[0]!r} (of {len(strangers)} such)"
+    lists: Sequence[Sequence[str]] = entry["buckets"]
+    if not {name for bucket in lists for name in bucket} <= parameters.keys():
+        return "its buckets name parameters that the model does not have"
+    for name, sides in entry["parameters"].items():
+        numel = parameters[name].numel()
+        if not isinstance(sides, Mapping) or sides.keys() != {"worker", "server"}:
+            return f"it was truncated: {name!r} has no worker or no server"
+        shapes = {"worker": (numel,) if entry["mode"] == "mean" else (entry["world_size"], numel), "server": (numel,)}
+        for side, shape in shapes.items():
+            for part in sides[side].values():
+                if not isinstance(part, Tensor) or part.shape != shape:
+                    found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+                    return f"the {side}'s residual of {name!r} is {found} instead of {shape}"
+    return None

@@ -1,0 +1,263 @@
+"""Residuals survive in checkpoints, at any world size."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import threading
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from test_gloo import mean_over_ranks
+from test_laws import routes
+from test_lightning import QUIET, Model
+from test_precision import loss_of, net_of_four_layers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topk import ExponentialWarmup, TopKStrategy
+from lightning_topk.checkpoint import KEY
+from lightning_topk.hook import attach
+
+MODES = {
+    "several_buckets": {"bucket_cap_mb": 0.001},
+    "static_graph": {"bucket_cap_mb": 0.001, "static_graph": True},
+    "find_unused_parameters": {"bucket_cap_mb": 0.001, "find_unused_parameters": True},
+}
+
+
+def trained(
+    rank: int,
+    world: int,
+    settings: dict,
+    mode: str,
+    start: int,
+    stop: int,
+    saved: dict | None = None,
+    sgd: str = "full",
+):
+    """Trains from step ``start`` to ``stop``; returns weights, undelivered gradient, and what a checkpoint holds."""
+    net = net_of_four_layers()
+    if saved:
+        net.load_state_dict(saved["weights"])
+    ddp = DistributedDataParallel(net, **MODES[mode])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state = attach(ddp, optimizer=optimizer, **{"ratio": 0.05, **settings})
+    if saved:
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        state.load_state_dict(saved["residuals"])
+    left_at_start = undelivered(state, net, world)
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+        schedule.step()
+    left = undelivered(state, net, world)
+    entry = {
+        "weights": copy.deepcopy(net.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "residuals": state.state_dict(sgd),
+    }
+    several = len(state.residuals.buckets) > 1
+    assert several == (settings.get("scope") != "model")
+    state.close()
+    weights = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+    return weights.numpy(), left_at_start.numpy(), left.numpy(), entry
+
+
+def undelivered(state, net: nn.Module, world: int) -> torch.Tensor:
+    kept, zero = state.residuals.held(), lambda p: (torch.zeros(p.numel()),) * 2
+    worker, server = (torch.cat([kept.get(p, zero(p))[side] for p in net.parameters()]) for side in (0, 1))
+    return mean_over_ranks(worker) + mean_over_ranks(server) * world
+
+
+def check_same_bits(groups, settings, mode):
+    whole = groups(3).run(trained, settings, mode, 0, 8)
+    first = groups(3).run(trained, settings, mode, 0, 4)
+    second = groups(3).run(trained, settings, mode, 4, 8, first[0][3])
+    for uninterrupted, resumed in zip(whole, second, strict=True):
+        assert (uninterrupted[0] == resumed[0]).all()
+        assert (uninterrupted[2] == resumed[2]).all()
+
+
+@routes
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scope": "model"},
+        {"momentum": 0.9, "selector": "randk", "ratio": ExponentialWarmup(0.05, start=0.5, steps=8)},
+        {"lr_ratio": True, "selector": "dgc", "wire": "fp32"},
+    ],
+)
+def test_a_resumed_run_gives_the_same_bits(groups, topology, bidirectional, settings):
+    settings = {"topology": topology, "bidirectional": bidirectional, **settings}
+    check_same_bits(groups, settings, "several_buckets")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scope", ["bucket", "model"])
+def test_so_it_does_in_every_mode_of_ddp(groups, mode, scope):
+    check_same_bits(groups, {"scope": scope}, mode)
+
+
+@routes
+@pytest.mark.parametrize("sgd", ["mean", "full"])
+@pytest.mark.parametrize("then", [("sharded", True), ("allgather", False)])
+def test_every_world_size_and_topology_takes_over_what_is_left(groups, topology, bidirectional, sgd, then):
+    settings = {"topology": topology, "bidirectional": bidirectional}
+    found = groups(4).run(trained, settings, "several_buckets", 0, 3, None, sgd)[0]
+    for world in (2, 3, 1):
+        settings = {"topology": then[0], "bidirectional": then[1]}
+        left, saved = found[2], found[3]
+        found = groups(world).run(trained, settings, "several_buckets", 3, 5, saved, sgd)[0]
+        assert abs(found[1] - left).max() < 1e-6
+        assert abs(left).max() > 1e-3
+
+
+def test_the_entry_has_the_size_it_says(groups):
+    numel = sum(p.numel() for p in net_of_four_layers().parameters())
+    for sgd, tensors in (("mean", 2), ("full", 4)):
+        entry = groups(3).run(trained, {}, "several_buckets", 0, 3, None, sgd)[0][3]["residuals"]
+        sides = [side for parts in entry["parameters"].values() for side in parts.values()]
+        assert sum(part.numel() for side in sides for part in side.values()) == tensors * numel
+
+
+def damaged(rank: int, world: int, entry: dict) -> str:
+    net = net_of_four_layers()
+    state = attach(DistributedDataParallel(net), ratio=0.05)
+    message = ""
+    try:
+        state.load_state_dict(entry)
+    except ValueError as error:
+        message = str(error)
+    state.close()
+    return message
+
+
+def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(groups):
+    good = groups(2).run(trained, {}, "several_buckets", 0, 3)[0][3]["residuals"]
+    name = next(iter(good["parameters"]))
+
+    def changed(**changes):
+        return {**good, **changes}
+
+    short = copy.deepcopy(good)
+    short["parameters"][name]["worker"]["residual"] = torch.zeros(2, 3)
+    headless = copy.deepcopy(good)
+    del headless["parameters"][name]["server"]
+    cases = {
+        "not written by lightning_topk": {"state": 1},
+        "version 99": changed(version=99),
+        "buckets is missing": {k: v for k, v in good.items() if k != "buckets"},
+        "no parameter 'other.weight'": changed(parameters={"other.weight": good["parameters"][name]}),
+        r"is \(2, 3\) instead of \(2, ": short,
+        "has no worker or no server": headless,
+    }
+    for words, entry in cases.items():
+        for message in groups(2).run(damaged, entry):
+            with pytest.raises(ValueError, match=words):
+                raise ValueError(message)
+            assert "residual_checkpoint='none'" in message
+
+
+class Held(Callback):
+    """Tells how much the residuals hold at the start of training, and the weights at its end."""
+
+    def __init__(self) -> None:
+        self.start, self.sums = multiprocessing.get_context("forkserver").Array("d", 2), None
+
+    def on_train_start(self, trainer, pl_module):
+        kept = trainer.strategy.topk_state.residuals.held().values()
+        self.start[trainer.global_rank] = sum(float(part.abs().sum()) for parts in kept for part in parts)
+
+
+def saving(folder, **options):
+    return ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **options)
+
+
+def strategy(**settings) -> TopKStrategy:
+    return TopKStrategy(**{"ratio": 0.05, "start_method": "forkserver", "bucket_cap_mb": 0.001, **settings})
+
+
+def epochs(tmp_path, count, plugin, callbacks=(), ckpt_path=None, **options):
+    """Trains whole epochs of three steps."""
+    trainer = L.Trainer(
+        default_root_dir=tmp_path, strategy=plugin, callbacks=list(callbacks), max_epochs=count, limit_train_batches=3,
+        **QUIET | {"enable_checkpointing": True} | options,
+    )  # fmt: skip
+    L.seed_everything(0, workers=True, verbose=False)  # in the workers as well, where the data is made
+    model = Model()
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_the_trainer_resumes_with_the_same_bits(tmp_path):
+    full = {"residual_checkpoint": "full"}
+    whole = epochs(tmp_path, 4, strategy(**full), [saving(tmp_path / "whole")])
+    epochs(tmp_path, 2, strategy(**full), [saving(tmp_path / "half")])
+    held = Held()
+    resumed = epochs(tmp_path, 4, strategy(**full), [saving(tmp_path / "rest"), held], tmp_path / "half/step=6.ckpt")
+    assert torch.equal(whole, resumed)
+    assert all(total > 0 for total in held.start)
+    one, other = (torch.load(tmp_path / f"{run}/step=12.ckpt", weights_only=True)[KEY] for run in ("whole", "rest"))
+    assert one["steps"] == other["steps"] == 12
+    for name, sides in one["parameters"].items():
+        assert torch.equal(sides["worker"]["residual"], other["parameters"][name]["worker"]["residual"])
+        assert torch.equal(sides["server"]["residual"], other["parameters"][name]["server"]["residual"])
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_checkpoints_go_from_and_to_plain_ddp_other_world_sizes_and_weights_only(tmp_path):
+    """Also with last.ckpt as a link, and written by a thread."""
+    plain = saving(tmp_path / "ddp")
+    epochs(tmp_path, 1, DDPStrategy(start_method="forkserver"), [plain])
+    held = Held()
+    ours = saving(tmp_path / "topk", save_last="link")
+    epochs(tmp_path, 2, strategy(), [ours, held], tmp_path / "ddp/step=3.ckpt", plugins=AsyncCheckpointIO())
+    assert list(held.start) == [0, 0]
+    last = tmp_path / "topk/last.ckpt"
+    assert last.is_symlink()
+    assert torch.load(last, weights_only=True)[KEY]["steps"] == 3  # those that the exchange carried
+    epochs(tmp_path, 3, DDPStrategy(start_method="forkserver"), [saving(tmp_path / "back")], last)
+    assert KEY not in torch.load(tmp_path / "back/step=9.ckpt", weights_only=True)
+    held = Held()
+    epochs(tmp_path, 3, strategy(), [saving(tmp_path / "one"), held], last, devices=1)
+    assert held.start[0] > 0
+    held = Held()
+    epochs(tmp_path, 3, strategy(residual_checkpoint="none"), [saving(tmp_path / "none"), held], last)
+    assert list(held.start) == [0, 0]
+    assert KEY not in torch.load(tmp_path / "none/step=9.ckpt", weights_only=True)
+    single = saving(tmp_path / "single")
+    epochs(tmp_path, 3, "auto", [single], last, devices=1)  # a Trainer without us does not mind
+    epochs(tmp_path, 1, strategy(), [saving(tmp_path / "weights", save_weights_only=True)])
+    assert KEY not in torch.load(tmp_path / "weights/step=3.ckpt", weights_only=True)
+
+
+class Raise(Callback):
+    """One rank fails in the middle of an epoch."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 2 and trainer.global_rank == 0:
+            raise ValueError("out of luck")
+
+
+def test_a_checkpoint_saved_by_the_failing_rank_alone_neither_hangs_nor_pretends(tmp_path):
+    begun = threading.active_count()
+    with pytest.raises(Exception, match="out of luck"):
+        epochs(tmp_path, 1, strategy(), [OnExceptionCheckpoint(tmp_path), Raise()])
+    (path,) = tmp_path.glob("*.ckpt")
+    entry = torch.load(path, weights_only=True)[KEY]
+    assert entry["mode"] == "none"
+    assert "had ended" in entry["reason"]  # it is the spawning process that saves last
+    held = Held()
+    epochs(tmp_path, 2, strategy(), [saving(tmp_path / "next"), held], path)
+    assert list(held.start) == [0, 0]
+    assert threading.active_count() <= begun
+    assert not multiprocessing.active_children()
