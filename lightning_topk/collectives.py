@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,26 @@ def perform(request: Request, group: dist.ProcessGroup, rank: int, world: int) -
     received = torch.empty_like(payload)
     dist.scatter(received, [payload] * world if rank == 0 else None, src=root, group=group)
     return received
+
+
+def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGroup | None = None) -> None:
+    """Compares what has to be the same on every rank. A collective; if ranks differ, it fails on all of them.
+
+    Args:
+        mine: This rank's values, by what they are called; picklable.
+        remedy: What to do about a difference.
+        group: The ranks. Default: all.
+
+    Raises:
+        ValueError: Two ranks differ; it shows both values.
+    """
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, dict(mine), group=group)
+    for rank, row in enumerate(rows):
+        for name in [*rows[0], *(name for name in row if name not in rows[0])]:
+            first, other = rows[0].get(name, "missing"), row.get(name, "missing")
+            if first != other:
+                raise ValueError(f"the ranks differ: {name} is {first} on rank 0 and {other} on rank {rank}. {remedy}")
 
 
 Future = torch.futures.Future[Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
@@ -104,6 +104,17 @@ class TopKConfig:
         if self.clip_norm is not None:
             remedy = "Leave it out, and nothing is clipped."
             _check_number("clip_norm", self.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
+
+    def summary(self) -> dict[str, Any]:
+        """The settings as words and numbers, which can be compared between processes: functions by what they return."""
+        found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("ratio", "server_ratio"):
+            if callable(found[name]):
+                found[name] = [ratio_at(found[name], step, step // 100) for step in (0, 1, 10, 100, 1000, 10_000)]
+        if isinstance(self.selector, Selector):
+            plain = {key: value for key, value in vars(self.selector).items() if isinstance(value, int | float | str)}
+            found["selector"] = f"{type(self.selector).__qualname__} with {plain}"
+        return found
 
     def make_selector(self) -> Selector:
         """A selector with a step count of its own."""

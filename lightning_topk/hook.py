@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk import checkpoint
 from lightning_topk.checkpoint import Mode
-from lightning_topk.collectives import Future, Lane, Meter, drive, lane_for
+from lightning_topk.collectives import Future, Lane, Meter, check_agreement, drive, lane_for
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.residuals import Residuals
@@ -93,7 +93,7 @@ class TopKState:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs without ``epoch``, or a bad
+        ValueError: Ranks have different settings, ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs without ``epoch``, or a bad
             setting.
     """
 
@@ -142,6 +142,7 @@ class TopKState:
         self.meter = Meter()
         self.measure = False
         """Whether the exchanges measure their compression error: two more passes over every bucket."""
+        self._lane: Lane | None = None
         # Its own group: the lane must not meet DDP's own collectives (buffers, used parameters) on the same one.
         ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
         backend = None if process_group is None else dist.get_backend(process_group)
@@ -149,7 +150,12 @@ class TopKState:
         assert isinstance(group, dist.ProcessGroup)
         self.group: dist.ProcessGroup | None = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._lane: Lane | None = None
+        self._timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+        try:
+            check_agreement(self.config.summary(), "Pass the same settings on every rank.", group)
+        except ValueError:
+            self.close()
+            raise
         self._report = Report(bytes=dict(self.meter.bytes))
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
@@ -272,7 +278,8 @@ class TopKState:
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: the {self.config.topology} exchange of {job.name} ({g.numel()} elements) "
-                f"failed on rank {self.rank} of {self.world}: {error}"
+                f"failed on rank {self.rank} of {self.world}: {error} (A rank that does not answer within the timeout of "
+                f"{self._timeout} counts as lost.)"
             ) from error
         self.residuals.note(job.parameters)
         self._take_note(end, g.nbytes)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.checkpoint import EMPTY, KEY, absent, collect
+from lightning_topk.collectives import check_agreement
 from lightning_topk.config import TopKConfig, check_name
 from lightning_topk.hook import TopKState, attach, check_ddp_options, check_momentum
 from lightning_topk.residuals import Residuals
@@ -115,6 +116,11 @@ class TopKStrategy(DDPStrategy):
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.device.type == "cpu" and tensor.is_shared():
                 tensor.data = tensor.data.clone()
+        shapes = {
+            name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+            for name, p in self.model.named_parameters()
+        }
+        check_agreement(shapes, "Build the same model on every rank.")
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:

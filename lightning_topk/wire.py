@@ -1,8 +1,9 @@
 """The wire: a selection as bytes, and bytes as a selection.
 
-A payload row is ``[values | Elias-Fano positions]``: k values in the wire's dtype, then k ascending positions at about
-``log2(S / k) + 2`` bits each (5 % above their entropy). Its size follows from (S, k, wire) alone, so no sizes travel. Positions
-that both ends know are not sent: all of them when k = S, and those of a selector that draws the same on every rank.
+A payload row is ``[values | Elias-Fano positions | check]``: k values in the wire's dtype, then k ascending positions at about
+``log2(S / k) + 2`` bits each (5 % above their entropy), zeros up to a whole word, and a word that makes the sum of all words
+what both ends expect. Its size follows from (S, k, wire) alone, so no sizes travel. Positions that both ends know are not sent: all
+of them when k = S, and those of a selector that draws the same on every rank.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ WIRES: dict[str, Wire] = {wire.name: wire for wire in (Wire("fp32", torch.float3
 """Wires by name."""
 
 
+WORD = torch.int32
+WORDS_SUM = 0x746F706B
+"""What the words of a payload add up to, modulo 2^32."""
+
+
 @dataclass(frozen=True)
 class Codec:
     """A wire for one size of selection: k entries of a shard of ``universe`` elements.
@@ -91,10 +97,10 @@ class Codec:
             return 0
         return reference.elias_fano_bytes(self.universe, self.kept, self.low_width)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of one payload, P."""
-        return self.value_bytes + self.index_bytes
+        """Bytes of one payload, P; a multiple of a word's."""
+        return (-(-(self.value_bytes + self.index_bytes) // WORD.itemsize) + 1) * WORD.itemsize
 
     def encode(self, index: Tensor, value: Tensor) -> Tensor:
         """Writes selections as payloads.
@@ -106,10 +112,15 @@ class Codec:
         Returns:
             ``[R, P]`` uint8.
         """
-        values = value.to(self.wire.value_dtype).contiguous().view(torch.uint8)
-        if self.index_bytes == 0:
-            return values
-        return torch.cat([values, ops.elias_fano_encode(index, self.universe, self.low_width)], dim=1)
+        payload = torch.empty(len(value), self.nbytes, dtype=torch.uint8, device=value.device)
+        filled = self.value_bytes + self.index_bytes
+        payload[:, : self.value_bytes].view(self.wire.value_dtype).copy_(value)
+        if self.index_bytes:
+            payload[:, self.value_bytes : filled] = ops.elias_fano_encode(index, self.universe, self.low_width)
+        payload[:, filled:] = 0
+        words = payload.view(WORD)
+        words[:, -1] = WORDS_SUM - words.sum(dim=1, dtype=WORD)
+        return payload
 
     def decode(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Reads payloads.
@@ -120,13 +131,20 @@ class Codec:
 
         Returns:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
+
+        Raises:
+            ValueError: A payload was damaged on its way. On a GPU, where the host does not wait to see it, a device-side
+                assertion fails instead.
         """
-        values, code = payload.split([self.value_bytes, self.index_bytes], dim=1)
-        # A copy, since a view as another dtype needs an aligned start and payload rows have any length.
-        value = values.clone(memory_format=torch.contiguous_format).view(self.wire.value_dtype)
+        whole = payload.view(WORD).sum(dim=1, dtype=WORD) == WORDS_SUM
+        if payload.device.type != "cpu":
+            torch._assert_async(whole.all(), "a payload was damaged on its way")
+        elif not whole.all():
+            rows = (~whole).nonzero().flatten().tolist()
+            raise ValueError(f"the payload from rank {', '.join(map(str, rows))} was damaged on its way.")
+        value = payload[:, : self.value_bytes].view(self.wire.value_dtype).to(dtype).contiguous()
         known = self.known_index()
         if known is not None:
-            index = known.to(payload.device).expand(len(payload), -1)
-        else:
-            index = ops.elias_fano_decode(code, self.universe, self.kept, self.low_width)
-        return index, value.to(dtype)
+            return known.to(payload.device).expand(len(payload), -1), value
+        code = payload[:, self.value_bytes : self.value_bytes + self.index_bytes]
+        return ops.elias_fano_decode(code, self.universe, self.kept, self.low_width), value

@@ -179,6 +179,6 @@ def test_every_preset_is_a_setting():
         assert TopKConfig(**settings).codecs(1000, 4)
 
 
-def test_dense_costs_what_a_ring_all_reduce_costs():
+def test_dense_costs_what_a_ring_all_reduce_costs_and_a_check_word_a_payload():
     plan = volume(TopKConfig(**presets["dense"]), [4096], world=4)
-    assert plan.uplink + plan.downlink == plan.dense
+    assert plan.uplink + plan.downlink == plan.dense + 6 * 4

@@ -78,6 +78,19 @@ def test_a_payload_is_what_the_codec_says(wire, rows, universe, k):
     assert torch.equal(read_value, codec.wire.round(value))
 
 
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("universe", "k"), [(10, 3), (1000, 7), (5, 5)])
+def test_a_damaged_payload_is_refused_wherever_the_damage_is(wire, universe, k):
+    codec = Codec(WIRES[wire], universe, k)
+    payload = codec.encode(positions(universe, k, 3), torch.randn(3, k))
+    for place in range(codec.nbytes):
+        for bit in (1, 128):
+            damaged = payload.clone()
+            damaged[1, place] ^= bit
+            with pytest.raises(ValueError, match="payload from rank 1 was damaged"):
+                codec.decode(damaged, torch.float32)
+
+
 def test_positions_beyond_2_to_24_are_exact():
     codec = Codec(WIRES["fp32"], 2**26, 4)
     index = torch.tensor([[2**24 - 1, 2**24, 2**24 + 1, 2**26 - 1]])

@@ -1,0 +1,180 @@
+"""Ranks that die, hang, are slow, are configured differently, or send damaged bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from groups import Group
+from test_precision import loss_of, net_of_four_layers
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topk import collectives
+from lightning_topk.hook import attach
+
+
+def configured(rank: int, world: int, settings: list[dict]) -> str:
+    ddp = DistributedDataParallel(net_of_four_layers())
+    try:
+        attach(ddp, **settings[rank]).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_settings_are_refused_with_both_values(groups):
+    for message in groups(2).run(configured, [{"ratio": 0.1}, {"ratio": 0.2}]):
+        assert "ratio is 0.1 on rank 0 and 0.2 on rank 1" in message
+    for message in groups(3).run(configured, [{}, {}, {"selector": "randk"}]):
+        assert "selector is topk on rank 0 and randk on rank 2" in message
+
+
+def test_equal_functions_of_different_processes_are_equal(groups):
+    assert groups(2).run(configured, [{"ratio": halving}, {"ratio": halving}]) == ["", ""]
+    message, _ = groups(2).run(configured, [{"ratio": halving}, {"ratio": 0.5}])
+    assert "ratio is [0.5, 0.25" in message
+
+
+def halving(step: int) -> float:
+    return max(0.5 / (1 + step), 0.01)
+
+
+def modelled(rank: int, world: int) -> str:
+    try:
+        collectives.check_agreement({"weight": (2, 3), **({"bias": (3,)} if rank else {})}, "Build the same.")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_models_are_refused(groups):
+    for message in groups(2).run(modelled):
+        assert message == "the ranks differ: bias is missing on rank 0 and (3,) on rank 1. Build the same."
+
+
+def slow(rank: int, world: int) -> float:
+    ddp = DistributedDataParallel(net_of_four_layers())
+    state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=20))
+    time.sleep(2 * rank)
+    loss_of(ddp, rank, 0).backward()
+    state.close()
+    return float(sum(p.grad.abs().sum() for p in ddp.parameters()))
+
+
+def test_a_slow_rank_is_waited_for(groups):
+    one, other = groups(2).run(slow)
+    assert one == other > 0
+
+
+def struck(rank: int, world: int, blow: str) -> tuple[str, float]:
+    """Rank 1 is struck in the exchange of the third step; the others tell what they see, and after how many seconds."""
+    ddp = DistributedDataParallel(net_of_four_layers(), bucket_cap_mb=0.001)
+    state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=4))
+    perform, count = collectives.perform, [0]
+
+    def striking(request, *args):
+        count[0] += 1
+        if rank == 1 and count[0] > 8:
+            if blow == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif blow == "hangs":
+                time.sleep(9)
+            elif count[0] == 9:
+                request.payload.view(-1)[3] ^= 4
+        return perform(request, *args)
+
+    collectives.perform = striking
+    message = ""
+    begin = time.monotonic()
+    for step in range(4):
+        begin = time.monotonic()
+        try:
+            loss_of(ddp, rank, step).backward()
+        except RuntimeError as error:
+            message = str(error)
+            break
+    took = time.monotonic() - begin
+    state.close()
+    return message, took
+
+
+@pytest.mark.parametrize("blow", ["killed", "hangs", "damages"])
+def test_the_others_end_in_time_with_an_error_that_names_exchange_bucket_and_timeout(blow):
+    group = Group(3)
+    for pipe in group._pipes:
+        pipe.send((struck, (blow,)))
+    answers = {}
+    for rank in (0, 2):
+        assert group._pipes[rank].poll(60), f"rank {rank} hangs"
+        answers[rank] = group._pipes[rank].recv()
+    group.stop()
+    for error, answer in answers.values():
+        assert error is None, error
+        message, took = answer
+        assert re.search(r"sharded exchange of bucket \d+ \(\d+ elements\) failed on rank [02] of 3", message)
+        assert "timeout of 0:00:04" in message
+        assert took < 4 + 3
+    if blow == "damages":
+        assert any("payload from rank 1 was damaged" in message for _, (message, _) in answers.values())
+
+
+SCRIPT = """
+import os, signal, sys
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_topk import TopKStrategy, collectives
+
+folder, kill = sys.argv[1:]
+first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+perform, count = collectives.perform, 0
+
+def striking(*args):
+    global count
+    count += 1
+    if kill == "kill" and first_life and os.environ["RANK"] == "1" and count == 15:
+        os.kill(os.getpid(), signal.SIGKILL)  # in the eighth step: two requests each
+    return perform(*args)
+
+if __name__ == "__main__":
+    collectives.perform = striking
+    L.seed_everything(0, verbose=False)
+    model = BoringModel()
+    saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
+    trainer = L.Trainer(strategy=TopKStrategy(ratio=0.1, residual_checkpoint="full"), accelerator="cpu", devices=2,
+        max_epochs=4, limit_train_batches=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[saving])
+    last = os.path.join(folder, "last.ckpt")
+    trainer.fit(model, ckpt_path=last if os.path.exists(last) else None)
+    if trainer.is_global_zero:
+        print("start of this life: step", 0 if first_life else "later", flush=True)
+"""
+
+
+def test_after_a_kill_torchrun_restarts_and_nothing_is_lost(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ends = {}
+    for kill in ("kill", "no"):
+        folder = tmp_path / kill
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", str(script), str(folder), kill],
+            capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("step later" in done.stdout) == (kill == "kill")
+        ends[kill] = torch.load(folder / "epoch=3.ckpt", weights_only=True)
+    one, other = ends.values()
+    assert all(torch.equal(one["state_dict"][name], other["state_dict"][name]) for name in one["state_dict"])
+    for name, sides in one["lightning_topk"]["parameters"].items():
+        for side, parts in sides.items():
+            assert torch.equal(parts["residual"], other["lightning_topk"]["parameters"][name][side]["residual"])
+    left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False).stdout
+    assert left == "", "orphaned processes"
