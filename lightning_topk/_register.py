@@ -16,13 +16,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-_REGISTRY = "lightning.pytorch.strategies"
+_REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
 _STRATEGY = "lightning_topk.strategy"  # registers its names when it is imported
 
 
 def when_lightning_is_imported() -> None:
     """Registers the strategies' names now, or right after Lightning's registry is imported."""
-    if _REGISTRY in sys.modules:
+    if any(registry in sys.modules for registry in _REGISTRIES):
         importlib.import_module(_STRATEGY)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -34,7 +34,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname not in _REGISTRIES:
             return None
         sys.meta_path.remove(self)  # once; and the search below must not end here again
         spec = find_spec(fullname)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_topk._lightning import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.hook import TopKState
 from lightning_topk.metrics import CompressionError, ExchangeVolume
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = importlib.import_module(PACKAGE).Callback
 
 
 class CompressionMonitor(Callback):
@@ -36,14 +41,27 @@ class CompressionMonitor(Callback):
     ``topk/worker_residual_norm``  root mean square over the workers of the norm of their residual
     ``topk/server_residual_norm``  norm of the servers' residual
     ``topk/nonfinite_steps``       backward passes since fit began that gave a gradient with a NaN or an infinity, at log steps
+    ``topk/exchange_seconds``      time that this rank's exchanges of the step took, at log steps
+    ``topk/hidden_share``          the part of it that backward hid: what was over before the last gradient was there
     ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; also ``topk/total_uplink_bytes``,
                                    ``topk/total_downlink_bytes``, ``topk/total_dense_bytes`` and
                                    ``topk/total_broadcast_bytes``
     ============================== ==========================================================================
+
+    When fit ends, rank 0 prints a summary.
+
+    Args:
+        per_layer: Whether to log, at log steps, for every parameter ``topk/error/NAME`` (the worker's compression error),
+            ``topk/payload_share/NAME`` (its part of the entries that were sent) and ``topk/residual_norm/NAME`` (root mean square
+            over the workers), and histograms of rank 0's residuals to every logger that takes them, such as TensorBoard's.
+            It costs some more passes over each bucket.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, per_layer: bool = False) -> None:
+        self.per_layer = per_layer
         self._total = ExchangeVolume(sync_on_compute=False)
+        self._steps = 0
+        self._measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Warns if there is nothing to monitor."""
@@ -56,12 +74,13 @@ class CompressionMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the totals at zero."""
         self._total.reset()
+        self._steps, self._measured = 0, []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Has the exchange measure its error if this step will be logged."""
         state = _state(trainer)
         if state is not None:
-            state.measure = _is_log_step(trainer)
+            state.measure, state.measure_layers = _is_log_step(trainer), self.per_layer
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -71,6 +90,7 @@ class CompressionMonitor(Callback):
         if state is None or not state.exchanged:
             return
         report = state.report()
+        self._steps += 1
         self._total.update(**report.bytes)
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
@@ -86,8 +106,64 @@ class CompressionMonitor(Callback):
             values["selected_ratio"] = torch.tensor(report.selected / report.elements)
             local = torch.cat([report.energy.view(-1), state.residual_energy()]).to(trainer.strategy.root_device)
             values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
+            values["exchange_seconds"] = torch.tensor(report.seconds)
+            values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
+            self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
+            if report.layers:
+                values |= _by_layer(trainer, report.layers, state.world)
+                _draw_histograms(trainer, state)
         pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
         pl_module.log("topk/saving", values["saving"], prog_bar=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the summary."""
+        if self._steps and trainer.is_global_zero:
+            rank_zero_info(self.summary())
+
+    def summary(self) -> str:
+        """The run so far in words, as rank 0 saw it."""
+        volume = {name: float(value) for name, value in self._total.compute().items()}
+        words = [
+            f"lightning_topk: {self._steps} steps sent {volume['uplink_bytes']:,.0f} B up and {volume['downlink_bytes']:,.0f} B "
+            f"down instead of {volume['dense_bytes']:,.0f} B ({volume['saving']:.1f}x less)"
+        ]
+        if self._measured:
+            errors, seconds, exposed = zip(*self._measured, strict=True)
+            steps = len(self._measured)
+            hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
+            words.append(f"mean compression error {sum(errors) / steps:.3f}")
+            words.append(
+                f"exchange {1000 * sum(seconds) / steps:.1f} ms a step, {hidden:.0%} of it hidden behind backward ({steps} steps "
+                "measured)"
+            )
+        return "; ".join(words) + "."
+
+
+def _by_layer(trainer: Trainer, layers: dict[str, torch.Tensor], world: int) -> dict[str, torch.Tensor]:
+    """The logged values of each parameter, over all ranks."""
+    names = sorted(layers)
+    local = torch.stack([layers[name] for name in names]).to(trainer.strategy.root_device)
+    energy, lost, sent = trainer.strategy.reduce(local, reduce_op="sum").cpu().T
+    return {
+        f"{what}/{name}": value
+        for what, column in (
+            ("error", torch.where(energy > 0, lost / energy.clamp(min=1e-300), 0.0)),
+            ("payload_share", sent / sent.sum().clamp(min=1)),
+            ("residual_norm", (lost / world).sqrt()),
+        )
+        for name, value in zip(names, column, strict=True)
+    }
+
+
+def _draw_histograms(trainer: Trainer, state: TopKState) -> None:
+    """Gives rank 0's residuals to the loggers that draw histograms."""
+    experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
+    drawers = [experiment.add_histogram for experiment in experiments if hasattr(experiment, "add_histogram")]
+    if not drawers or not trainer.is_global_zero:
+        return
+    for parameter, (worker, _) in state.residuals.held().items():
+        for draw in drawers if parameter.numel() else []:
+            draw(f"topk/residual/{state.names[parameter]}", worker, trainer.global_step)
 
 
 def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:

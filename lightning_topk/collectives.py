@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -105,6 +106,14 @@ class Lane(Protocol):
         """Queues a job; its results, or its error, fulfil the promises."""
         ...
 
+    def mark(self) -> Any:
+        """A moment in the work of the caller: the host's clock, or an event in the current stream."""
+        ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two marks. Waits for the device."""
+        ...
+
     def close(self) -> bool:
         """Ends the lane when what was submitted is done; returns whether that was soon."""
         ...
@@ -149,6 +158,14 @@ class ThreadLane:
 
         self._jobs.put(run)
 
+    def mark(self) -> float:
+        """See :meth:`Lane.mark`."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """See :meth:`Lane.seconds`."""
+        return end - start
+
     def close(self) -> bool:
         """See :meth:`Lane.close`."""
         self._jobs.put(None)
@@ -178,6 +195,17 @@ class StreamLane:
         with torch.cuda.stream(self._stream):
             for future, result in zip(promised, job(), strict=True):
                 future.set_result(result)
+
+    def mark(self) -> torch.cuda.Event:
+        """See :meth:`Lane.mark`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """See :meth:`Lane.seconds`."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
     def close(self) -> bool:
         """See :meth:`Lane.close`. Nothing to wait for: whoever needs a result waits for its future."""

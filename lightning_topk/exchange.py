@@ -117,6 +117,10 @@ class Link:
         """``[2]`` float64, ‖a‖² and ‖a - C(a)‖² of the last ``send``; None unless ``measure`` was set."""
         self.selected: Tensor | None = None
         """Scalar int64: entries that the last ``send`` chose, at most ``codec.kept`` for each shard."""
+        self.sizes: Tensor | None = None
+        """``[P]`` int64, lengths of the parts of the vector for which ``send`` shall measure one by one; None for none."""
+        self.parts: Tensor | None = None
+        """``[3, P]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, of each part, of the last ``send``."""
 
     def send(self, x: Tensor) -> Tensor:
         """Compresses ``x`` and remembers what was left out.
@@ -136,6 +140,7 @@ class Link:
         sent = reference.zero_unless_(self.codec.wire.round(value, self.delivered), finite)
         flat = reference.flat_index(index, self.layout).view(-1)
         self.energy = _energy(a, flat, sent.view(-1)) if self.measure else None
+        self.parts = None if self.sizes is None else _parts(a, flat, sent.view(-1), self.sizes)
         self.memory.keep(flat, sent.view(-1))
         return self.codec.encode(index, sent.masked_fill_(~finite, torch.nan))
 
@@ -143,6 +148,17 @@ class Link:
 def _energy(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
     rest = a.index_add(0, flat, sent, alpha=-1)
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (a, rest)]).square()
+
+
+def _parts(a: Tensor, flat: Tensor, sent: Tensor, sizes: Tensor) -> Tensor:
+    part = torch.arange(len(sizes), device=a.device).repeat_interleave(sizes, output_size=len(a))
+    rest = a.index_add(0, flat, sent, alpha=-1)
+    measured = torch.zeros(3, len(sizes), dtype=torch.float64, device=a.device)
+    for row, (of, value) in zip(
+        measured, ((part, a.double().square()), (part, rest.double().square()), (part[flat], sent != 0)), strict=True
+    ):
+        row.index_add_(0, of, value.double())
+    return measured
 
 
 def mean(payloads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,8 @@ returns a future at once, so that backward goes on while bytes travel.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
+import difflib
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +45,9 @@ class Report:
         selected: Entries that its selector chose and that are not zero; zero unless measured.
         energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
             this server's downlink (rows); zero unless measured.
+        seconds: Time spent in exchanges; zero unless measured.
+        exposed_seconds: The part of it after the last gradient was there, which backward could not hide.
+        layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
     """
 
     bytes: dict[str, int]
@@ -50,6 +55,9 @@ class Report:
     kept: int = 0
     selected: int = 0
     energy: Tensor = field(default_factory=lambda: torch.zeros(2, 2, dtype=torch.float64))
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    layers: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,12 +133,14 @@ class TopKState:
                     f"{ratio!r} goes by epochs: pass epoch=, a function that tells the epoch, or use steps=."
                 )
         self._epoch = epoch or (lambda: 0)
-        self._optimizers = optimizers
+        self._optimizers, self._checked = optimizers, False
         self._lr_ratio = 1.0
         self._waiting: list[tuple[Tensor, tuple[Tensor, ...], Future]] = []
         self._buckets: list[tuple[Tensor, ...]] = []
         self._energy: list[tuple[int, Tensor]] = []
         self._selected: list[Tensor] = []
+        self._layers: list[tuple[tuple[Tensor, ...], Tensor]] = []
+        self._marks: list[tuple[Any, Any, Any]] = []
         self._failed: list[Tensor] = []
         self._failed_steps: Tensor | int = 0
         self.residuals = residuals or Residuals()
@@ -141,7 +151,9 @@ class TopKState:
         """The parameters' names, which :func:`attach` knows."""
         self.meter = Meter()
         self.measure = False
-        """Whether the exchanges measure their compression error: two more passes over every bucket."""
+        """Whether the exchanges measure their compression error, two more passes over every bucket, and their time."""
+        self.measure_layers = False
+        """Whether they do so parameter by parameter as well."""
         self._lane: Lane | None = None
         # Its own group: the lane must not meet DDP's own collectives (buffers, used parameters) on the same one.
         ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
@@ -220,11 +232,12 @@ class TopKState:
             together, self.residuals.resumed = (flat,), False
         self._buckets += together
         name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
+        ready = self._lane.mark() if self.measure and last else None
         jobs = [
             Job(bucket, name, self._used_of(bucket), self.residuals.steps, self._epoch(), self._lr_ratio)
             for bucket in together
         ]
-        self._lane.submit(partial(self._exchange_all, buffers, flat, jobs, last), promises)
+        self._lane.submit(partial(self._exchange_all, buffers, flat, jobs, last, ready), promises)
 
     def _used_of(self, parameters: tuple[Tensor, ...]) -> Tensor | None:
         """``[parameters]`` bool, which of them got a gradient since they were last asked for; None if all always do."""
@@ -236,9 +249,24 @@ class TopKState:
 
     @torch.no_grad()
     def _exchange_all(
-        self, buffers: Sequence[Tensor], parameters: tuple[Tensor, ...], jobs: Sequence[Job], last: bool
+        self,
+        buffers: Sequence[Tensor],
+        parameters: tuple[Tensor, ...],
+        jobs: Sequence[Job],
+        last: bool,
+        ready: Any | None,
     ) -> Sequence[Tensor]:
-        """Exchanges what is in buffers as the jobs say, on the lane; ``last`` if a backward pass ends with them."""
+        """Exchanges what is in buffers as the jobs say, on the lane.
+
+        Args:
+            buffers: DDP's, one or more.
+            parameters: Whose gradients they hold, in order.
+            jobs: How they are exchanged.
+            last: Whether a backward pass ends with them.
+            ready: When that pass had all its gradients, if that is measured.
+        """
+        assert self._lane is not None
+        begun = self._lane.mark() if self.measure else None
         as_it_is = len(jobs) == 1 and all(map(operator.is_, jobs[0].parameters, parameters))
         if as_it_is and len(buffers) == 1 and not buffers[0].is_sparse:
             self._exchange(buffers[0], jobs[0])
@@ -256,6 +284,8 @@ class TopKState:
                 part.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer.copy_(part)
                 for buffer, part in zip(buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True)
             ]
+        if begun is not None:
+            self._marks.append((begun, self._lane.mark(), ready))
         if last and self._failed:
             self._failed_steps = self._failed_steps + torch.stack(self._failed).any()
             self._failed.clear()
@@ -273,6 +303,7 @@ class TopKState:
             self.config.resize_(end, job.step, job.epoch)
             for link in end.links:
                 link.measure = self.measure
+            end.uplink.sizes = end.sizes if self.measure and self.measure_layers else None
             scale = None if self._scaler is None else self._scaler._scale
             drive(exchange(end, g, self.config.topology, job.step, scale, job.used), self.group, self.meter)
         except Exception as error:
@@ -283,6 +314,8 @@ class TopKState:
             ) from error
         self.residuals.note(job.parameters)
         self._take_note(end, g.nbytes)
+        if end.uplink.parts is not None:
+            self._layers.append((job.parameters, end.uplink.parts))
 
     def make_endpoint(self, parameters: tuple[Tensor, ...]) -> Endpoint:
         """The endpoint of a bucket of parameters, with empty memories."""
@@ -321,8 +354,13 @@ class TopKState:
         return ratios[0] if ratios else 1.0
 
     def _follow_optimizers(self) -> None:
-        """Has the residuals know which of the optimizers' steps are taken, if a scaler may skip some."""
-        if self._scaler is None or self._optimizers is None:
+        """Checks the optimizers once, and has the residuals know which steps are taken, if a scaler may skip some."""
+        if self._optimizers is None:
+            return
+        if not self._checked:
+            check_momentum(self.config, self._optimizers())
+            self._checked = True
+        if self._scaler is None:
             return
         if self.residuals.optimizer_steps is None:
             self.residuals.optimizer_steps = Steps(self._optimizers())
@@ -347,8 +385,16 @@ class TopKState:
         for side, energy in self._energy:
             report.energy[side] += energy.cpu()
         report.selected = sum(int(selected) for selected in self._selected)
-        self._energy.clear()
-        self._selected.clear()
+        for parameters, parts in self._layers:
+            report.layers |= dict(zip(map(self.names.__getitem__, parameters), parts.cpu().T, strict=True))
+        for begun, ended, ready in self._marks:
+            assert self._lane is not None
+            report.seconds += self._lane.seconds(begun, ended)
+            if ready is not None:
+                report.exposed_seconds = max(0.0, self._lane.seconds(ready, ended))
+        report.exposed_seconds = min(report.exposed_seconds, report.seconds)
+        for measured in (self._energy, self._selected, self._layers, self._marks):
+            measured.clear()
         self._report = Report(bytes=now)
         report.bytes = {kind: now[kind] - before for kind, before in report.bytes.items()}
         return report
@@ -545,6 +591,57 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and value is not False and value != []:
             raise ValueError(f"{name}={value!r} does not go with top-k exchange: {reason}.")
+
+
+def check_known(
+    name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]], more: Iterable[str]
+) -> None:
+    """Refuses arguments that nobody takes.
+
+    Args:
+        name: Whose arguments they are, for the message.
+        options: The arguments.
+        takers: Functions that take some of them, besides DistributedDataParallel.
+        more: Other names that are taken.
+
+    Raises:
+        TypeError: An argument is unknown.
+    """
+    takers = (*takers, DistributedDataParallel.__init__)
+    known = {*more, *(parameter for taker in takers for parameter in inspect.signature(taker).parameters)}
+    known -= {"self", "kwargs", "ddp_kwargs", "settings", "module", "device_ids"}
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise TypeError(
+                f"{name} got an unknown argument {option}={options[option]!r}; {hint}Allowed are its own arguments and those "
+                "of DDPStrategy and DistributedDataParallel."
+            )
+
+
+def check_same_model(module: torch.nn.Module) -> None:
+    """Compares the model of all ranks. A collective.
+
+    Raises:
+        ValueError: Two ranks have different parameters; it shows both.
+    """
+    shapes = {
+        name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for name, p in module.named_parameters()
+    }
+    check_agreement(shapes, "Build the same model on every rank.")
+
+
+def own_memory_(module: torch.nn.Module) -> None:
+    """Gives a CPU model memory of its own.
+
+    Lightning 2.6 gives it to spawned workers, but not to those of ``start_method="forkserver"``: torch then shares the memory,
+    and the optimizers of all ranks step on the same weights.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
 
 
 def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:

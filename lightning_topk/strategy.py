@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topk._lightning import (
+    PACKAGE,
+    DDPStrategy,
+    StrategyRegistry,
+    TrainerFn,
+    TrainerStatus,
+    rank_zero_info,
+)
 from lightning_topk.checkpoint import EMPTY, KEY, absent, collect
-from lightning_topk.collectives import check_agreement
 from lightning_topk.config import TopKConfig, check_name
-from lightning_topk.hook import TopKState, attach, check_ddp_options, check_momentum
+from lightning_topk.hook import (
+    TopKState,
+    attach,
+    check_ddp_options,
+    check_known,
+    check_momentum,
+    check_same_model,
+    own_memory_,
+)
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Ratio
 from lightning_topk.select import Selector
 
 if TYPE_CHECKING:
-    from lightning import Trainer
     from lightning.fabric.strategies.registry import _StrategyRegistry
     from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 
 class TopKStrategy(DDPStrategy):
@@ -101,27 +112,32 @@ class TopKStrategy(DDPStrategy):
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
         self._residual_checkpoint = residual_checkpoint
         _check_strategy_options(ddp_kwargs)
+        check_known("TopKStrategy", ddp_kwargs, [TopKStrategy.__init__, DDPStrategy.__init__], ())
         check_ddp_options(ddp_kwargs)
         super().__init__(start_method=start_method, **ddp_kwargs)
         self.topk_state: TopKState | None = None
         """The state of the comm hook; None outside ``fit``."""
         self._residuals = Residuals()
         self._resumed: dict[str, Any] | None = None
+        self._frozen: list[Tensor] = []
 
     def configure_ddp(self) -> None:
         """Wraps the module, with parameters that no other rank writes to."""
-        # Lightning 2.6 gives spawned CPU workers parameters of their own, but not those of start_method="forkserver": torch
-        # then shares the memory, and the optimizers of all ranks step on the same weights.
         assert self.model is not None
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if tensor.device.type == "cpu" and tensor.is_shared():
-                tensor.data = tensor.data.clone()
-        shapes = {
-            name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
-            for name, p in self.model.named_parameters()
-        }
-        check_agreement(shapes, "Build the same model on every rank.")
+        own_memory_(self.model)
+        check_same_model(self.model)
+        self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         super().configure_ddp()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's training step, exchanging also what was unfrozen since the last one."""
+        if any(parameter.requires_grad for parameter in self._frozen) and self.topk_state is not None:
+            # DDP leaves out what is frozen when it is built, for good: the ranks' weights would drift apart.
+            assert isinstance(self.model, DistributedDataParallel)
+            self.topk_state.close()
+            self.model = self.model.module
+            self.configure_ddp()
+        return super().training_step(*args, **kwargs)
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers hooks on CUDA only (lightning 2.6) and skips CPU silently.
@@ -195,6 +211,10 @@ class TopKStrategy(DDPStrategy):
         finally:
             super().teardown()
 
+    def __repr__(self) -> str:
+        # What the Trainer of the other package shows when it refuses this.
+        return f"<TopKStrategy for {PACKAGE}.Trainer: {self.config}>"
+
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers the names by which ``Trainer(strategy=...)`` finds this class."""
@@ -213,7 +233,7 @@ class TopKStrategy(DDPStrategy):
 
 
 def _check_strategy_options(options: dict[str, Any]) -> None:
-    """Refuses what DDPStrategy would accept and the exchange cannot honour, and names that nobody knows."""
+    """Refuses what DDPStrategy would accept and the exchange cannot honour."""
     for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
         if options.get(name) is not None:
             raise ValueError(
@@ -225,19 +245,6 @@ def _check_strategy_options(options: dict[str, Any]) -> None:
             f"model_averaging_period={options['model_averaging_period']!r} belongs to post-local SGD, which exchanges "
             "weights instead of gradients. Leave it out, or use DDPStrategy."
         )
-    known = {
-        *inspect.signature(TopKStrategy.__init__).parameters,
-        *inspect.signature(DDPStrategy.__init__).parameters,
-        *inspect.signature(DistributedDataParallel.__init__).parameters,
-    } - {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise TypeError(
-                f"TopKStrategy got an unknown argument {name}={options[name]!r}; {hint}Allowed are its own arguments and those "
-                "of DDPStrategy and DistributedDataParallel."
-            )
 
 
 TopKStrategy.register_strategies(StrategyRegistry)

@@ -13,7 +13,15 @@ from groups import Group
 
 # Spawned processes spend seconds on imports. A fork server imports once; it is as clean as a spawned process.
 multiprocessing.set_forkserver_preload(
-    ["lightning_topk.strategy", "lightning_topk.callback", "test_lightning", "test_gloo", "test_precision"]
+    [
+        "lightning_topk.strategy",
+        "lightning_topk.callback",
+        "test_lightning",
+        "test_gloo",
+        "test_precision",
+        "test_checkpoint",
+        "test_features",
+    ]
 )
 
 

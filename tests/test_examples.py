@@ -81,9 +81,16 @@ def test_plain_ddp_under_torchrun():
     assert "instead of" in output
 
 
+def test_accelerate_under_torchrun():
+    output = example("-m", "torch.distributed.run", "--nproc-per-node=2", "examples/with_accelerate.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    assert losses[-1] < losses[0] / 2
+    assert "instead of" in output
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 def test_the_plan_is_printed(workers):
     output = example("-m", "lightning_topk", "plan", "--params", "25e6", "--workers", str(workers))
     assert len(output.splitlines()) == 6
     if workers == 4:
-        assert "65,520" in output
+        assert "65,532" in output

@@ -13,7 +13,7 @@ import lightning_topk
 
 PACKAGE = Path(lightning_topk.__file__).parent
 LAYERS = [
-    {"layout", "schedule", "_version"},
+    {"layout", "schedule", "_version", "_lightning"},
     {"ops.reference"},
     {"ops.cpu"},
     {"ops"},
@@ -25,7 +25,7 @@ LAYERS = [
     {"residuals"},
     {"checkpoint"},
     {"hook"},
-    {"metrics", "strategy"},
+    {"metrics", "strategy", "fabric"},
     {"callback", "plots", "hosts"},
     {"reproduce.result", "reproduce.problem", "reproduce.step", "reproduce.parallel"},
     {
@@ -45,7 +45,7 @@ LAYERS = [
 ]
 ALLOWED = {
     "torch.distributed": {"collectives", "checkpoint", "hook", "strategy", "reproduce.step"},
-    "lightning": {"strategy", "callback"},
+    "lightning": {"_lightning", "strategy", "callback", "fabric"},
     "torchmetrics": {"metrics"},
     "matplotlib": {"plots"},
 }
@@ -109,6 +109,35 @@ NAMES = "{'topk', 'topk_spawn', 'topk_fork', 'topk_notebook', 'topk_find_unused_
 def test_the_names_are_registered_in_either_order_of_imports(order):
     check = f"from lightning.pytorch.strategies import StrategyRegistry; assert {NAMES} <= set(StrategyRegistry)"
     run(f"{order}; {check}; import importlib; importlib.reload(lightning_topk); {check}")
+
+
+PL = """
+import warnings; warnings.simplefilter("ignore")
+{order}
+from pytorch_lightning import Trainer
+from pytorch_lightning.demos.boring_classes import BoringModel
+from lightning_topk import CompressionMonitor, TopKStrategy
+quiet = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+for strategy in ("topk", TopKStrategy(ratio=0.1)):
+    trainer = Trainer(devices=1, max_steps=2, strategy=strategy, callbacks=[CompressionMonitor()], **quiet)
+    trainer.fit(BoringModel())
+    assert trainer.callback_metrics["topk/dense_bytes"] == 0  # one worker
+"""
+
+
+@pytest.mark.parametrize(
+    "order", ["import lightning_topk, pytorch_lightning", "import pytorch_lightning, lightning_topk"]
+)
+def test_pytorch_lightning_is_served_too(order):
+    pytest.importorskip("pytorch_lightning")
+    run(PL.format(order=order))
+
+
+def test_the_wrong_package_says_which_one_is_right():
+    pytest.importorskip("pytorch_lightning")
+    code = "import lightning.pytorch, pytorch_lightning as pl, lightning_topk\n"
+    code += "try: pl.Trainer(strategy=lightning_topk.TopKStrategy())\nexcept ValueError as error: print(error)"
+    assert "TopKStrategy for lightning.pytorch.Trainer" in run(code)
 
 
 def test_names_that_do_not_exist_are_attribute_errors():

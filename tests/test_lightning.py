@@ -27,6 +27,7 @@ KEYS = {
     "topk/downlink_error", "topk/bound", "topk/worker_residual_norm", "topk/server_residual_norm", "topk/total_bytes",
     "topk/broadcast_bytes", "topk/ratio", "topk/selected_ratio", "topk/total_uplink_bytes", "topk/total_downlink_bytes", "topk/total_dense_bytes",
     "topk/total_broadcast_bytes", "topk/nonfinite_steps",
+    "topk/exchange_seconds", "topk/hidden_share",
 }  # fmt: skip
 QUIET = {
     "accelerator": "cpu",
@@ -156,6 +157,56 @@ def test_the_monitor_says_that_it_has_nothing_to_monitor(tmp_path):
     with pytest.warns(UserWarning, match="CompressionMonitor logs nothing: the strategy is SingleDeviceStrategy"):
         _, logged = fit(tmp_path, strategy="auto", devices=1, max_steps=1)
     assert not KEYS & set(logged)
+
+
+class Writer(CSVLogger):
+    """A logger that takes histograms, as TensorBoard's does."""
+
+    @property
+    def experiment(self):
+        found = super().experiment
+        found.add_histogram = lambda name, values, step: drawn(Path(self.save_dir) / "drawn.txt", name, values, step)
+        return found
+
+
+def drawn(path, name, values, step):
+    assert values.numel() > 0
+    with path.open("a") as file:
+        file.write(f"{step} {name}\n")
+
+
+class Summary(Callback):
+    def on_train_end(self, trainer, pl_module):
+        monitor = next(callback for callback in trainer.callbacks if isinstance(callback, CompressionMonitor))
+        if trainer.is_global_zero:
+            Path(trainer.default_root_dir, "summary.txt").write_text(monitor.summary())
+
+
+def test_layers_histograms_and_a_summary_on_request(tmp_path):
+    logger = Writer(tmp_path, name="", version="")
+    trainer = L.Trainer(
+        default_root_dir=tmp_path,
+        strategy=TopKStrategy(ratio=0.1, start_method="forkserver"),
+        callbacks=[CompressionMonitor(per_layer=True), Summary()],
+        log_every_n_steps=2,
+        **QUIET | {"logger": logger, "max_steps": 4},
+    )
+    trainer.fit(Model())
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    names = ["layer.0.weight", "layer.0.bias", "layer.2.weight", "layer.2.bias"]
+    assert sum(logged[f"topk/payload_share/{name}"] for name in names) == pytest.approx(1)
+    assert all(0 <= logged[f"topk/error/{name}"] <= 1 for name in names)
+    squares = sum(logged[f"topk/residual_norm/{name}"] ** 2 for name in names)
+    assert squares == pytest.approx(logged["topk/worker_residual_norm"] ** 2)
+    rows = (tmp_path / "drawn.txt").read_text().split("\n")[:-1]
+    assert sorted(rows) == sorted(f"{step} topk/residual/{name}" for step in (2, 4) for name in names)
+    plan = volume(TopKConfig(ratio=0.1), [ELEMENTS], world=2)
+    words = (tmp_path / "summary.txt").read_text()
+    assert (
+        f"4 steps sent {4 * plan.uplink:,} B up and {4 * plan.downlink:,} B down instead of {4 * plan.dense:,} B"
+        in words
+    )
+    assert "hidden behind backward (2 steps measured)" in words
 
 
 def test_one_worker_trains_and_sends_nothing(tmp_path):

@@ -1,0 +1,40 @@
+"""The exchange in a loop with Hugging Face Accelerate (``pip install accelerate``).
+
+torchrun --nproc-per-node=2 examples/with_accelerate.py
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_topk import attach
+
+
+def main() -> None:
+    """Fits a small net to a linear teacher."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, 20)
+    data = DataLoader(TensorDataset(x, x @ torch.randn(20, 1)), batch_size=64, shuffle=True)
+    net = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), data)
+    state = attach(model, ratio=0.01, optimizer=optimizer.optimizer, scaler=accelerator.scaler)
+    for epoch in range(4):
+        for inputs, targets in data:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+        accelerator.print(f"epoch {epoch}  loss {loss.item():.4f}")
+    sent = state.report().bytes
+    accelerator.print(f"sent {sent['uplink'] + sent['downlink']:,} bytes instead of {sent['dense']:,}")
+    state.close()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

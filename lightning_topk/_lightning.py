@@ -1,0 +1,33 @@
+"""Lightning's names, from the package that the user has: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+They are the same code twice, as two class trees, and the Trainer of each takes classes of its own tree only. Whoever has imported
+just ``pytorch_lightning`` gets classes of that one; everybody else, those of ``lightning.pytorch``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+PACKAGE = "lightning.pytorch"
+if "pytorch_lightning" in sys.modules and PACKAGE not in sys.modules:
+    PACKAGE = "pytorch_lightning"
+
+if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+    from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+else:
+    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
+    from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+
+__all__ = [
+    "PACKAGE",
+    "DDPStrategy",
+    "StrategyRegistry",
+    "TrainerFn",
+    "TrainerStatus",
+    "rank_zero_info",
+    "rank_zero_warn",
+]

@@ -1,0 +1,148 @@
+"""The Fabric strategy."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from test_features import InThisProcess
+from test_gloo import every_rank
+from test_precision import loss_of, net_of_four_layers
+from torch import nn
+
+from lightning_topk.fabric import TopKStrategy
+
+
+def fabric_of(rank: int, world: int, **settings) -> Fabric:
+    warnings.simplefilter("ignore")
+    plugins = settings.pop("plugins", None)
+    strategy = TopKStrategy(cluster_environment=InThisProcess(rank, world), bucket_cap_mb=0.001, **settings)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=plugins)
+    fabric.launch()
+    return fabric
+
+
+def flat(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def nets(fabric: Fabric, count: int = 2) -> list[tuple]:
+    found = []
+    for _ in range(count):
+        net = net_of_four_layers()
+        found.append(fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)))
+    return found
+
+
+def train(fabric: Fabric, pairs: list[tuple], rank: int, steps: range) -> None:
+    for step in steps:
+        for number, (model, optimizer) in enumerate(pairs):
+            optimizer.zero_grad()
+            with fabric.no_backward_sync(model):
+                fabric.backward(loss_of(model, rank, 1000 * number + 2 * step))
+            fabric.backward(loss_of(model, rank, 1000 * number + 2 * step + 1))
+            optimizer.step()
+
+
+def dense(rank: int, world: int) -> None:
+    """With everything sent, two modules learn what one process with the mean gradient learns."""
+    fabric = fabric_of(rank, world, ratio=1.0, wire="fp32")
+    pairs = nets(fabric)
+    train(fabric, pairs, rank, range(4))
+    ends = []
+    for number in range(2):
+        alone = net_of_four_layers()
+        for step in range(4):
+            alone.zero_grad()
+            for part in (0, 1):
+                for worker in range(world):
+                    (loss_of(alone, worker, 1000 * number + 2 * step + part) / world).backward()
+            with torch.no_grad():
+                for p in alone.parameters():
+                    p -= 0.1 * p.grad
+        ends.append(flat(alone))
+    exchanged = [state.residuals.steps for state in fabric.strategy.topk_states]
+    for (model, _), end in zip(pairs, ends, strict=True):
+        torch.testing.assert_close(flat(model), end, rtol=1e-5, atol=1e-6)
+    assert exchanged == [4, 4]  # once each step, accumulated gradients
+
+
+def test_several_modules_learn_as_with_ddp_and_accumulate(groups):
+    groups(2).run(dense)
+
+
+def saved_and_loaded(rank: int, world: int, folder: str, mode: str) -> None:
+    path = Path(folder) / "fabric.ckpt"
+
+    def go(steps: range, load: bool, save: bool) -> list[torch.Tensor]:
+        fabric = fabric_of(rank, world, ratio=0.05, residual_checkpoint=mode)
+        pairs = nets(fabric)
+        state = {
+            f"{what}{number}": pair[i] for number, pair in enumerate(pairs) for i, what in enumerate(("net", "opt"))
+        }
+        if load:
+            fabric.load(path, state)
+        train(fabric, pairs, rank, steps)
+        if save:
+            fabric.save(path, state)
+        fabric.barrier()
+        return [flat(model) for model, _ in pairs]
+
+    whole = go(range(8), load=False, save=False)
+    go(range(4), load=False, save=True)
+    resumed = go(range(4, 8), load=True, save=False)
+    rows = every_rank(torch.stack(resumed))
+    assert torch.equal(rows[0], rows[1])
+    same = all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    assert same == (mode == "full")
+
+
+@pytest.mark.parametrize("mode", ["mean", "full", "none"])
+def test_a_run_goes_on_from_a_checkpoint(groups, tmp_path, mode):
+    groups(2).run(saved_and_loaded, str(tmp_path), mode)
+
+
+def scaled(rank: int, world: int) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    fabric = fabric_of(rank, world, ratio=0.05, plugins=plugin)
+    ((model, optimizer),) = nets(fabric, 1)
+    (state,) = fabric.strategy.topk_states
+    train(fabric, [(model, optimizer)], rank, range(2))
+
+    def look():
+        return flat(model), torch.cat([torch.cat(parts) for parts in state.residuals.held().values()])
+
+    before = look()
+    hook = model.module[1].weight.register_hook(lambda grad: grad * torch.inf) if rank == 1 else None
+    train(fabric, [(model, optimizer)], rank, range(2, 3))
+    if hook:
+        hook.remove()
+    after = look()
+    train(fabric, [(model, optimizer)], rank, range(3, 4))
+    last = look()
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(last[0], after[0])
+    assert state.nonfinite_steps == 1
+
+
+def test_a_scalers_skipped_step_is_undone(groups):
+    groups(2).run(scaled)
+
+
+def test_unknown_arguments_and_momentum_twice_are_refused(groups):
+    with pytest.raises(TypeError, match=r"unknown argument ratoi=0\.1; did you mean 'ratio'"):
+        TopKStrategy(ratoi=0.1)
+    groups(2).run(momentum_twice)
+
+
+def momentum_twice(rank: int, world: int) -> None:
+    fabric = fabric_of(rank, world, ratio=0.1, momentum=0.9)
+    net = net_of_four_layers()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
+    with pytest.raises(ValueError, match=r"SGD has momentum 0\.5 of its own"):
+        fabric.backward(loss_of(model, rank, 0))
