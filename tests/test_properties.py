@@ -71,7 +71,7 @@ def test_the_laws_hold(system):
 @given(systems())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_gradient_that_is_not_finite_leaves_finite_residuals_and_reaches_all(system):
-    config, world, numel, dtype, few, seed = system
+    config, world, numel, dtype, _, seed = system
     cluster = Cluster(config, world, numel, dtype)
     generator = torch.Generator().manual_seed(seed)
     cluster.step(list(torch.randn(world, numel, generator=generator).to(dtype)))

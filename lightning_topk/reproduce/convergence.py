@@ -15,7 +15,7 @@ from lightning_topk.schedule import ExponentialWarmup
 
 RATIO = 0.01
 GRID = (0.03, 0.1, 0.3, 0.7, 1.0, 1.4, 2.0, 2.8)
-THESIS_GRID = (0.3, 0.7, 1.0, 1.4, 2.0)
+THESIS_GRID = (0.7, 1.0, 1.4, 2.0, 2.8)
 SEEDS = 3
 SYSTEMS = ("dense", "topk", "bidirectional_topk", "randk", "gaussiank", "dgc", "trimmed")
 THESIS: dict[str, dict[str, Any]] = {
