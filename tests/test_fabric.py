@@ -143,6 +143,6 @@ def test_unknown_arguments_and_momentum_twice_are_refused(groups):
 def momentum_twice(rank: int, world: int) -> None:
     fabric = fabric_of(rank, world, ratio=0.1, momentum=0.9)
     net = net_of_four_layers()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
     with pytest.raises(ValueError, match=r"SGD has momentum 0\.5 of its own"):
         fabric.backward(loss_of(model, rank, 0))

@@ -156,9 +156,8 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, s
     torch.testing.assert_close(delivered + worker + server, produced, atol=1e-6, rtol=1e-5)
 
 
-@worlds
+@pytest.mark.parametrize(("world", "wire"), [(2, "fp32"), (3, "bf16"), (4, "bf16")])
 @routes
-@wires
 @modes
 def test_laws_hold(groups, world, topology, bidirectional, wire, mode):
     groups(world).run(laws, topology, bidirectional, mode, {"wire": wire})
@@ -193,7 +192,7 @@ def identity(rank: int, world: int, topology: str, bidirectional: bool, mode: st
         torch.testing.assert_close(got, expected, atol=1e-7, rtol=1e-5)
 
 
-@worlds
+@pytest.mark.parametrize("world", [2, 3])
 @routes
 @modes
 @pytest.mark.parametrize("scope", ["bucket", "model"])

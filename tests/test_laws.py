@@ -22,8 +22,8 @@ ROUTES = [
 ]
 WIRES = ["fp32", "bf16"]
 SELECTED = ["topk", "gaussiank", "dgc", "trimmed", "randk"]
-WORLDS = [1, 2, 3, 7]
-SIZES = [1, 3, 257, 1100]
+WORLDS = [1, 2, 7]
+SIZES = [1, 257, 1100]
 
 routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
 selectors = pytest.mark.parametrize("selector", SELECTED)
@@ -82,7 +82,7 @@ def test_laws_hold(topology, bidirectional, wire, world, numel, ratio):
 @selectors
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("numel", [3, 1100])
-@pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize("ratio", [0.01, 1.0])
 def test_laws_hold_for_every_selector(topology, bidirectional, selector, world, numel, ratio):
     check_laws(TopKConfig(ratio=ratio, bidirectional=bidirectional, selector=selector, topology=topology), world, numel)
 
