@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_topk.exchange import EXCHANGES, Endpoint, Link
+from lightning_topk.exchange import EXCHANGES, Endpoint, FusedLink, Link
 from lightning_topk.layout import Layout, kept_count
 from lightning_topk.memory import Memory, MomentumResidual, NoMemory, Residual
 from lightning_topk.schedule import ExponentialWarmup, Ratio, Schedule, ratio_at
@@ -182,13 +182,24 @@ class TopKConfig:
                 return MomentumResidual(numel, dtype, device, self.momentum, self.momentum_masking)
             return Residual(numel, dtype, device)
 
+        def link(
+            layout: Layout,
+            selector: Selector,
+            codec: Codec,
+            memory: Memory,
+            given: torch.dtype,
+            delivered: torch.dtype | None = None,
+        ) -> Link:
+            kind = FusedLink if FusedLink.suits(selector, memory, given) else Link
+            return kind(layout, selector, codec, memory, delivered)
+
         downlink = None
         if down is not None and (self.topology == "sharded" or rank == 0):
             # What a server that does not compress has to send are sums of selections: it takes the largest exactly.
             choice = selector if self.bidirectional or isinstance(selector, RandK) else TopK()
             own = Layout(layout.shard_size)
-            downlink = Link(own, choice, down, memory("server", layout.shard_size), delivered)
-        uplink = Link(layout, selector, up, memory("worker", numel))
+            downlink = link(own, choice, down, memory("server", layout.shard_size), dtype, delivered)
+        uplink = link(layout, selector, up, memory("worker", numel), delivered)
         clip_norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(world)
         numels = torch.tensor(sizes or (numel,), device=device)
         keep = down is not None and self.error_feedback in (True, "server")

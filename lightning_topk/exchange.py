@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from lightning_topk.layout import Layout
-from lightning_topk.memory import Memory
-from lightning_topk.ops import reference
-from lightning_topk.select import Selector
+from lightning_topk.memory import Memory, Residual
+from lightning_topk.ops import cpu, reference
+from lightning_topk.select import Selector, TopK
 from lightning_topk.wire import Codec
 
 Direction = Literal["uplink", "downlink"]
@@ -134,15 +134,49 @@ class Link:
         Returns:
             ``[shards, P]`` uint8.
         """
-        finite = reference.is_finite(x)
-        a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
-        index, value, self.selected = self.selector.select(a, self.layout, self.codec.kept)
+        a, finite, index, value, self.selected = self.choose(x)
         sent = reference.zero_unless_(self.codec.wire.round(value, self.delivered), finite)
         flat = reference.flat_index(index, self.layout).view(-1)
         self.energy = _energy(a, flat, sent.view(-1)) if self.measure else None
         self.parts = None if self.sizes is None else _parts(a, flat, sent.view(-1), self.sizes)
         self.memory.keep(flat, sent.view(-1))
         return self.codec.encode(index, sent.masked_fill_(~finite, torch.nan))
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Compensates and selects.
+
+        Args:
+            x: ``[numel]``, floating. Used as scratch.
+
+        Returns:
+            The sum ``[numel]``; whether ``x`` is finite, a scalar bool, without which the sum is what was kept; and what
+            :meth:`lightning_topk.select.Selector.select` returns of the sum.
+        """
+        finite = reference.is_finite(x)
+        a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
+        return a, finite, *self.selector.select(a, self.layout, self.codec.kept)
+
+
+class FusedLink(Link):
+    """A link that checks, compensates and selects in one pass over memory: exact top-k with a plain residual, on the CPU."""
+
+    @staticmethod
+    def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:
+        """Whether there is one pass for these, and for vectors of dtype ``given``."""
+        if type(selector) is not TopK or type(memory) is not Residual:
+            return False
+        return memory.residual.device.type == "cpu" and memory.residual.dtype == given
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """See :meth:`Link.choose`."""
+        assert isinstance(self.memory, Residual)
+        a, k = self.memory.residual, self.codec.kept
+        small = len(a) < cpu.SMALL or k * self.layout.shards > len(a) // 8  # then a threshold does not pay
+        found = None if small else cpu.add_and_choose(a, x, self.layout, k)
+        if found is None:
+            return super().choose(x)
+        index, value = found
+        return a, torch.tensor(True), index, value, value.count_nonzero()
 
 
 def _energy(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:

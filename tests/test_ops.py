@@ -8,8 +8,11 @@ import random
 import pytest
 import torch
 
+from lightning_topk.config import TopKConfig
+from lightning_topk.exchange import FusedLink
 from lightning_topk.layout import Layout, kept_count
 from lightning_topk.ops import cpu, reference
+from lightning_topk.simulate import Cluster
 from lightning_topk.wire import WIRES, Codec
 
 
@@ -172,3 +175,72 @@ def test_the_fast_top_k_is_the_reference(name, size, ratio):
     rows = torch.stack([adversarial(size)[name], adversarial(size)[name].flip(0)])
     k = kept_count(size, ratio)
     assert torch.equal(cpu.topk_index(rows, k), reference.topk_index(rows, k))
+
+
+def residual_and_gradient(name: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A residual and a gradient."""
+    generator = torch.Generator().manual_seed(numel)
+    e, x = (torch.randn(2, numel, generator=generator) * torch.tensor([[0.1], [1.0]])).unbind()
+    if name == "ties":
+        e, x = torch.zeros(numel), (2 * x).round()
+    elif name == "equal":
+        e, x = torch.zeros(numel), torch.ones(numel)
+    elif name == "zero":
+        e, x = torch.zeros(numel), torch.zeros(numel)
+    elif name == "spike":
+        e, x = torch.zeros(numel), torch.nn.functional.one_hot(torch.tensor(5), numel).float()
+    elif name == "denormal":
+        e, x = e * 1e-40, x * 1e-40
+    elif name == "one shard":  # large values where every third block is: a sample misjudges the others
+        x = x * (1 + 99 * (torch.arange(numel) // 256 % 3 == 0))
+    return e.clone(), x.clone()
+
+
+@pytest.mark.parametrize("name", ["normal", "ties", "equal", "zero", "spike", "denormal", "one shard"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("numel", "shards", "ratio"), [(70_001, 1, 0.001), (200_000, 3, 0.01), (300_007, 7, 0.001)])
+def test_one_pass_chooses_what_the_reference_does(name, dtype, numel, shards, ratio):
+    layout = Layout(numel, shards)
+    k = layout.kept_per_shard(kept_count(numel, ratio))
+    e, x = (tensor.to(dtype) for tensor in residual_and_gradient(name, numel))
+    total = e + x
+    index, value = cpu.add_and_choose(e, x, layout, k)
+    rows = reference.shard_rows(total, layout)
+    expected = reference.topk_index(rows, k)
+    assert torch.equal(e, total)
+    assert torch.equal(index, expected)
+    assert torch.equal(value, rows.gather(1, expected))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 65_535, 65_536, 149_999])
+def test_one_pass_takes_back_what_it_added_to_a_vector_that_is_not_finite(value, place):
+    e, x = residual_and_gradient("normal", 150_000)
+    before = e.clone()
+    x[place] = value
+    assert cpu.add_and_choose(e, x, Layout(150_000, 2), 75) is None
+    torch.testing.assert_close(e, before, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("topology", ["sharded", "single_server"])
+def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(monkeypatch, topology, bidirectional):
+    config = TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional)
+    ends = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(FusedLink, "suits", staticmethod(lambda *_: False))
+        cluster = Cluster(config, 3, 200_001)
+        assert isinstance(cluster.endpoints[0].uplink, FusedLink) == fused
+        got = []
+        for step in range(3):
+            given = [residual_and_gradient("normal", 200_001)[1].roll(100 * step + rank) for rank in range(3)]
+            if step == 1:
+                given[1][77] = torch.inf
+            got.append(torch.stack(cluster.step(given)).nan_to_num(7.0))
+        ends.append((got[0], got[1]))
+        if fused:
+            last = got[2]
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
+    torch.testing.assert_close(last, got[2], atol=1e-4, rtol=0.02)  # after a vector that was taken back to rounding

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_topk.layout import Layout
 from lightning_topk.ops import reference
 
 SMALL = 1 << 16
@@ -66,6 +69,94 @@ def _largest(magnitude: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Ascending positions of the entries of ``[S]`` that reach the threshold; of more than k, the k largest."""
     found = torch.from_numpy(np.flatnonzero(np.greater_equal(magnitude.numpy(), threshold.numpy())))
     return found if len(found) <= k else found[reference.topk_index(magnitude[found].unsqueeze(0), k)[0]]
+
+
+CHUNK = 1 << 16
+"""Elements that :func:`add_and_choose` takes at a time: a few arrays of them stay in a core's cache."""
+
+
+def add_and_choose(e: Tensor, x: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor] | None:
+    """Adds ``x`` to ``e`` and chooses the k largest of the sum in every shard, in one pass over memory.
+
+    The same as ``e.add_(x)`` and :func:`lightning_topk.ops.reference.topk_index` of its shards. A threshold that some more than k
+    entries of each shard should reach is read off a sample of the sum; while the sum is made, chunk by chunk, the positions that
+    reach it are noted; among them the choice is exact. A shard in which fewer than k do is chosen from as a whole.
+
+    Args:
+        e: ``[numel]`` float32 or float64 on the CPU; becomes the sum.
+        x: ``[numel]`` of the same dtype.
+        layout: How the elements are dealt to shards.
+        k: Entries to choose of each shard, in [1, shard_size).
+
+    Returns:
+        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there. None if the sum is not finite; ``e`` is then
+        what it was, to rounding.
+    """
+    kept = e.numpy()
+    with np.errstate(invalid="ignore", over="ignore"):
+        flat = _add_and_note(kept, x.numpy(), k * layout.shards)
+    if flat is None:
+        return None
+    index = np.empty((layout.shards, k), np.int64)
+    for shard, (places, candidates) in enumerate(_by_shard(flat, layout)):
+        if len(places) >= k:
+            index[shard] = places if len(places) == k else places[_largest_of(np.abs(kept[candidates]), k)]
+        else:
+            index[shard] = reference.topk_index(reference.shard_rows(e, layout)[shard : shard + 1], k)[0].numpy()
+    positions = torch.from_numpy(index)
+    chosen = reference.flat_index(positions, layout)
+    return positions, e.index_select(0, chosen.view(-1)).view(layout.shards, k)
+
+
+def _add_and_note(kept: np.ndarray, given: np.ndarray, k: int) -> np.ndarray | None:
+    """Adds ``given`` to ``kept``; returns the ascending positions of some more than k of the largest sums."""
+    threshold, numel = _sampled_threshold(kept, given, k), len(kept)
+    sums, magnitudes = np.empty((2, min(CHUNK, numel)), kept.dtype)
+    found = []
+    for start in range(0, numel, CHUNK):
+        chunk = kept[start : start + CHUNK]
+        total = np.add(chunk, given[start : start + CHUNK], out=sums[: len(chunk)])
+        magnitude = np.abs(total, out=magnitudes[: len(chunk)])
+        if not np.isfinite(magnitude.max()):
+            kept[:start] -= given[:start]
+            return None
+        chunk[:] = total
+        found.append(np.flatnonzero(magnitude >= threshold) + start)
+    return np.concatenate(found)
+
+
+def _sampled_threshold(kept: np.ndarray, given: np.ndarray, k: int) -> Any:
+    """A magnitude that some more than k entries of the sum should reach."""
+    numel = len(kept)
+    stride = max(1, min(numel // SMALL, numel // (400 * -(-numel // k))))
+    offset = numel // 3 % stride
+    sample = np.abs(kept[offset::stride] + given[offset::stride])
+    expected = k / stride
+    rank = min(len(sample), math.ceil(max(1.3 * expected, expected + 4 * math.sqrt(expected) + 4)))
+    return np.partition(sample, len(sample) - rank)[len(sample) - rank]
+
+
+def _by_shard(flat: np.ndarray, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of ascending positions in a bucket, those in each shard: as positions in the shard, and as they were."""
+    if layout.shards == 1:
+        yield flat, flat
+        return
+    block, offset = np.divmod(flat, layout.block)
+    turn, shard = np.divmod(block, layout.shards)
+    places = turn * layout.block + offset
+    order = np.argsort(shard.astype(np.uint16), kind="stable")
+    ends = np.cumsum(np.bincount(shard, minlength=layout.shards))
+    for part in np.split(order, ends[:-1]):
+        yield places[part], flat[part]
+
+
+def _largest_of(magnitude: np.ndarray, k: int) -> np.ndarray:
+    """Ascending positions of the k largest of ``[n]``, n > k; of equal ones, the first."""
+    least = np.partition(magnitude, len(magnitude) - k)[len(magnitude) - k]
+    above = magnitude > least
+    ties = np.flatnonzero(magnitude == least)[: k - np.count_nonzero(above)]
+    above[ties] = True
+    return np.flatnonzero(above)
 
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
