@@ -191,12 +191,14 @@ def residual_and_gradient(name: str, numel: int) -> tuple[torch.Tensor, torch.Te
         e, x = torch.zeros(numel), torch.nn.functional.one_hot(torch.tensor(5), numel).float()
     elif name == "denormal":
         e, x = e * 1e-40, x * 1e-40
+    elif name == "sparse":
+        e, x = torch.zeros(numel), x * (torch.rand(numel, generator=generator) < 0.0005)
     elif name == "one shard":  # large values where every third block is: a sample misjudges the others
         x = x * (1 + 99 * (torch.arange(numel) // 256 % 3 == 0))
     return e.clone(), x.clone()
 
 
-@pytest.mark.parametrize("name", ["normal", "ties", "equal", "zero", "spike", "denormal", "one shard"])
+@pytest.mark.parametrize("name", ["normal", "ties", "equal", "zero", "spike", "denormal", "sparse", "one shard"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("numel", "shards", "ratio"), [(70_001, 1, 0.001), (200_000, 3, 0.01), (300_007, 7, 0.001)])
 def test_one_pass_chooses_what_the_reference_does(name, dtype, numel, shards, ratio):

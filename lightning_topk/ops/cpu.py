@@ -94,13 +94,17 @@ def add_and_choose(e: Tensor, x: Tensor, layout: Layout, k: int) -> tuple[Tensor
     """
     kept = e.numpy()
     with np.errstate(invalid="ignore", over="ignore"):
-        flat = _add_and_note(kept, x.numpy(), k * layout.shards)
+        threshold = _sampled_threshold(kept, x.numpy(), k * layout.shards)
+        flat = _add_and_note(kept, x.numpy(), threshold)
     if flat is None:
         return None
     index = np.empty((layout.shards, k), np.int64)
     for shard, (places, candidates) in enumerate(_by_shard(flat, layout)):
         if len(places) >= k:
             index[shard] = places if len(places) == k else places[_largest_of(np.abs(kept[candidates]), k)]
+        elif threshold == _least(kept.dtype):  # these are all that is not zero: the first zeros join them
+            zeros = np.setdiff1d(np.arange(k), places, assume_unique=True)
+            index[shard] = np.sort(np.concatenate([places, zeros[: k - len(places)]]))
         else:
             index[shard] = reference.topk_index(reference.shard_rows(e, layout)[shard : shard + 1], k)[0].numpy()
     positions = torch.from_numpy(index)
@@ -108,12 +112,11 @@ def add_and_choose(e: Tensor, x: Tensor, layout: Layout, k: int) -> tuple[Tensor
     return positions, e.index_select(0, chosen.view(-1)).view(layout.shards, k)
 
 
-def _add_and_note(kept: np.ndarray, given: np.ndarray, k: int) -> np.ndarray | None:
-    """Adds ``given`` to ``kept``; returns the ascending positions of some more than k of the largest sums."""
-    threshold, numel = _sampled_threshold(kept, given, k), len(kept)
-    sums, magnitudes = np.empty((2, min(CHUNK, numel)), kept.dtype)
+def _add_and_note(kept: np.ndarray, given: np.ndarray, threshold: Any) -> np.ndarray | None:
+    """Adds ``given`` to ``kept``; returns the ascending positions where the sum reaches a threshold in magnitude."""
+    sums, magnitudes = np.empty((2, min(CHUNK, len(kept))), kept.dtype)
     found = []
-    for start in range(0, numel, CHUNK):
+    for start in range(0, len(kept), CHUNK):
         chunk = kept[start : start + CHUNK]
         total = np.add(chunk, given[start : start + CHUNK], out=sums[: len(chunk)])
         magnitude = np.abs(total, out=magnitudes[: len(chunk)])
@@ -126,14 +129,19 @@ def _add_and_note(kept: np.ndarray, given: np.ndarray, k: int) -> np.ndarray | N
 
 
 def _sampled_threshold(kept: np.ndarray, given: np.ndarray, k: int) -> Any:
-    """A magnitude that some more than k entries of the sum should reach."""
+    """A magnitude that some more than k entries of the sum should reach; more than zero, since a server's sum is sparse."""
     numel = len(kept)
     stride = max(1, min(numel // SMALL, numel // (400 * -(-numel // k))))
     offset = numel // 3 % stride
     sample = np.abs(kept[offset::stride] + given[offset::stride])
     expected = k / stride
     rank = min(len(sample), math.ceil(max(1.3 * expected, expected + 4 * math.sqrt(expected) + 4)))
-    return np.partition(sample, len(sample) - rank)[len(sample) - rank]
+    return max(np.partition(sample, len(sample) - rank)[len(sample) - rank], _least(kept.dtype))
+
+
+def _least(dtype: np.dtype[Any]) -> Any:
+    """The least number above zero."""
+    return np.finfo(dtype).smallest_subnormal
 
 
 def _by_shard(flat: np.ndarray, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
