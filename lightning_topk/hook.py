@@ -101,8 +101,8 @@ class TopKState:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: Ranks have different settings, ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs without ``epoch``, or a bad
-            setting.
+        ValueError: Ranks have different settings, ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs
+            without ``epoch``, or a bad setting.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Steps:
         """Steps by optimizer. A fused one counts those that it skips inside its kernel, too; ``failed`` tells them apart."""
         self.failed: list[Tensor | None] = []
         """By optimizer, a scalar bool: whether a gradient of the pass was not finite. Each pass has a list of its own."""
-        self._owner = {p: i for i, o in enumerate(optimizers) for group in o.param_groups for p in group["params"]}
+        self._optimizers = optimizers
         self._hooks = [o.register_step_post_hook(self._counter(i)) for i, o in enumerate(optimizers)]
         self.begin_pass()
 
@@ -47,7 +47,9 @@ class Steps:
 
     def owners(self, parameters: Sequence[Tensor]) -> list[int]:
         """The optimizer of each parameter; the first, of those that have none."""
-        return [self._owner.get(parameter, 0) for parameter in parameters]
+        # Now, since parameters may be added to an optimizer when they are unfrozen.
+        owner = {p: i for i, o in enumerate(self._optimizers) for group in o.param_groups for p in group["params"]}
+        return [owner.get(parameter, 0) for parameter in parameters]
 
     def close(self) -> None:
         """Stops counting."""
