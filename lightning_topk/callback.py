@@ -110,7 +110,7 @@ class CompressionMonitor(Callback):
             values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
             self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
             if report.layers:
-                values |= _by_layer(trainer, report.layers, state.world)
+                values |= _by_layer(trainer, state, report.layers)
                 _draw_histograms(trainer, state)
         pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
         pl_module.log("topk/saving", values["saving"], prog_bar=True)
@@ -139,17 +139,19 @@ class CompressionMonitor(Callback):
         return "; ".join(words) + "."
 
 
-def _by_layer(trainer: Trainer, layers: dict[str, torch.Tensor], world: int) -> dict[str, torch.Tensor]:
+def _by_layer(trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The logged values of each parameter, over all ranks."""
     names = sorted(layers)
-    local = torch.stack([layers[name] for name in names]).to(trainer.strategy.root_device)
-    energy, lost, sent = trainer.strategy.reduce(local, reduce_op="sum").cpu().T
+    residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
+    norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
+    local = torch.cat([torch.stack([layers[name] for name in names]), norms.square().unsqueeze(1)], dim=1)
+    energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T
     return {
         f"{what}/{name}": value
         for what, column in (
             ("error", torch.where(energy > 0, lost / energy.clamp(min=1e-300), 0.0)),
             ("payload_share", sent / sent.sum().clamp(min=1)),
-            ("residual_norm", (lost / world).sqrt()),
+            ("residual_norm", (kept / state.world).sqrt()),
         )
         for name, value in zip(names, column, strict=True)
     }

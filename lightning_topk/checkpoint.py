@@ -18,7 +18,7 @@ world size it is the mean, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -44,27 +44,34 @@ EMPTY: dict[str, Any] = {
 Mode = Literal["mean", "full"]
 
 
-def collect(residuals: Residuals, names: Mapping[Tensor, str], mode: Mode, device: torch.device) -> dict[str, Any]:
-    """Makes the entry. A collective on the default group: every rank calls it at the same point, between two backward passes.
+def collect(
+    residuals: Residuals,
+    names: Mapping[Tensor, str],
+    mode: Mode,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Makes the entry. A collective: every rank calls it at the same point, between two backward passes.
 
     Args:
         residuals: This rank's.
         names: The parameters' names, in an order that is the same on every rank.
         mode: ``"mean"`` or ``"full"``.
         device: Where collectives want their tensors.
+        group: The ranks that exchange gradients. Default: all.
 
     Returns:
-        The entry on rank 0; the same without tensors elsewhere.
+        The entry on the group's rank 0; the same without tensors elsewhere.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts = residuals.parts()
     parameters: dict[str, Any] = {}
     for parameter, name in names.items():
         if parameter not in parts:
             continue
         worker, server = parts[parameter]
-        kept = {key: _gather(part.to(device), rank, world, mode) for key, part in worker.items()}
-        served = {key: _gather(part.to(device), rank, world, "sum") for key, part in server.items()}
+        kept = {key: _gather(part.to(device), group, mode) for key, part in worker.items()}
+        served = {key: _gather(part.to(device), group, "sum") for key, part in server.items()}
         if rank == 0:
             parameters[name] = {"worker": kept, "server": served}
     return {
@@ -73,7 +80,7 @@ def collect(residuals: Residuals, names: Mapping[Tensor, str], mode: Mode, devic
         "world_size": world,
         "steps": residuals.steps,
         "rates": list(residuals.learning_rates),
-        "buckets": [[names[parameter] for parameter in bucket] for bucket in residuals.buckets],
+        "buckets": [[names[p] for p in bucket] for bucket in residuals.buckets if names.keys() >= set(bucket)],
         "parameters": parameters,
     }
 
@@ -83,14 +90,16 @@ def absent(reason: str) -> dict[str, Any]:
     return {"version": VERSION, "mode": "none", "reason": reason}
 
 
-def _gather(part: Tensor, rank: int, world: int, mode: str) -> Tensor | None:
+def _gather(part: Tensor, group: dist.ProcessGroup | None, mode: str) -> Tensor | None:
     """The sum or mean over the ranks of ``[numel]``, or each of them as ``[W, numel]``; on rank 0's CPU, None elsewhere."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    root = 0 if group is None else dist.get_global_rank(group, 0)
     if mode == "full":
         rows = [torch.empty_like(part) for _ in range(world)] if rank == 0 else None
-        dist.gather(part.contiguous(), rows, dst=0)
+        dist.gather(part.contiguous(), rows, dst=root, group=group)
         return torch.stack([row.cpu() for row in rows]) if rows else None
     total = part.clone(memory_format=torch.contiguous_format)
-    dist.reduce(total, dst=0)
+    dist.reduce(total, dst=root, group=group)
     if mode == "mean":
         total /= world
     return total.cpu() if rank == 0 else None
@@ -143,7 +152,10 @@ def _own(part: Tensor, rank: int, world: int, mode: str) -> Tensor:
 
 def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
     """Refuses an entry that cannot be used, in words."""
-    problem = _problem(entry, parameters)
+    try:
+        problem = _problem(entry, parameters)
+    except (AttributeError, KeyError, TypeError) as error:
+        problem = f"it was damaged ({error!r})"
     if problem:
         raise ValueError(
             f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To go on with residuals "
@@ -164,9 +176,13 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         return f"the model has no parameter {strangers[0]!r} (of {len(strangers)} such)"
-    lists: Sequence[Sequence[str]] = entry["buckets"]
-    if not {name for bucket in lists for name in bucket} <= parameters.keys():
-        return "its buckets name parameters that the model does not have"
+    if type(entry["steps"]) is not int or type(entry["world_size"]) is not int:
+        return f"it counts {entry['steps']!r} steps of {entry['world_size']!r} ranks"
+    named = [name for bucket in entry["buckets"] for name in bucket]
+    if len(named) != len(set(named)):
+        return "its buckets name a parameter twice"
+    if not entry["parameters"].keys() >= set(named):
+        return "its buckets name parameters of which it holds no residual, as on ranks other than 0, which alone holds them"
     for name, sides in entry["parameters"].items():
         numel = parameters[name].numel()
         if not isinstance(sides, Mapping) or sides.keys() != {"worker", "server"}:

@@ -110,7 +110,7 @@ class TopKConfig:
         found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("ratio", "server_ratio"):
             if callable(found[name]):
-                found[name] = [ratio_at(found[name], step, step // 100) for step in (0, 1, 10, 100, 1000, 10_000)]
+                found[name] = [_told(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]
         if isinstance(self.selector, Selector):
             plain = {key: value for key, value in vars(self.selector).items() if isinstance(value, int | float | str)}
             found["selector"] = f"{type(self.selector).__qualname__} with {plain}"
@@ -216,6 +216,14 @@ class TopKConfig:
         _, end.uplink.codec, end.reply = self.codecs(end.layout.numel, end.world, step, epoch, end.uplink.selector)
         if end.downlink is not None and end.reply is not None:
             end.downlink.codec = end.reply
+
+
+def _told(ratio: Ratio, step: int) -> float | str:
+    """What a schedule says for a step, which may lie beyond those that it is made for."""
+    try:
+        return ratio_at(ratio, step, step // 100)
+    except Exception as error:
+        return repr(error)
 
 
 def _check_ratio(name: str, value: Any) -> None:

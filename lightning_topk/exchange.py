@@ -117,8 +117,8 @@ class Link:
         """``[2]`` float64, ‖a‖² and ‖a - C(a)‖² of the last ``send``; None unless ``measure`` was set."""
         self.selected: Tensor | None = None
         """Scalar int64: entries that the last ``send`` chose, at most ``codec.kept`` for each shard."""
-        self.sizes: Tensor | None = None
-        """``[P]`` int64, lengths of the parts of the vector for which ``send`` shall measure one by one; None for none."""
+        self.sizes: list[int] | None = None
+        """Lengths of the P parts of the vector that ``send`` shall measure one by one; None for none."""
         self.parts: Tensor | None = None
         """``[3, P]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, of each part, of the last ``send``."""
 
@@ -172,11 +172,12 @@ class FusedLink(Link):
         assert isinstance(self.memory, Residual)
         a, k = self.memory.residual, self.codec.kept
         small = len(a) < cpu.SMALL or k * self.layout.shards > len(a) // 8  # then a threshold does not pay
-        found = None if small else cpu.add_and_choose(a, x, self.layout, k)
+        finite = reference.is_finite(x)  # first, since an addition can be taken back to rounding only
+        found = cpu.add_and_choose(a, x, self.layout, k) if finite and not small else None
         if found is None:
             return super().choose(x)
         index, value = found
-        return a, torch.tensor(True), index, value, value.count_nonzero()
+        return a, finite, index, value, value.count_nonzero()
 
 
 def _energy(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
@@ -184,15 +185,14 @@ def _energy(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (a, rest)]).square()
 
 
-def _parts(a: Tensor, flat: Tensor, sent: Tensor, sizes: Tensor) -> Tensor:
-    part = torch.arange(len(sizes), device=a.device).repeat_interleave(sizes, output_size=len(a))
-    rest = a.index_add(0, flat, sent, alpha=-1)
-    measured = torch.zeros(3, len(sizes), dtype=torch.float64, device=a.device)
-    for row, (of, value) in zip(
-        measured, ((part, a.double().square()), (part, rest.double().square()), (part[flat], sent != 0)), strict=True
-    ):
-        row.index_add_(0, of, value.double())
-    return measured
+def _parts(a: Tensor, flat: Tensor, sent: Tensor, sizes: list[int]) -> Tensor:
+    def energies(x: Tensor) -> Tensor:
+        return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.split(sizes)]).square()
+
+    ends = torch.tensor(sizes).cumsum(0).to(a.device)
+    part = torch.bucketize(flat, ends, right=True).clamp_(max=len(sizes) - 1)
+    count = torch.zeros(len(sizes), dtype=torch.float64, device=a.device).index_add_(0, part, (sent != 0).double())
+    return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
 
 
 def mean(payloads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
@@ -378,6 +378,11 @@ def _of_all(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None) -> Ex
     g.index_add_(0, end.starts, poison.expand(len(end.starts)))
 
 
+def _to(x: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on a device; a GPU's stream does not wait for the host, nor the host for it."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
 def _of_used(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None, used: Tensor) -> Exchange:
     """The exchange of the parameters that some rank used.
 
@@ -385,7 +390,7 @@ def _of_used(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None, used
     sent for it would be lost. So the ranks first tell each other which parameters they used, one bit each; the bucket's
     content and the residuals of the others are set aside, on workers and servers.
     """
-    votes = yield AllGather(reference.pack_bits(used.to(g.device).unsqueeze(0))[0], "uplink")
+    votes = yield AllGather(reference.pack_bits(_to(used, g.device).unsqueeze(0))[0], "uplink")
     absent = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
     absent = absent.repeat_interleave(end.sizes, output_size=len(g))
     aside = g.masked_fill(~absent, 0)

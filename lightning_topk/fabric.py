@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 
 from lightning_topk.checkpoint import EMPTY, KEY
 from lightning_topk.config import TopKConfig, check_name
-from lightning_topk.hook import TopKState, attach, check_ddp_options, check_known, check_same_model, own_memory_
+from lightning_topk.hook import (
+    TopKState,
+    attach,
+    check_ddp_options,
+    check_known,
+    check_momentum,
+    check_same_model,
+    own_memory_,
+)
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
@@ -68,10 +76,13 @@ class TopKStrategy(DDPStrategy):
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wraps a module, and has its gradients exchanged; every rank calls it."""
+        parameters = set(module.parameters())
+        for old in [state for state in self.topk_states if parameters & state.names.keys()]:
+            old.close()
+            self.topk_states.remove(old)
         own_memory_(module)
         check_same_model(module)
         ddp = super().setup_module(module)
-        parameters = set(module.parameters())
         state = attach(
             ddp,
             self.config,
@@ -90,22 +101,24 @@ class TopKStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Takes note of an optimizer, and checks that it and the exchange do not both apply momentum."""
+        check_momentum(self.config, [optimizer])
         self._set_up.append(optimizer)
         return super().setup_optimizer(optimizer)
 
     def save_checkpoint(self, path: _PATH, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Saves a checkpoint with the residuals of all ranks and modules; every rank calls it."""
-        if self._residual_checkpoint != "none":
+        """Saves a checkpoint, with the residuals of all ranks and modules if an optimizer is saved; every rank calls it."""
+        if self._residual_checkpoint != "none" and any(isinstance(each, Optimizer) for each in state.values()):
             state = {**state, KEY: [each.state_dict(self._residual_checkpoint) for each in self.topk_states]}
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: _PATH, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint; with a ``state`` to load into, goes on with its residuals, or with zero if it has none."""
+        """Loads a checkpoint; into modules that are set up and an optimizer, with its residuals, or zero if it has none."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
-        if not state:
+        if not isinstance(state, dict) or not any(isinstance(each, Optimizer) for each in state.values()):
             return remainder
-        entries = remainder.pop(KEY, []) if self._residual_checkpoint != "none" else []
-        if not entries:
+        entries = remainder.pop(KEY, [])
+        entries = [entries] if isinstance(entries, dict) else entries  # a Trainer's
+        if not entries or self._residual_checkpoint == "none":
             rank_zero_info("TopKStrategy starts with residuals of zero: the checkpoint has none, or none are wanted.")
             entries = [EMPTY] * len(self.topk_states)
         if self.topk_states and len(entries) != len(self.topk_states):
@@ -117,3 +130,9 @@ class TopKStrategy(DDPStrategy):
             each.load_state_dict(entry)
         self._resumed = entries[len(self.topk_states) :]
         return remainder
+
+    def teardown(self) -> None:
+        """Gives up process groups and threads of the exchanges, then all that DDPStrategy holds."""
+        for state in self.topk_states:
+            state.close()
+        super().teardown()

@@ -31,7 +31,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Schedule
-from lightning_topk.undo import Steps
+from lightning_topk.undo import Steps, Undo
 
 
 @dataclass
@@ -133,7 +133,7 @@ class TopKState:
                     f"{ratio!r} goes by epochs: pass epoch=, a function that tells the epoch, or use steps=."
                 )
         self._epoch = epoch or (lambda: 0)
-        self._optimizers, self._checked = optimizers, False
+        self._optimizers, self._last_optimizers = optimizers, list[Optimizer]()
         self._lr_ratio = 1.0
         self._waiting: list[tuple[Tensor, tuple[Tensor, ...], Future]] = []
         self._buckets: list[tuple[Tensor, ...]] = []
@@ -204,11 +204,12 @@ class TopKState:
             self._begin_pass()
         promised, future = self._lane.promise()
         self._waiting.append((buffer, parameters, promised))
-        if last or self.config.scope == "bucket":
+        if last or (self.config.scope == "bucket" and not self.residuals.resumed):
             self._submit(index, last)
         if last:
             self.residuals.steps += 1
             self.residuals.buckets = tuple(self._buckets)
+            self.residuals.resumed = max(0, self.residuals.resumed - 1)
         return future
 
     def _begin_pass(self) -> None:
@@ -224,12 +225,14 @@ class TopKState:
         buffers, groups, promises = zip(*self._waiting, strict=True)
         self._waiting.clear()
         flat: tuple[Tensor, ...] = sum(groups, ())
-        saved = self.residuals.buckets if self.residuals.resumed and index == 0 and last else ()
+        saved = self.residuals.buckets if self.residuals.resumed else ()
         if saved and set(flat) == {parameter for bucket in saved for parameter in bucket}:
             # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets that it had before.
             together = saved
+        elif self.config.scope == "model":
+            together = (flat,)
         else:
-            together, self.residuals.resumed = (flat,), False
+            together = groups
         self._buckets += together
         name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
         ready = self._lane.mark() if self.measure and last else None
@@ -237,7 +240,7 @@ class TopKState:
             Job(bucket, name, self._used_of(bucket), self.residuals.steps, self._epoch(), self._lr_ratio)
             for bucket in together
         ]
-        self._lane.submit(partial(self._exchange_all, buffers, flat, jobs, last, ready), promises)
+        self._lane.submit(partial(self._exchange_all, buffers, groups, jobs, last, ready), promises)
 
     def _used_of(self, parameters: tuple[Tensor, ...]) -> Tensor | None:
         """``[parameters]`` bool, which of them got a gradient since they were last asked for; None if all always do."""
@@ -251,7 +254,7 @@ class TopKState:
     def _exchange_all(
         self,
         buffers: Sequence[Tensor],
-        parameters: tuple[Tensor, ...],
+        groups: Sequence[tuple[Tensor, ...]],
         jobs: Sequence[Job],
         last: bool,
         ready: Any | None,
@@ -260,30 +263,32 @@ class TopKState:
 
         Args:
             buffers: DDP's, one or more.
-            parameters: Whose gradients they hold, in order.
+            groups: Whose gradients each holds, in order.
             jobs: How they are exchanged.
             last: Whether a backward pass ends with them.
             ready: When that pass had all its gradients, if that is measured.
         """
         assert self._lane is not None
         begun = self._lane.mark() if self.measure else None
-        as_it_is = len(jobs) == 1 and all(map(operator.is_, jobs[0].parameters, parameters))
-        if as_it_is and len(buffers) == 1 and not buffers[0].is_sparse:
-            self._exchange(buffers[0], jobs[0])
-            results = list(buffers)
+        # Sparse gradients are exchanged as what they stand for, and become sparse again where anything arrives.
+        dense = [(buffer.to_dense() if buffer.is_sparse else buffer).view(-1) for buffer in buffers]
+        if len(jobs) == len(buffers) == 1 and all(map(operator.is_, jobs[0].parameters, groups[0])):
+            self._exchange(dense[0], jobs[0])
         else:
-            # Sparse gradients are exchanged as what they stand for, and become sparse again where anything arrives.
-            whole = torch.cat([(buffer.to_dense() if buffer.is_sparse else buffer).flatten() for buffer in buffers])
-            part = dict(zip(parameters, whole.split([p.numel() for p in parameters]), strict=True))
+            part = {
+                parameter: piece
+                for whole, group in zip(dense, groups, strict=True)
+                for parameter, piece in zip(group, whole.split([p.numel() for p in group]), strict=True)
+            }
             for job in jobs:
-                g = whole if as_it_is else torch.cat([part[p] for p in job.parameters])
+                g = torch.cat([part[p] for p in job.parameters])
                 self._exchange(g, job)
                 for p, piece in zip(job.parameters, g.split([p.numel() for p in job.parameters]), strict=True):
                     part[p].copy_(piece)
-            results = [
-                part.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer.copy_(part)
-                for buffer, part in zip(buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True)
-            ]
+        results = [
+            whole.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
+            for buffer, whole in zip(buffers, dense, strict=True)
+        ]
         if begun is not None:
             self._marks.append((begun, self._lane.mark(), ready))
         if last and self._failed:
@@ -297,13 +302,16 @@ class TopKState:
         if g.numel() == 0:
             return
         try:
+            guarded = self._scaler is not None and self._last_optimizers
+            guard = partial(self._guard, job.parameters) if guarded else None
             end = self.residuals.endpoint(
-                job.parameters, partial(self.make_endpoint, job.parameters), g.device, job.lr_ratio
+                job.parameters, partial(self.make_endpoint, job.parameters), g.device, job.lr_ratio, guard
             )
             self.config.resize_(end, job.step, job.epoch)
             for link in end.links:
                 link.measure = self.measure
-            end.uplink.sizes = end.sizes if self.measure and self.measure_layers else None
+            layers = self.measure and self.measure_layers
+            end.uplink.sizes = [p.numel() for p in job.parameters] if layers else None
             scale = None if self._scaler is None else self._scaler._scale
             drive(exchange(end, g, self.config.topology, job.step, scale, job.used), self.group, self.meter)
         except Exception as error:
@@ -312,7 +320,6 @@ class TopKState:
                 f"failed on rank {self.rank} of {self.world}: {error} (A rank that does not answer within the timeout of "
                 f"{self._timeout} counts as lost.)"
             ) from error
-        self.residuals.note(job.parameters)
         self._take_note(end, g.nbytes)
         if end.uplink.parts is not None:
             self._layers.append((job.parameters, end.uplink.parts))
@@ -354,17 +361,20 @@ class TopKState:
         return ratios[0] if ratios else 1.0
 
     def _follow_optimizers(self) -> None:
-        """Checks the optimizers once, and has the residuals know which steps are taken, if a scaler may skip some."""
-        if self._optimizers is None:
+        """Checks the optimizers when they are new, and has the scaler's steps noted."""
+        now = [] if self._optimizers is None else list(self._optimizers())
+        if len(now) == len(self._last_optimizers) and all(map(operator.is_, now, self._last_optimizers)):
             return
-        if not self._checked:
-            check_momentum(self.config, self._optimizers())
-            self._checked = True
-        if self._scaler is None:
-            return
-        if self.residuals.optimizer_steps is None:
-            self.residuals.optimizer_steps = Steps(self._optimizers())
-        self.residuals.optimizer_steps.begin_pass()
+        check_momentum(self.config, now)
+        if self._scaler is not None:
+            Steps.of(self._scaler).watch(now)
+            self.residuals.forget_steps()
+        self._last_optimizers = now
+
+    def _guard(self, parameters: tuple[Tensor, ...], end: Endpoint) -> Undo:
+        """What undoes the steps that the scaler skips, for a bucket's endpoint."""
+        assert self._scaler is not None
+        return Undo(end, parameters, Steps.of(self._scaler), self._last_optimizers)
 
     @property
     def nonfinite_steps(self) -> int:
@@ -386,15 +396,17 @@ class TopKState:
             report.energy[side] += energy.cpu()
         report.selected = sum(int(selected) for selected in self._selected)
         for parameters, parts in self._layers:
-            report.layers |= dict(zip(map(self.names.__getitem__, parameters), parts.cpu().T, strict=True))
+            for parameter, measured in zip(parameters, parts.cpu().T, strict=True):
+                name = self.names[parameter]
+                report.layers[name] = report.layers.get(name, 0) + measured
         for begun, ended, ready in self._marks:
             assert self._lane is not None
             report.seconds += self._lane.seconds(begun, ended)
             if ready is not None:
-                report.exposed_seconds = max(0.0, self._lane.seconds(ready, ended))
+                report.exposed_seconds += max(0.0, self._lane.seconds(ready, ended))
         report.exposed_seconds = min(report.exposed_seconds, report.seconds)
-        for measured in (self._energy, self._selected, self._layers, self._marks):
-            measured.clear()
+        for noted in (self._energy, self._selected, self._layers, self._marks):
+            noted.clear()
         self._report = Report(bytes=now)
         report.bytes = {kind: now[kind] - before for kind, before in report.bytes.items()}
         return report
@@ -423,7 +435,7 @@ class TopKState:
         Raises:
             RuntimeError: The state was not made by :func:`attach`, which knows the parameters' names.
         """
-        return checkpoint.collect(self.residuals, self._names(), mode, self._device())
+        return checkpoint.collect(self.residuals, self._names(), mode, self._device(), self.group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Goes on with the residuals of a checkpoint, of any world size; every rank calls it.
@@ -445,15 +457,17 @@ class TopKState:
     def _device(self) -> torch.device:
         return next(iter(self._names())).device
 
+    def follow(self, other: "TopKState") -> None:
+        """Goes on counting and measuring where another state of the same training ends."""
+        self.measure, self.measure_layers = other.measure, other.measure_layers
+        self._failed_steps = other._failed_steps
+
     def close(self) -> None:
         """Ends the lane and gives up the process group. The residuals stay."""
         for watch in self._watches:
             watch.remove()
         idle = self._lane is None or self._lane.close()
-        if self.residuals.optimizer_steps is not None:
-            self.residuals.settle()  # while it is known which steps were taken
-            self.residuals.optimizer_steps.close()
-            self.residuals.optimizer_steps = None
+        self.residuals.forget_steps()
         if self.group is not None and idle and dist.is_initialized():
             dist.destroy_process_group(self.group)  # not under a thread that is still in a collective
         self._lane = self.group = None

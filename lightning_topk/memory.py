@@ -173,7 +173,7 @@ class NoMemory(Memory):
 
     def add_(self, x: Tensor) -> None:
         """See :meth:`Memory.add_`."""
-        self._extra = x.to(self.dtype)
+        self._extra = x.to(self.dtype) if self._extra is None else self._extra + x
 
     def scale_(self, factor: float) -> None:
         """See :meth:`Memory.scale_`."""

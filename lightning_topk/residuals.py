@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_topk.exchange import Endpoint
 from lightning_topk.ops import reference
-from lightning_topk.undo import Steps, Undo
+from lightning_topk.undo import Undo
 
 Parts = dict[Tensor, dict[str, Tensor]]
 
@@ -34,12 +34,11 @@ class Residuals:
         """The optimizers', in the last step, for residuals that follow them."""
         self.buckets: tuple[tuple[Tensor, ...], ...] = ()
         """The parameters that were exchanged together in the last backward pass."""
-        self.resumed = False
-        """Whether ``buckets`` are those of a checkpoint, which DDP has not built yet."""
-        self.optimizer_steps: Steps | None = None
-        """With a GradScaler, by which it is known which steps are not taken; what they sent comes back."""
+        self.resumed = 0
+        """Backward passes in which DDP may not have built ``buckets``, which are those of a checkpoint, yet."""
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
         self._undo: dict[tuple[Tensor, ...], Undo] = {}
+        """With a GradScaler: what brings back what was sent for skipped steps."""
         self._worker: Parts = {}
         """Each parameter's slice of its endpoint's worker memory: views."""
         self._server: Parts = {}
@@ -58,6 +57,7 @@ class Residuals:
         make: Callable[[], Endpoint],
         device: torch.device,
         lr_ratio: float = 1.0,
+        guard: Callable[[Endpoint], Undo] | None = None,
     ) -> Endpoint:
         """The endpoint of a bucket for its next exchange, with all that its parameters have left so far.
 
@@ -66,6 +66,7 @@ class Residuals:
             make: Makes an endpoint with empty memories, for a bucket that was not seen before.
             device: Where the bucket lives.
             lr_ratio: The last step's learning rate over this step's, by which residuals are scaled (Zheng et al. 2019).
+            guard: Makes what undoes skipped steps of a new endpoint, if a scaler may skip some.
         """
         if parameters not in self._live:
             self._dissolve(set(parameters))
@@ -76,18 +77,17 @@ class Residuals:
         self._decide(parameters)
         if lr_ratio != 1:
             end.rescale_(lr_ratio)
-        if self.optimizer_steps is not None:
+        if guard is not None:
             if parameters not in self._undo:
-                self._undo[parameters] = Undo(end, parameters, self.optimizer_steps)
+                self._undo[parameters] = guard(end)
             self._undo[parameters].begin(renew=lr_ratio != 1)
         return end
 
-    def note(self, parameters: tuple[Tensor, ...]) -> None:
-        """Takes note of whether the exchange that :meth:`endpoint` began has delivered a finite gradient."""
-        if parameters in self._undo:
-            finite = self._live[parameters].finite
-            assert finite is not None
-            self._undo[parameters].note(~finite)
+    def forget_steps(self) -> None:
+        """Decides what becomes of the last pass, and undoes nothing that was sent before now: other optimizers have come."""
+        for undo in self._undo.values():
+            undo.decide()
+        self._undo.clear()
 
     def settle(self) -> None:
         """Takes all endpoints apart and moves what they held to the CPU, until buckets with these parameters come again."""
@@ -148,7 +148,7 @@ class Residuals:
         """
         self._dissolve({parameter for bucket in self._live for parameter in bucket})
         self._worker, self._server = worker, {}
-        self.buckets, self.resumed = tuple(buckets), True
+        self.buckets, self.resumed = tuple(buckets), 2  # with static_graph; else 1
         for bucket in self.buckets:
             end = make(bucket)
             self._fill(end, bucket, end.sizes.device)
@@ -166,6 +166,7 @@ class Residuals:
         keep = set(parameters)
         self._live = {bucket: end for bucket, end in self._live.items() if keep.issuperset(bucket)}
         self._undo = {bucket: undo for bucket, undo in self._undo.items() if bucket in self._live}
+        self.buckets = tuple(bucket for bucket in self.buckets if keep.issuperset(bucket))
         for parts in (self._worker, self._server):
             for parameter in parts.keys() - keep:
                 del parts[parameter]
@@ -175,6 +176,10 @@ class Residuals:
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
             self._decide(bucket)
             self._undo.pop(bucket, None)
+            for link in self._live[bucket].links:
+                for tensor in link.memory.tensors().values():
+                    if tensor.is_cuda:  # made on one stream, perhaps, and still in use on this one when it is freed
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
             _scatter_parts(self._server, bucket, _served(self._live.pop(bucket)))
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], device: torch.device) -> None:
@@ -182,6 +187,8 @@ class Residuals:
         worker = end.uplink.memory.tensors()
         for name, flat in worker.items():
             flat.copy_(_gather_parts(self._worker, parameters, name, flat))
+        for parameter in parameters:
+            self._worker[parameter] = {}  # what the new settings keep no more would be stale
         _scatter_parts(self._worker, parameters, worker)
         if any(parameter in self._server for parameter in parameters):
             left = _gather_parts(self._server, parameters, "residual", torch.zeros((), dtype=end.dtype, device=device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -131,12 +132,16 @@ class TopKStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The module's training step, exchanging also what was unfrozen since the last one."""
-        if any(parameter.requires_grad for parameter in self._frozen) and self.topk_state is not None:
+        state, model = self.topk_state, self.model
+        if state is not None and any(parameter.requires_grad for parameter in self._frozen):
             # DDP leaves out what is frozen when it is built, for good: the ranks' weights would drift apart.
-            assert isinstance(self.model, DistributedDataParallel)
-            self.topk_state.close()
-            self.model = self.model.module
-            self.configure_ddp()
+            assert isinstance(model, DistributedDataParallel)
+            if model.require_backward_grad_sync:  # at the end of an accumulation window
+                state.close()
+                self.model = model.module
+                self.configure_ddp()
+                assert self.topk_state is not None
+                self.topk_state.follow(state)
         return super().training_step(*args, **kwargs)
 
     def _register_ddp_hooks(self) -> None:
@@ -164,9 +169,11 @@ class TopKStrategy(DDPStrategy):
         if self._residual_checkpoint != "none" and "optimizer_states" in checkpoint and module is not None:
             if not (dist.is_available() and dist.is_initialized()):
                 checkpoint[KEY] = absent("the worker processes, which held them, had ended")
-            elif module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            elif module.trainer.state.status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt"):
                 # Others may not be here, and would not answer a collective.
-                checkpoint[KEY] = absent("an exception was being handled, when ranks cannot wait for each other")
+                checkpoint[KEY] = absent(
+                    "an exception or a signal was being handled, when ranks cannot wait for each other"
+                )
             else:
                 names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
                 checkpoint[KEY] = collect(self._residuals, names, self._residual_checkpoint, self.root_device)
@@ -213,7 +220,8 @@ class TopKStrategy(DDPStrategy):
 
     def __repr__(self) -> str:
         # What the Trainer of the other package shows when it refuses this.
-        return f"<TopKStrategy for {PACKAGE}.Trainer: {self.config}>"
+        other = "import pytorch_lightning before lightning_topk, and not lightning.pytorch, to use its Trainer"
+        return f"<TopKStrategy for {PACKAGE}.Trainer ({other}): {self.config}>"
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

@@ -2,14 +2,18 @@
 
 With a GradScaler, a step whose gradients hold an infinity or a NaN is skipped. What the exchange had sent for it, from any
 worker or server, in any bucket, reached nobody: the residuals must be again what they were before. So they are copied
-when gradients for a step begin to come, and copied back when it turns out that they were not finite.
+when gradients for a step begin to come, and copied back when the scaler has skipped it. It is the scaler who knows: a
+gradient that was finite is skipped too if another one of the same optimizer was not.
 
-A *pass* is one backward pass. Several may make up one step; the copy is renewed only when the optimizer really stepped.
+A *pass* is one backward pass. Several may make up one step; the copy is renewed only when the optimizer has stepped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -18,43 +22,59 @@ from torch.optim import Optimizer
 from lightning_topk.exchange import Endpoint
 from lightning_topk.ops import reference
 
+Outcome = bool | Tensor
+"""Whether a step was skipped: known to the host, or, with a fused optimizer, a scalar bool on the device."""
+
 
 class Steps:
-    """The steps that optimizers really took, and whether the gradients of the pass under way are finite.
+    """Tells endpoints what became of the optimizers' steps. There is one for each GradScaler: :meth:`of`.
 
     Args:
-        optimizers: All that share a GradScaler.
+        scaler: Its ``step`` is replaced by one that takes note of what it did.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.taken = [0] * max(1, len(optimizers))
-        """Steps by optimizer. A fused one counts those that it skips inside its kernel, too; ``failed`` tells them apart."""
-        self.failed: list[Tensor | None] = []
-        """By optimizer, a scalar bool: whether a gradient of the pass was not finite. Each pass has a list of its own."""
-        self._optimizers = optimizers
-        self._hooks = [o.register_step_post_hook(self._counter(i)) for i, o in enumerate(optimizers)]
-        self.begin_pass()
+    _known: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, Steps]] = WeakKeyDictionary()
 
-    def _counter(self, number: int):  # type: ignore[no-untyped-def]  # torch's hook type is internal
-        def count(*_: object) -> None:
-            self.taken[number] += 1
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.guarded: WeakSet[Undo] = WeakSet()
+        """Those who want to know."""
+        self._hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+        self._stepped = False
+        scaler.step = self._noting(scaler.step)  # type: ignore[method-assign]  # there is no hook for skipped steps
 
-        return count
+    @classmethod
+    def of(cls, scaler: torch.amp.GradScaler) -> Steps:
+        """The steps that a scaler guards."""
+        if scaler not in cls._known:
+            cls._known[scaler] = cls(scaler)
+        return cls._known[scaler]
 
-    def begin_pass(self) -> None:
-        """A backward pass begins."""
-        self.failed = [None] * len(self.taken)
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Takes note of the steps of optimizers from now on."""
+        for optimizer in optimizers:
+            if optimizer not in self._hooked:
+                self._hooked[optimizer] = optimizer.register_step_post_hook(self._after_step)
 
-    def owners(self, parameters: Sequence[Tensor]) -> list[int]:
-        """The optimizer of each parameter; the first, of those that have none."""
-        # Now, since parameters may be added to an optimizer when they are unfrozen.
-        owner = {p: i for i, o in enumerate(self._optimizers) for group in o.param_groups for p in group["params"]}
-        return [owner.get(parameter, 0) for parameter in parameters]
+    def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(step)
+        def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._stepped = False
+            result = step(optimizer, *args, **kwargs)
+            if not self._stepped:
+                self._tell(optimizer, True)
+            return result
 
-    def close(self) -> None:
-        """Stops counting."""
-        for hook in self._hooks:
-            hook.remove()
+        return noting
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # A fused optimizer is called even if its kernel is to skip; the scaler lends it the flag for the call.
+        self._stepped = True
+        found = getattr(optimizer, "found_inf", None)
+        self._tell(optimizer, False if found is None else found.bool().any())
+
+    def _tell(self, optimizer: Optimizer, skipped: Outcome) -> None:
+        for undo in self.guarded:
+            undo.outcomes.setdefault(optimizer, skipped)
 
 
 class Undo:
@@ -64,41 +84,25 @@ class Undo:
         end: The endpoint.
         parameters: Those of its bucket.
         steps: The optimizers' steps.
+        optimizers: All optimizers.
     """
 
-    def __init__(self, end: Endpoint, parameters: Sequence[Tensor], steps: Steps) -> None:
-        self._steps = steps
-        owners = steps.owners(parameters)
-        self.owners = sorted(set(owners))
+    def __init__(
+        self, end: Endpoint, parameters: Sequence[Tensor], steps: Steps, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.outcomes: dict[Optimizer, Outcome] = {}
+        """What became of the first step of each optimizer since the last decision."""
+        steps.guarded.add(self)
         self._now = [tensor for link in end.links for tensor in link.memory.tensors().values()]
-        self._masks: dict[int, list[Tensor | None]] = {owner: [None] * len(self._now) for owner in self.owners}
-        if len(self.owners) > 1:
-            of_element = torch.tensor(owners, device=end.sizes.device).repeat_interleave(end.sizes)
-            for owner in self.owners:
-                whole = of_element == owner
-                masks = [whole] * len(end.uplink.memory.tensors())
-                if end.downlink is not None:
-                    served = reference.shard_rows(whole, end.layout)[end.shard]
-                    masks += [served] * len(end.downlink.memory.tensors())
-                self._masks[owner] = list(masks)
         self._before: list[Tensor] = []
-        self._seen: list[int] = []
-        self._failed: list[Tensor | None] | None = None
-
-    def decide(self) -> None:
-        """Ends the last pass: puts back what belongs to a step that was not taken."""
-        if self._failed is None:
-            return
-        for owner in self.owners:
-            failed, taken = self._failed[owner], self._steps.taken[owner] != self._seen[owner]
-            for now, before, mask in zip(self._now, self._before, self._masks[owner], strict=True):
-                if failed is not None:
-                    reference.replace_(now, before, failed if mask is None else failed & mask)
-                if taken and mask is None:
-                    before.copy_(now)
-                elif taken:
-                    reference.replace_(before, now, mask)
-        self._failed = None
+        owner = {p: number for number, o in enumerate(optimizers) for group in o.param_groups for p in group["params"]}
+        owners = [owner.get(parameter, 0) for parameter in parameters]
+        self._masks: dict[Optimizer, Sequence[Tensor | None]] = {}
+        for number in sorted(set(owners)):
+            self._masks[optimizers[number]] = [None] * len(self._now)
+            if len(set(owners)) > 1:
+                owned = torch.tensor(owners, device=end.sizes.device) == number
+                self._masks[optimizers[number]] = _masks(end, owned.repeat_interleave(end.sizes))
 
     def begin(self, renew: bool) -> None:
         """Begins a pass, after :meth:`decide`.
@@ -111,11 +115,27 @@ class Undo:
         elif renew:
             for now, before in zip(self._now, self._before, strict=True):
                 before.copy_(now)
-        self._seen, self._failed = list(self._steps.taken), self._steps.failed
 
-    def note(self, failed: Tensor) -> None:
-        """Takes note that gradients of this pass were not finite where the scalar bool ``failed`` holds."""
-        assert self._failed is not None
-        for owner in self.owners:
-            earlier = self._failed[owner]
-            self._failed[owner] = failed if earlier is None else earlier | failed
+    def decide(self) -> None:
+        """Puts back what belongs to a step that was skipped, and keeps what belongs to one that was taken."""
+        for optimizer, masks in self._masks.items():
+            skipped = self.outcomes.get(optimizer)
+            if skipped is None:
+                continue  # no step yet: more passes for it may come
+            for now, before, mask in zip(self._now, self._before, masks, strict=True):
+                if isinstance(skipped, Tensor):
+                    reference.replace_(now, before, skipped if mask is None else skipped & mask)
+                elif skipped:
+                    reference.replace_(now, before, mask)
+                if skipped is not True:
+                    reference.replace_(before, now, mask)
+        self.outcomes.clear()
+
+
+def _masks(end: Endpoint, owned: Tensor) -> list[Tensor]:
+    """For each memory tensor of an endpoint, which of its elements belong to ``owned`` ``[numel]`` bool."""
+    masks = [owned] * len(end.uplink.memory.tensors())
+    if end.downlink is not None:
+        served = reference.shard_rows(owned, end.layout)[end.shard]
+        masks += [served] * len(end.downlink.memory.tensors())
+    return masks

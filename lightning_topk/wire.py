@@ -74,11 +74,11 @@ class Codec:
     kept: int
     shared: RandK | None = None
 
-    def known_index(self) -> Tensor | None:
-        """The positions ``[k]`` int64, ascending, on the CPU, if both ends know them; else None."""
+    def known_index(self, device: torch.device) -> Tensor | None:
+        """The positions ``[k]`` int64, ascending, if both ends know them; else None."""
         if self.kept == self.universe:
-            return torch.arange(self.universe)
-        return None if self.shared is None else self.shared.shared_positions(self.universe, self.kept)
+            return torch.arange(self.universe, device=device)
+        return None if self.shared is None else self.shared.shared_positions(self.universe, self.kept).to(device)
 
     @cached_property
     def low_width(self) -> int:
@@ -143,8 +143,8 @@ class Codec:
             rows = (~whole).nonzero().flatten().tolist()
             raise ValueError(f"the payload from rank {', '.join(map(str, rows))} was damaged on its way.")
         value = payload[:, : self.value_bytes].view(self.wire.value_dtype).to(dtype).contiguous()
-        known = self.known_index()
+        known = self.known_index(payload.device)
         if known is not None:
-            return known.to(payload.device).expand(len(payload), -1), value
+            return known.expand(len(payload), -1), value
         code = payload[:, self.value_bytes : self.value_bytes + self.index_bytes]
         return ops.elias_fano_decode(code, self.universe, self.kept, self.low_width), value

@@ -143,6 +143,46 @@ def test_unknown_arguments_and_momentum_twice_are_refused(groups):
 def momentum_twice(rank: int, world: int) -> None:
     fabric = fabric_of(rank, world, ratio=0.1, momentum=0.9)
     net = net_of_four_layers()
-    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
     with pytest.raises(ValueError, match=r"SGD has momentum 0\.5 of its own"):
-        fabric.backward(loss_of(model, rank, 0))
+        fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
+
+
+def shared_optimizer(rank: int, world: int, folder: str) -> None:
+    """Two modules, one optimizer: a gradient of the first that is not finite undoes what the second sent, too."""
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    fabric = fabric_of(rank, world, ratio=0.05, plugins=plugin)
+    nets = [net_of_four_layers() for _ in range(2)]
+    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
+    models = [fabric.setup_module(net) for net in nets]
+    optimizer = fabric.setup_optimizers(optimizer)
+
+    def look():
+        return [
+            torch.cat([torch.cat(parts) for parts in s.residuals.held().values()]) for s in fabric.strategy.topk_states
+        ]
+
+    for step in range(3):
+        before = look() if step else None
+        hook = nets[0][1].weight.register_hook(lambda grad: grad * torch.inf) if step == 2 and rank == 0 else None
+        optimizer.zero_grad()
+        for model in models:
+            fabric.backward(loss_of(model, rank, step))
+        optimizer.step()
+        if hook:
+            hook.remove()
+    after = look()
+    fabric.load_raw(_saved(fabric, folder), net_of_four_layers())
+    loaded = look()
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(before, after, loaded, strict=True))
+
+
+def _saved(fabric: Fabric, folder: str) -> str:
+    path = f"{folder}/weights.ckpt"
+    if fabric.is_global_zero:
+        torch.save(net_of_four_layers().state_dict(), path)
+    fabric.barrier()
+    return path
+
+
+def test_one_optimizer_of_two_modules_and_loading_something_else(groups, tmp_path):
+    groups(2).run(shared_optimizer, str(tmp_path))

@@ -89,7 +89,7 @@ def add_and_choose(e: Tensor, x: Tensor, layout: Layout, k: int) -> tuple[Tensor
         k: Entries to choose of each shard, in [1, shard_size).
 
     Returns:
-        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there. None if the sum is not finite; ``e`` is then
+        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there. None if a sum is not finite; ``e`` is then
         what it was, to rounding.
     """
     kept = e.numpy()
@@ -108,8 +108,14 @@ def add_and_choose(e: Tensor, x: Tensor, layout: Layout, k: int) -> tuple[Tensor
         else:
             index[shard] = reference.topk_index(reference.shard_rows(e, layout)[shard : shard + 1], k)[0].numpy()
     positions = torch.from_numpy(index)
-    chosen = reference.flat_index(positions, layout)
-    return positions, e.index_select(0, chosen.view(-1)).view(layout.shards, k)
+    value = e.index_select(0, reference.flat_index(positions, layout).view(-1)).view(layout.shards, k)
+    if (
+        layout.numel < layout.shards * layout.shard_size
+    ):  # a position in the padding stands for the last element, not its own
+        row = torch.arange(layout.shards).unsqueeze(1)
+        place = (positions // layout.block * layout.shards + row) * layout.block + positions % layout.block
+        value.masked_fill_(place >= layout.numel, 0)
+    return positions, value
 
 
 def _add_and_note(kept: np.ndarray, given: np.ndarray, threshold: Any) -> np.ndarray | None:
