@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk._lightning import (
@@ -121,6 +123,26 @@ class TopKStrategy(DDPStrategy):
         self._residuals = Residuals()
         self._resumed: dict[str, Any] | None = None
         self._frozen: list[Tensor] = []
+
+    def setup_distributed(self) -> None:
+        """Connects the ranks; after a restart by torchrun, without the addresses of those that died."""
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if restarts != "0" and not dist.is_initialized():
+            # torch 2.15 gives restarted workers the store of the last attempt: whoever comes first would read the other
+            # rank's old address in it, and fail to connect.
+            self.set_world_ranks()
+            assert self.cluster_environment is not None
+            rank, world = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
+            store, *_ = next(rendezvous("env://", rank, world, timeout=self._timeout))
+            dist.init_process_group(
+                self._get_process_group_backend(),
+                store=dist.PrefixStore(f"restart {restarts}", store),  # type: ignore[attr-defined]  # it is exported at run time
+                rank=rank,
+                world_size=world,
+                timeout=self._timeout,
+                device_id=None if self.root_device.type == "cpu" else self.root_device,
+            )
+        super().setup_distributed()
 
     def configure_ddp(self) -> None:
         """Wraps the module, with parameters that no other rank writes to."""
