@@ -80,7 +80,13 @@ def collect(
         "world_size": world,
         "steps": residuals.steps,
         "rates": list(residuals.learning_rates),
-        "buckets": [[names[p] for p in bucket] for bucket in residuals.buckets if names.keys() >= set(bucket)],
+        "buckets": [
+            [names[p] for p in bucket]
+            for bucket in residuals.buckets
+            if all(
+                p in names and p in parts for p in bucket
+            )  # not one of empty parameters alone, which is never exchanged
+        ],
         "parameters": parameters,
     }
 

@@ -226,7 +226,7 @@ class TopKState:
         self._waiting.clear()
         flat: tuple[Tensor, ...] = sum(groups, ())
         saved = self.residuals.buckets if self.residuals.resumed else ()
-        if saved and set(flat) == {parameter for bucket in saved for parameter in bucket}:
+        if saved and {p for p in flat if p.numel()} == {p for bucket in saved for p in bucket if p.numel()}:
             # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets that it had before.
             together = saved
         elif self.config.scope == "model":

@@ -32,14 +32,15 @@ MODES = {
 
 
 class MixedNet(nn.Module):
-    """Layers of two dtypes, and so two buckets from the first step on."""
+    """Parameters of three dtypes, and so three buckets from the first step on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = net_of_four_layers(), nn.Linear(20, 20, dtype=torch.float64)
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))  # a bucket of its own, never exchanged
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).double())
+        return self.last(self.first(x).double()) + self.empty.sum()
 
 
 def trained(
