@@ -94,18 +94,39 @@ def test_simulated_gradients_are_autograds():
         torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
 
 
-def test_a_resnet_learns_from_a_folder_of_images(tmp_path):
+@pytest.fixture
+def images(tmp_path):
+    """A folder of ten classes, one image of each to train on and one held out."""
     for part in ("train", "test"):
         for number, name in enumerate("abcdefghij"):
             (tmp_path / part / name).mkdir(parents=True)
             Image.new("RGB", (32, 32), (25 * number, 120, 250 - 25 * number)).save(tmp_path / part / name / "0.png")
-    data = problem.image_folder(tmp_path)
+    return tmp_path
+
+
+def test_a_resnet_learns_from_a_folder_of_images(images):
+    data = problem.image_folder(images)
     assert data.images.shape == data.held_images.shape == (10, 3, 32, 32)
     before, _ = problem.Problem("resnet20", 0, data).evaluate(problem.Problem("resnet20", 0, data).start)
-    run = problem.train(
-        "resnet20", TopKConfig(ratio=0.1), workers=2, steps=25, lr=0.05, seed=0, batch=5, images=tmp_path
-    )
+    run = problem.train("resnet20", TopKConfig(ratio=0.1), workers=2, steps=25, lr=0.05, seed=0, batch=5, images=images)
     assert run.loss < before
+
+
+def test_convergence_runs_on_a_folder_of_images(images, monkeypatch):
+    for name, value in {
+        "GRID": (0.1,),
+        "SEEDS": 1,
+        "SYSTEMS": ("dense", "topk", "bidirectional_topk", "randk"),
+    }.items():
+        monkeypatch.setattr(convergence, name, value)
+    monkeypatch.setattr(convergence, "COMPARED", ("topk", "bidirectional_topk"))
+    monkeypatch.setattr(convergence, "_thesis_rows", lambda result: None)
+    result = convergence.run(images, steps=2)
+    assert "Images, resnet20 (d = 272," in result.setting
+    rows = result.tables["Every system at its best learning rate"]
+    assert [row["system"] for row in rows] == ["dense", "topk", "bidirectional_topk", "randk"]
+    assert rows[0]["lr"] == "0.1 (edge of the grid)"
+    assert len(result.checks) == 3
 
 
 def test_opposite_workers_favour_the_second_compression():
