@@ -122,7 +122,7 @@ def test_convergence_runs_on_a_folder_of_images(images, monkeypatch):
     monkeypatch.setattr(convergence, "COMPARED", ("topk", "bidirectional_topk"))
     monkeypatch.setattr(convergence, "_thesis_rows", lambda result: None)
     result = convergence.run(images, steps=2)
-    assert "Images, resnet20 (d = 272," in result.setting
+    assert "Images, resnet20 (d = 269,722)" in result.setting
     rows = result.tables["Every system at its best learning rate"]
     assert [row["system"] for row in rows] == ["dense", "topk", "bidirectional_topk", "randk"]
     assert rows[0]["lr"] == "0.1 (edge of the grid)"
