@@ -158,7 +158,7 @@ class Link:
 
 
 class FusedLink(Link):
-    """A link that checks, compensates and selects in one pass over memory: exact top-k with a plain residual, on the CPU."""
+    """A link that compensates and selects in one pass over memory: exact top-k with a plain residual, on the CPU."""
 
     @staticmethod
     def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:

@@ -108,6 +108,14 @@ def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings)
     check_laws(config, world=3, numel=4000, conserves=conserves)
 
 
+@routes
+@wires
+@pytest.mark.parametrize("world", [1, 3])
+def test_laws_hold_for_buckets_so_large_that_links_are_fused(topology, bidirectional, wire, world):
+    config = TopKConfig(ratio=0.005, bidirectional=bidirectional, wire=wire, topology=topology)
+    check_laws(config, world, numel=150_001)
+
+
 @pytest.mark.parametrize("topology", ["sharded", "single_server"])
 def test_downlink_only_compression_sends_dense_gradients_up(topology):
     config = TopKConfig(ratio=1.0, server_ratio=0.01, topology=topology, wire="fp32")

@@ -109,9 +109,8 @@ def add_and_choose(e: Tensor, x: Tensor, layout: Layout, k: int) -> tuple[Tensor
             index[shard] = reference.topk_index(reference.shard_rows(e, layout)[shard : shard + 1], k)[0].numpy()
     positions = torch.from_numpy(index)
     value = e.index_select(0, reference.flat_index(positions, layout).view(-1)).view(layout.shards, k)
-    if (
-        layout.numel < layout.shards * layout.shard_size
-    ):  # a position in the padding stands for the last element, not its own
+    if layout.numel < layout.shards * layout.shard_size:
+        # flat_index lets a position in the padding stand for the last element; what is there is zero.
         row = torch.arange(layout.shards).unsqueeze(1)
         place = (positions // layout.block * layout.shards + row) * layout.block + positions % layout.block
         value.masked_fill_(place >= layout.numel, 0)
