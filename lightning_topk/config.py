@@ -30,7 +30,7 @@ class TopKConfig:
         server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"`` or ``"fp32"``: the values' format. Positions are Elias-Fano coded in both.
+        wire: ``"bf16"``, ``"fp32"`` or ``"int8"`` (a scale for every 64): the values' format. Positions are Elias-Fano coded in all.
         topology: ``"sharded"`` (every rank serves a shard), ``"single_server"`` (rank 0 serves all) or ``"allgather"``
             (no server, hence ``bidirectional=False``).
         error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,

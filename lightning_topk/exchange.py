@@ -6,8 +6,8 @@ gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang 
     bucket g            [d]     the worker's gradient, from DDP
     1 compensate        a = g + e            the worker's residual e [d] joins
     2 select            the k/W entries of largest |a| in each of the W shards
-    3 keep              e = a - what is sent (as it will be decoded: the wire's rounding is kept too)
-    4 encode            values + positions -> uint8 payload [W, P]; its size follows from (d, k, wire)
+    3 encode            values + positions -> uint8 payload [W, P]; its size follows from (d, k, wire)
+    4 keep              e = a - what will be decoded: the wire's rounding is kept too
     5 uplink            all_to_all: shard s of every worker reaches server s
     6 aggregate         b = mean over the workers              [d/W]
     7 1-4 again         on the server's shard, with the server's residual E [d/W]
@@ -28,9 +28,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_topk import ops
 from lightning_topk.layout import Layout
 from lightning_topk.memory import Memory, Residual
-from lightning_topk.ops import cpu, reference
+from lightning_topk.ops import reference
 from lightning_topk.select import Selector, TopK
 from lightning_topk.wire import Codec
 
@@ -94,7 +95,7 @@ Exchange = Generator[Request, Tensor, None]
 
 
 class Link:
-    """One lossy direction, at its sending end: compensate, select, keep, encode.
+    """One lossy direction, at its sending end: compensate, select, encode, keep.
 
     Args:
         layout: How the vector is dealt to its receivers.
@@ -129,54 +130,49 @@ class Link:
         receiver learns of it, and the memory stays as it was.
 
         Args:
-            x: ``[numel]``, floating. Used as scratch.
+            x: ``[numel]``, floating. It is moved: zero afterwards.
 
         Returns:
             ``[shards, P]`` uint8.
         """
         a, finite, index, value, self.selected = self.choose(x)
-        sent = reference.zero_unless_(self.codec.wire.round(value, self.delivered), finite)
+        payloads, sent = self.codec.encode(index, value, self.delivered, finite)
         flat = reference.flat_index(index, self.layout).view(-1)
         self.energy = _energy(a, flat, sent.view(-1)) if self.measure else None
         self.parts = None if self.sizes is None else _parts(a, flat, sent.view(-1), self.sizes)
-        self.memory.keep(flat, sent.view(-1))
-        return self.codec.encode(index, sent.masked_fill_(~finite, torch.nan))
+        self.memory.keep(flat, value.reshape(-1), sent.view(-1))
+        return payloads
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compensates and selects.
 
         Args:
-            x: ``[numel]``, floating. Used as scratch.
+            x: ``[numel]``, floating; zero afterwards.
 
         Returns:
             The sum ``[numel]``; whether ``x`` is finite, a scalar bool, without which the sum is what was kept; and what
             :meth:`lightning_topk.select.Selector.select` returns of the sum.
         """
-        finite = reference.is_finite(x)
+        finite = ops.is_finite(x)
         a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
         return a, finite, *self.selector.select(a, self.layout, self.codec.kept)
 
 
 class FusedLink(Link):
-    """A link that compensates and selects in one pass over memory: exact top-k with a plain residual, on the CPU."""
+    """A link that compensates and selects in one pass over memory: exact top-k with a plain residual."""
 
     @staticmethod
     def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:
         """Whether there is one pass for these, and for vectors of dtype ``given``."""
-        if type(selector) is not TopK or type(memory) is not Residual:
-            return False
-        return memory.residual.device.type == "cpu" and memory.residual.dtype == given
+        return type(selector) is TopK and type(memory) is Residual and memory.residual.dtype == given
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """See :meth:`Link.choose`."""
         assert isinstance(self.memory, Residual)
-        a, k = self.memory.residual, self.codec.kept
-        small = len(a) < cpu.SMALL or k * self.layout.shards > len(a) // 8  # then a threshold does not pay
-        finite = reference.is_finite(x)  # first, since an addition can be taken back to rounding only
-        found = cpu.add_and_choose(a, x, self.layout, k) if finite and not small else None
-        if found is None:
+        if self.codec.kept == self.layout.shard_size:
             return super().choose(x)
-        index, value = found
+        a, finite = self.memory.residual, ops.is_finite(x)
+        index, value = ops.add_and_choose(a, x, finite, self.layout, self.codec.kept)
         return a, finite, index, value, value.count_nonzero()
 
 
@@ -195,23 +191,27 @@ def _parts(a: Tensor, flat: Tensor, sent: Tensor, sizes: list[int]) -> Tensor:
     return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
 
 
-def mean(payloads: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+def mean(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) -> Tensor:
     """Decodes one payload of each worker, all for the same shard, and averages them.
 
     Args:
         payloads: ``[W, P]`` uint8, row w from worker w.
         codec: How they were written.
         dtype: dtype of the sum.
+        room: ``[numel]``, zero: a bucket whose content was sent. The sum is made there if it is of that dtype and large enough.
 
     Returns:
         ``[shard_size]``, the mean over the W workers.
     """
     index, value = codec.decode(payloads, dtype)
-    total = torch.zeros(codec.universe, dtype=dtype, device=payloads.device)
+    fits = room.dtype == dtype and len(room) >= codec.universe
+    total = room[: codec.universe] if fits else room.new_zeros(codec.universe, dtype=dtype)
     # Worker by worker: within one, no two values other than padding's zeros share a position, so the sum has one order.
     for worker in range(len(payloads)):
         total.index_add_(0, index[worker], value[worker])
-    return total.div_(len(payloads))
+    # Only what was written is divided; where several workers wrote, the same quotient is written as often.
+    places = index.reshape(-1)
+    return total.index_copy_(0, places, total.index_select(0, places).div_(len(payloads)))
 
 
 def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tensor:
@@ -221,13 +221,13 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tens
         payloads: ``[shards, P]`` uint8, row s from server s.
         codec: How they were written.
         layout: How the bucket was dealt to the servers.
-        out: ``[numel]``, overwritten.
+        out: ``[numel]``, zero: a bucket whose content was sent.
 
     Returns:
         Scalar bool: whether all that was delivered is finite.
     """
     index, value = codec.decode(payloads, out.dtype)
-    out.zero_().index_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
+    out.scatter_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
     return value.isfinite().all()
 
 
@@ -291,7 +291,7 @@ def sharded(end: Endpoint, g: Tensor) -> Exchange:
     assert end.reply is not None
     payloads = end.uplink.send(g)
     received = yield AllToAll(payloads, "uplink")
-    b = mean(received, end.uplink.codec, end.dtype)
+    b = mean(received, end.uplink.codec, end.dtype, room=g)
     reply = end.downlink.send(b)
     replies = yield AllGather(reply[0], "downlink")
     end.finite = deliver(replies, end.reply, end.layout, out=g)
@@ -303,7 +303,7 @@ def single_server(end: Endpoint, g: Tensor) -> Exchange:
     payload = end.uplink.send(g)
     received = yield Gather(payload[0], "uplink")
     if end.downlink is not None:
-        b = mean(received, end.uplink.codec, end.dtype)
+        b = mean(received, end.uplink.codec, end.dtype, room=g)
         reply = end.downlink.send(b)
     else:
         reply = torch.empty(1, end.reply.nbytes, dtype=torch.uint8, device=g.device)
@@ -315,10 +315,10 @@ def allgather(end: Endpoint, g: Tensor) -> Exchange:
     """TopK-SGD without a server: every worker receives every worker's selection."""
     payload = end.uplink.send(g)
     received = yield AllGather(payload[0], "uplink")
-    b = mean(received, end.uplink.codec, end.dtype)
+    b = mean(received, end.uplink.codec, end.dtype, room=g)
+    end.finite = ops.is_finite(b)
     limit = torch.finfo(g.dtype).max
     g.copy_(b.clamp(-limit, limit))
-    end.finite = reference.is_finite(b)
     if g.dtype != end.dtype and end.uplink.memory.tensors():
         # Every worker keeps what rounding to the bucket's dtype has left: the mean of it is the whole of it.
         end.uplink.memory.add_(reference.zero_unless_(b.sub_(g), end.finite))

@@ -22,7 +22,7 @@ class Memory(ABC):
         """Joins ``x`` with what was kept earlier.
 
         Args:
-            x: ``[numel]``; zero if the input was not finite.
+            x: ``[numel]``; zero if the input was not finite. It is moved: zero afterwards.
             finite: Scalar bool. If false, this step must leave the memory as it was.
 
         Returns:
@@ -30,8 +30,8 @@ class Memory(ABC):
         """
 
     @abstractmethod
-    def keep(self, index: Tensor, sent: Tensor) -> None:
-        """Takes note that ``sent`` ``[n]`` left from the positions ``index`` ``[n]`` int64 of the last sum."""
+    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
+        """Takes note that of the last sum's entries ``value`` ``[n]``, at ``index`` ``[n]`` int64, ``sent`` ``[n]`` left."""
 
     @abstractmethod
     def add_(self, x: Tensor) -> None:
@@ -72,14 +72,18 @@ class Residual(Memory):
 
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """See :meth:`Memory.compensate`. In place: between this and ``keep`` the residual is the sum."""
-        return self.residual.add_(x)
+        a = self.residual.add_(x)
+        x.zero_()
+        return a
 
-    def keep(self, index: Tensor, sent: Tensor) -> None:
+    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
         """See :meth:`Memory.keep`. Subtracts what will be decoded, so the wire's rounding is kept as well."""
-        # The sum of finite parts may have left the range; the largest entries are selected, so it shows here.
-        limit = torch.finfo(self.residual.dtype).max
-        self.residual.index_copy_(0, index, self.residual.index_select(0, index).clamp_(-limit, limit))
-        self.residual.index_add_(0, index, sent, alpha=-1)
+        # The sum of finite parts may have left the range; the largest entries are selected, so it shows here. A GPU does not
+        # stop to look.
+        if value.device.type != "cpu" or not value.isfinite().all():
+            limit = torch.finfo(self.residual.dtype).max
+            self.residual.index_copy_(0, index, self.residual.index_select(0, index).clamp_(-limit, limit))
+        self.residual.scatter_add_(0, index, sent.neg())
 
     def add_(self, x: Tensor) -> None:
         """See :meth:`Memory.add_`."""
@@ -132,11 +136,12 @@ class MomentumResidual(Residual):
         velocity = self.velocity * self.momentum
         velocity += x
         self.velocity.copy_(torch.where(finite, velocity, self.velocity))
+        x.zero_()
         return self.residual.add_(reference.zero_unless_(velocity, finite))
 
-    def keep(self, index: Tensor, sent: Tensor) -> None:
+    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
         """See :meth:`Memory.keep`."""
-        super().keep(index, sent)
+        super().keep(index, value, sent)
         if self.masking:
             # Padding repeats positions with zeros: of several entries for one position, any that was sent counts.
             self.velocity.masked_fill_(torch.zeros_like(self.velocity).index_add_(0, index, sent.abs()) > 0, 0)
@@ -163,12 +168,13 @@ class NoMemory(Memory):
 
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """See :meth:`Memory.compensate`."""
-        a = x.to(self.dtype)
+        a = x.to(self.dtype, copy=True)
+        x.zero_()
         if self._extra is not None and finite:
             a, self._extra = a + self._extra, None
         return a
 
-    def keep(self, index: Tensor, sent: Tensor) -> None:
+    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
         """See :meth:`Memory.keep`."""
 
     def add_(self, x: Tensor) -> None:

@@ -21,7 +21,7 @@ from lightning_topk.select import RandK
 
 @dataclass(frozen=True)
 class Wire:
-    """A format of payloads.
+    """A format of values.
 
     Args:
         name: What users call it.
@@ -31,25 +31,73 @@ class Wire:
     name: str
     value_dtype: torch.dtype
 
-    def round(self, value: Tensor, delivered: torch.dtype | None = None) -> Tensor:
-        """What will arrive of ``value``: clamped to the wire's range and rounded.
+    @property
+    def eps(self) -> float:
+        """How much larger than itself the largest value may arrive, relatively, at most."""
+        return torch.finfo(self.value_dtype).eps
 
-        Args:
-            value: Any shape, floating.
-            delivered: dtype into which the receiver writes it, if that rounds too.
+    @property
+    def largest(self) -> float:
+        """The largest magnitude that arrives finite."""
+        return torch.finfo(self.value_dtype).max
 
-        Returns:
-            The shape and dtype of ``value``.
-        """
-        limit = torch.finfo(self.value_dtype).max
-        if delivered is not None and torch.finfo(delivered).max < limit:
-            # The largest value of the narrower dtype may round up on the wire, out of its range: stay below it.
-            limit = torch.finfo(delivered).max * (1 - torch.finfo(self.value_dtype).eps)
-        arrived = value.clamp(-limit, limit).to(self.value_dtype)
-        return (arrived if delivered is None else arrived.to(delivered)).to(value.dtype)
+    def nbytes(self, k: int) -> int:
+        """Bytes of k values."""
+        return k * self.value_dtype.itemsize
+
+    def write(self, value: Tensor) -> Tensor:
+        """Writes ``[R, k]`` floating values, at most :attr:`largest`, as ``[R, nbytes(k)]`` uint8. NaN stays NaN."""
+        return value.to(self.value_dtype).view(torch.uint8)
+
+    def read(self, written: Tensor, k: int) -> Tensor:
+        """Undoes :meth:`write`, but for rounding: ``[R, k]`` floating."""
+        return written.contiguous().view(self.value_dtype)
 
 
-WIRES: dict[str, Wire] = {wire.name: wire for wire in (Wire("fp32", torch.float32), Wire("bf16", torch.bfloat16))}
+@dataclass(frozen=True)
+class BlockWire(Wire):
+    """Values as 8-bit integers, and a scale for every block of them: ``[k integers | ceil(k / 64) scales]``.
+
+    A block's scale is its largest magnitude over 127 (Dettmers 2016 has such blocks); entries are in the order of their positions.
+
+    Args:
+        name: What users call it.
+        value_dtype: dtype of the scales.
+        block: Values that share a scale.
+    """
+
+    block: int = 64
+
+    @property
+    def largest(self) -> float:
+        """See :attr:`Wire.largest`. The scale may be rounded up."""
+        return torch.finfo(self.value_dtype).max * (1 - self.eps)
+
+    def nbytes(self, k: int) -> int:
+        """See :meth:`Wire.nbytes`."""
+        return k + -(-k // self.block) * self.value_dtype.itemsize
+
+    def write(self, value: Tensor) -> Tensor:
+        """See :meth:`Wire.write`."""
+        rows, k = value.shape
+        blocks = torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block)
+        scale = (blocks.abs().amax(dim=2) / 127).to(self.value_dtype)
+        unit = scale.to(value.dtype).unsqueeze(2)
+        whole = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-127, 127).to(torch.int8)
+        return torch.cat([whole.view(rows, -1)[:, :k].view(torch.uint8), scale.view(torch.uint8)], dim=1)
+
+    def read(self, written: Tensor, k: int) -> Tensor:
+        """See :meth:`Wire.read`. A product has 15 bits, so it is exact."""
+        whole, scale = written[:, :k].view(torch.int8), written[:, k:].clone(memory_format=torch.contiguous_format)
+        scale = scale.view(self.value_dtype)  # a copy, since a view of two bytes must begin at an even one
+        return whole * scale.float().repeat_interleave(self.block, dim=1)[:, :k]
+
+
+WIRES: dict[str, Wire] = {
+    "fp32": Wire("fp32", torch.float32),
+    "bf16": Wire("bf16", torch.bfloat16),
+    "int8": BlockWire("int8", torch.bfloat16),
+}
 """Wires by name."""
 
 
@@ -88,7 +136,7 @@ class Codec:
     @property
     def value_bytes(self) -> int:
         """Bytes of a payload's values."""
-        return self.kept * self.wire.value_dtype.itemsize
+        return self.wire.nbytes(self.kept)
 
     @property
     def index_bytes(self) -> int:
@@ -102,25 +150,41 @@ class Codec:
         """Bytes of one payload, P; a multiple of a word's."""
         return (-(-(self.value_bytes + self.index_bytes) // WORD.itemsize) + 1) * WORD.itemsize
 
-    def encode(self, index: Tensor, value: Tensor) -> Tensor:
+    def encode(
+        self, index: Tensor, value: Tensor, delivered: torch.dtype | None = None, finite: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Writes selections as payloads.
 
         Args:
             index: ``[R, k]`` int64, ascending in each row, in [0, universe).
-            value: ``[R, k]``, floating.
+            value: ``[R, k]``, floating; clamped to what the wire can carry.
+            delivered: dtype into which the receiver writes them, if its rounding counts too.
+            finite: Scalar bool. If false, all values on the wire are NaN.
 
         Returns:
-            ``[R, P]`` uint8.
+            The payloads, ``[R, P]`` uint8; and what will arrive of ``value``, of its shape and dtype: zero if not ``finite``.
         """
+        limit = self.wire.largest
+        if delivered is not None and torch.finfo(delivered).max < limit:
+            # The largest value of the narrower dtype may round up on the wire, out of its range: stay below it.
+            limit = torch.finfo(delivered).max * (1 - self.wire.eps)
+        given = value.clamp(-limit, limit)
+        if finite is not None:
+            given.masked_fill_(~finite, torch.nan)
+        written = self.wire.write(given)
+        arrives = self.wire.read(written, self.kept)
+        sent = (arrives if delivered is None else arrives.to(delivered)).to(value.dtype, copy=True)
+        if finite is not None:
+            reference.zero_unless_(sent, finite)
         payload = torch.empty(len(value), self.nbytes, dtype=torch.uint8, device=value.device)
         filled = self.value_bytes + self.index_bytes
-        payload[:, : self.value_bytes].view(self.wire.value_dtype).copy_(value)
+        payload[:, : self.value_bytes] = written
         if self.index_bytes:
             payload[:, self.value_bytes : filled] = ops.elias_fano_encode(index, self.universe, self.low_width)
         payload[:, filled:] = 0
         words = payload.view(WORD)
         words[:, -1] = WORDS_SUM - words.sum(dim=1, dtype=WORD)
-        return payload
+        return payload, sent
 
     def decode(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Reads payloads.
@@ -142,7 +206,7 @@ class Codec:
         elif not whole.all():
             rows = (~whole).nonzero().flatten().tolist()
             raise ValueError(f"the payload from rank {', '.join(map(str, rows))} was damaged on its way.")
-        value = payload[:, : self.value_bytes].view(self.wire.value_dtype).to(dtype).contiguous()
+        value = self.wire.read(payload[:, : self.value_bytes], self.kept).to(dtype)
         known = self.known_index(payload.device)
         if known is not None:
             return known.expand(len(payload), -1), value

@@ -20,7 +20,7 @@ ROUTES = [
     ("single_server", False),
     ("allgather", False),
 ]
-WIRES = ["fp32", "bf16"]
+WIRES = ["fp32", "bf16", "int8"]
 SELECTED = ["topk", "gaussiank", "dgc", "trimmed", "randk"]
 WORLDS = [1, 2, 7]
 SIZES = [1, 257, 1100]
@@ -126,7 +126,7 @@ def test_downlink_only_compression_sends_dense_gradients_up(topology):
     assert plan.downlink < plan.uplink / 20
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])  # the oracle knows these two
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_one_server_is_the_algorithm_of_the_thesis(world, bidirectional, wire):
@@ -153,7 +153,7 @@ def test_one_server_is_the_algorithm_of_the_thesis(world, bidirectional, wire):
         np.testing.assert_allclose(server.numpy(), thesis.E, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize(("world", "numel", "block"), [(2, 4096, 256), (4, 5000, 256), (3, 700, 234), (4, 3, 1)])
 def test_sharded_exchange_is_the_thesis_on_every_shard(world, numel, block, wire):
     shards = deal(numel, world, block)
@@ -175,9 +175,10 @@ def test_all_gather_and_unidirectional_servers_deliver_all_that_workers_sent(top
     given = gradients(world, numel, 0)
     received = cluster.step(given)[0]
     sent = sum(g - end.uplink.memory.tensors()["residual"] for g, end in zip(given, cluster.endpoints, strict=True))
-    tolerance = (
-        {"atol": 1e-6, "rtol": 1e-6} if wire == "fp32" or topology == "allgather" else {"atol": 0, "rtol": 2**-7}
-    )
+    once = wire == "fp32" or topology == "allgather"  # else the servers' wire rounds too
+    tolerance = {"atol": 1e-6, "rtol": 1e-6} if once else {"atol": 0, "rtol": 2**-7}
+    if wire == "int8" and not once:
+        tolerance = {"atol": received.abs().amax().item() / 127, "rtol": 0}
     torch.testing.assert_close(received, sent / world, **tolerance)
 
 

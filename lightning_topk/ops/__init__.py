@@ -5,9 +5,24 @@ The functions here take the fastest version for the tensors that they are given.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from lightning_topk.layout import Layout
 from lightning_topk.ops import cpu, reference
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """See :func:`lightning_topk.ops.reference.is_finite`."""
+    return cpu.is_finite(x) if x.device.type == "cpu" else reference.is_finite(x)
+
+
+def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+    """See :func:`lightning_topk.ops.reference.add_and_choose`."""
+    fast = e.device.type == "cpu" and cpu.suits(layout.numel, layout, k) and e.dtype in (torch.float32, torch.float64)
+    version = cpu if fast else reference
+    chosen: tuple[Tensor, Tensor] = version.add_and_choose(e, x, finite, layout, k)
+    return chosen
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:

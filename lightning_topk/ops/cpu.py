@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,31 @@ from lightning_topk.layout import Layout
 from lightning_topk.ops import reference
 
 SMALL = 1 << 16
-"""Rows below this size go to the reference: sampling would not pay."""
+"""Vectors below this size go to the reference: sampling would not pay."""
+
+CHUNK = 1 << 16
+"""Elements that are taken at a time: what is done to them is done while they stay in a core's cache."""
+
+_offsets = np.random.default_rng()  # of samples; what is chosen does not depend on them
+
+
+def suits(numel: int, layout: Layout, k: int) -> bool:
+    """Whether :func:`add_and_choose` pays: many elements, of which few are chosen."""
+    return numel >= SMALL and k * layout.shards <= numel // 8
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """The same as :func:`lightning_topk.ops.reference.is_finite`, in one read of ``x``.
+
+    The sum of squares is finite only if every element is. If it is not, it may have overflowed: then each is looked at.
+    """
+    if x.dim() == 1 and x.dtype in (torch.float32, torch.float64) and math.isfinite(torch.dot(x, x)):
+        return torch.tensor(True)
+    return reference.is_finite(x)
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """The same as :func:`lightning_topk.ops.reference.topk_index`, in about one pass over the rows.
-
-    A threshold that some more than k entries should pass is read off a sample; the exact choice is made among the entries
-    that pass it, ties included. If fewer than k pass, the row goes to the reference.
 
     Args:
         rows: ``[R, S]`` on the CPU, finite.
@@ -30,21 +48,11 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     Returns:
         ``[R, k]`` int64, ascending in each row.
     """
-    size = rows.shape[1]
-    if size < SMALL or k > size // 8:
+    layout = Layout(rows.shape[1])
+    if not suits(layout.numel, layout, k) or rows.dtype not in (torch.float32, torch.float64):
         return reference.topk_index(rows, k)
-    # Of a sample of n, the entry of rank 1.3 k n / S, and at least 4 standard deviations of that rank beyond it.
-    stride = max(1, min(size // SMALL, size // (400 * -(-size // k))))
-    expected = k / stride
-    rank = math.ceil(max(1.3 * expected, expected + 4 * math.sqrt(expected) + 4))
-    chosen = torch.empty(rows.shape[0], k, dtype=torch.int64)
-    for row, index in zip(rows, chosen, strict=True):
-        magnitude = row.abs()
-        sample = magnitude[::stride]
-        threshold = sample.topk(min(rank, len(sample)), sorted=False).values.amin()
-        found = _largest(magnitude, threshold, k)
-        index.copy_(found if len(found) == k else reference.topk_index(row.unsqueeze(0), k)[0])
-    return chosen
+    chosen = [_choose(row.contiguous().numpy(), None, layout, k)[0] for row in rows]
+    return torch.from_numpy(np.concatenate(chosen))
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
@@ -60,88 +68,76 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     """
     chosen = torch.full((rows.shape[0], k), -1)
     for row, index, limit in zip(rows, chosen, threshold, strict=True):
-        found = _largest(row.abs(), limit[0], k)
-        index[: len(found)] = found
+        values = row.contiguous().numpy()
+        found = _scan(values, None, limit.numpy())
+        if len(found) > k:
+            found = found[_largest(np.abs(values[found]), k)]
+        index[: len(found)] = torch.from_numpy(found)
     return chosen
 
 
-def _largest(magnitude: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Ascending positions of the entries of ``[S]`` that reach the threshold; of more than k, the k largest."""
-    found = torch.from_numpy(np.flatnonzero(np.greater_equal(magnitude.numpy(), threshold.numpy())))
-    return found if len(found) <= k else found[reference.topk_index(magnitude[found].unsqueeze(0), k)[0]]
-
-
-CHUNK = 1 << 16
-"""Elements that :func:`add_and_choose` takes at a time: a few arrays of them stay in a core's cache."""
-
-
-def add_and_choose(e: Tensor, x: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor] | None:
-    """Adds ``x`` to ``e`` and chooses the k largest of the sum in every shard, in one pass over memory.
-
-    The same as ``e.add_(x)`` and :func:`lightning_topk.ops.reference.topk_index` of its shards. A threshold that some more than k
-    entries of each shard should reach is read off a sample of the sum; while the sum is made, chunk by chunk, the positions that
-    reach it are noted; among them the choice is exact. A shard in which fewer than k do is chosen from as a whole.
+def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+    """The same as :func:`lightning_topk.ops.reference.add_and_choose`, in one pass over memory.
 
     Args:
-        e: ``[numel]`` float32 or float64 on the CPU; becomes the sum.
-        x: ``[numel]`` of the same dtype.
-        layout: How the elements are dealt to shards.
+        e: ``[numel]`` float32 or float64 on the CPU, contiguous.
+        x: ``[numel]`` of the same dtype, contiguous.
+        finite: Scalar bool.
+        layout: How the elements are dealt to shards; it :func:`suits`.
         k: Entries to choose of each shard, in [1, shard_size).
 
     Returns:
-        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there. None if a sum is not finite; ``e`` is then
-        what it was, to rounding.
+        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there.
     """
-    kept = e.numpy()
-    with np.errstate(invalid="ignore", over="ignore"):
-        threshold = _sampled_threshold(kept, x.numpy(), k * layout.shards)
-        flat = _add_and_note(kept, x.numpy(), threshold)
-    if flat is None:
-        return None
-    index = np.empty((layout.shards, k), np.int64)
-    for shard, (places, candidates) in enumerate(_by_shard(flat, layout)):
-        if len(places) >= k:
-            index[shard] = places if len(places) == k else places[_largest_of(np.abs(kept[candidates]), k)]
-        elif threshold == _least(kept.dtype):  # these are all that is not zero: the first zeros join them
-            zeros = np.setdiff1d(np.arange(k), places, assume_unique=True)
-            index[shard] = np.sort(np.concatenate([places, zeros[: k - len(places)]]))
+    given = reference.zero_unless_(x, finite).numpy()
+    index, value = _choose(e.numpy(), given, layout, k)
+    return torch.from_numpy(index), torch.from_numpy(value)
+
+
+def _choose(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Moves ``given``, if there is any, into ``kept``, and chooses the k largest of every shard: as :func:`add_and_choose` returns.
+
+    A threshold that more than k entries of each shard should reach is read off a sample of the sum. While the sum is made, chunk
+    by chunk, the positions that reach it are noted; among them the choice is exact. If there are fewer than k in some shard, the
+    sum is looked through again with a lower threshold, at last with the least: then all that is not zero is known.
+    """
+    for threshold in _thresholds(kept, given, layout, k):
+        flat = _scan(kept, given, threshold)
+        given = None
+        shards = _by_shard(flat, layout)
+        if threshold == _least(kept.dtype) or all(len(places) >= k for places, _ in shards):
+            break
+    index, value = np.empty((layout.shards, k), np.int64), np.empty((layout.shards, k), kept.dtype)
+    for shard, (places, candidates) in enumerate(shards):
+        sums = kept[candidates]
+        if len(places) < k:  # the first zeros join what is not zero
+            zeros = np.setdiff1d(np.arange(k), places, assume_unique=True)[: k - len(places)]
+            places, sums = np.concatenate([places, zeros]), np.concatenate([sums, np.zeros(len(zeros), sums.dtype)])
+            order = np.argsort(places)
         else:
-            index[shard] = reference.topk_index(reference.shard_rows(e, layout)[shard : shard + 1], k)[0].numpy()
-    positions = torch.from_numpy(index)
-    value = e.index_select(0, reference.flat_index(positions, layout).view(-1)).view(layout.shards, k)
-    if layout.numel < layout.shards * layout.shard_size:
-        # flat_index lets a position in the padding stand for the last element; what is there is zero.
-        row = torch.arange(layout.shards).unsqueeze(1)
-        place = (positions // layout.block * layout.shards + row) * layout.block + positions % layout.block
-        value.masked_fill_(place >= layout.numel, 0)
-    return positions, value
+            order = _largest(np.abs(sums), k)
+        index[shard], value[shard] = places[order], sums[order]
+    return index, value
 
 
-def _add_and_note(kept: np.ndarray, given: np.ndarray, threshold: Any) -> np.ndarray | None:
-    """Adds ``given`` to ``kept``; returns the ascending positions where the sum reaches a threshold in magnitude."""
-    sums, magnitudes = np.empty((2, min(CHUNK, len(kept))), kept.dtype)
-    found = []
-    for start in range(0, len(kept), CHUNK):
-        chunk = kept[start : start + CHUNK]
-        total = np.add(chunk, given[start : start + CHUNK], out=sums[: len(chunk)])
-        magnitude = np.abs(total, out=magnitudes[: len(chunk)])
-        if not np.isfinite(magnitude.max()):
-            kept[:start] -= given[:start]
-            return None
-        chunk[:] = total
-        found.append(np.flatnonzero(magnitude >= threshold) + start)
-    return np.concatenate(found)
-
-
-def _sampled_threshold(kept: np.ndarray, given: np.ndarray, k: int) -> Any:
-    """A magnitude that some more than k entries of the sum should reach; more than zero, since a server's sum is sparse."""
+def _thresholds(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: int) -> Iterator[Any]:
+    """Magnitudes, falling, that ever more than k entries of each shard should reach; the least is above zero."""
     numel = len(kept)
-    stride = max(1, min(numel // SMALL, numel // (400 * -(-numel // k))))
-    offset = numel // 3 % stride
-    sample = np.abs(kept[offset::stride] + given[offset::stride])
-    expected = k / stride
-    rank = min(len(sample), math.ceil(max(1.3 * expected, expected + 4 * math.sqrt(expected) + 4)))
-    return max(np.partition(sample, len(sample) - rank)[len(sample) - rank], _least(kept.dtype))
+    # So many that no shard gets fewer than k by chance, if entries fall into shards and samples as coins do: four standard
+    # deviations are added for each.
+    needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
+    stride = max(1, min(numel // SMALL, int(needed) // 100))
+    offset = int(_offsets.integers(stride))
+    sample = kept[offset::stride] if given is None else kept[offset::stride] + given[offset::stride]
+    sample = np.abs(sample)
+    expected = needed / stride
+    least = _least(kept.dtype)
+    for rank in (expected + 4 * math.sqrt(expected) + 4, 4 * expected + 16):
+        last = len(sample) - min(len(sample), math.ceil(rank))
+        threshold = np.partition(sample, last)[last]
+        if threshold > least:
+            yield threshold
+    yield least
 
 
 def _least(dtype: np.dtype[Any]) -> Any:
@@ -149,22 +145,56 @@ def _least(dtype: np.dtype[Any]) -> Any:
     return np.finfo(dtype).smallest_subnormal
 
 
-def _by_shard(flat: np.ndarray, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _scan(kept: np.ndarray, given: np.ndarray | None, threshold: Any) -> np.ndarray:
+    """Moves ``given``, if there is any, into ``kept``; returns the ascending positions where that reaches a magnitude.
+
+    Chunks are dealt to as many threads as torch uses: NumPy's loops run beside each other.
+    """
+
+    def scan(chunks: range) -> list[np.ndarray]:
+        above, below = np.empty((2, CHUNK), bool)
+        found = []
+        for start in chunks:
+            chunk = kept[start : start + CHUNK]
+            if given is not None:
+                source = given[start : start + CHUNK]
+                np.add(chunk, source, out=chunk)
+                source.fill(0)
+            high, low = above[: len(chunk)], below[: len(chunk)]
+            np.greater_equal(chunk, threshold, out=high)
+            np.less_equal(chunk, -threshold, out=low)
+            found.append(np.flatnonzero(np.logical_or(high, low, out=high)) + start)
+        return found
+
+    chunks = range(0, len(kept), CHUNK)
+    threads = min(torch.get_num_threads(), len(chunks) // 8)
+    if threads < 2:
+        return np.concatenate(scan(chunks))
+    part = -(-len(chunks) // threads)
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(scan, [chunks[start : start + part] for start in range(0, len(chunks), part)])
+        return np.concatenate([positions for part in found for positions in part])
+
+
+def _by_shard(flat: np.ndarray, layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of ascending positions in a bucket, those in each shard: as positions in the shard, and as they were."""
     if layout.shards == 1:
-        yield flat, flat
-        return
-    block, offset = np.divmod(flat, layout.block)
-    turn, shard = np.divmod(block, layout.shards)
-    places = turn * layout.block + offset
-    order = np.argsort(shard.astype(np.uint16), kind="stable")
+        return [(flat, flat)]
+    # NumPy divides by one number fast, in narrow integers twice so; it has no such remainder.
+    flat = flat.astype(np.uint32 if layout.numel <= 2**32 else np.uint64)
+    block = flat // flat.dtype.type(layout.block)
+    turn = block // flat.dtype.type(layout.shards)
+    shard = (block - turn * flat.dtype.type(layout.shards)).astype(np.uint16)
+    places = flat - (block - turn) * flat.dtype.type(layout.block)
+    order = np.argsort(shard, kind="stable")
     ends = np.cumsum(np.bincount(shard, minlength=layout.shards))
-    for part in np.split(order, ends[:-1]):
-        yield places[part], flat[part]
+    return [(places[part], flat[part]) for part in np.split(order, ends[:-1])]
 
 
-def _largest_of(magnitude: np.ndarray, k: int) -> np.ndarray:
-    """Ascending positions of the k largest of ``[n]``, n > k; of equal ones, the first."""
+def _largest(magnitude: np.ndarray, k: int) -> np.ndarray:
+    """Ascending positions of the k largest of ``[n]``, n >= k; of equal ones, the first."""
+    if len(magnitude) == k:
+        return np.arange(k)
     least = np.partition(magnitude, len(magnitude) - k)[len(magnitude) - k]
     above = magnitude > least
     ties = np.flatnonzero(magnitude == least)[: k - np.count_nonzero(above)]
@@ -185,12 +215,10 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
     """
     positions = index.numpy()
     rows, k = positions.shape
-    word = _low_word(low)
-    lows = np.unpackbits(positions.astype(word).view(np.uint8).reshape(rows, k, -1), axis=2, bitorder="little")
-    highs = np.zeros((rows, reference.elias_fano_high_bits(universe, k, low)), np.uint8)
-    np.put_along_axis(highs, (positions >> low) + np.arange(k), 1, axis=1)
-    parts = [np.packbits(bits, axis=1, bitorder="little") for bits in (lows[:, :, :low].reshape(rows, -1), highs)]
-    return torch.from_numpy(np.concatenate(parts, axis=1))
+    highs = np.zeros((rows, reference.elias_fano_high_bits(universe, k, low)), bool)
+    np.put_along_axis(highs, (positions >> low) + np.arange(k), True, axis=1)
+    lows = _pack(positions & ((1 << low) - 1), low)
+    return torch.from_numpy(np.concatenate([lows, np.packbits(highs, axis=1, bitorder="little")], axis=1))
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
@@ -208,22 +236,45 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     Raises:
         ValueError: The code does not hold k positions in each row: it was damaged on its way.
     """
-    packed, word = code.numpy(), _low_word(low)
+    packed = code.numpy()
     rows, low_bytes = len(packed), -(-k * low // 8)
     high_bits = reference.elias_fano_high_bits(universe, k, low)
     highs = np.unpackbits(packed[:, low_bytes:], axis=1, count=high_bits, bitorder="little")
-    places = np.flatnonzero(highs)
+    places = np.flatnonzero(highs.view(bool))
     if len(places) != rows * k:
         raise ValueError(f"{rows} payloads hold {len(places)} positions instead of {rows * k}: they were damaged.")
     high = places.reshape(rows, k) - np.arange(rows)[:, None] * high_bits - np.arange(k)
-    bits = np.zeros((rows, k, 8 * word.itemsize), np.uint8)
-    bits[:, :, :low] = np.unpackbits(packed[:, :low_bytes], axis=1, count=k * low, bitorder="little").reshape(
-        rows, k, low
-    )
-    lows = np.packbits(bits, axis=2, bitorder="little").view(word)[:, :, 0]
-    return torch.from_numpy((high << low) + lows)
+    return torch.from_numpy((high << low) + _unpack(packed[:, :low_bytes], k, low))
 
 
-def _low_word(low: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest little-endian unsigned integer of ``low`` bits or more."""
-    return np.dtype("<u2" if low <= 16 else "<u4" if low <= 32 else "<u8")
+def _pack(numbers: np.ndarray, width: int) -> np.ndarray:
+    """Numbers ``[R, n]`` below ``2**width``, width <= 56, as bits one after the other, ``[R, ceil(n width / 8)]`` uint8.
+
+    Eight numbers are ``width`` whole bytes. Each of the eight is shifted to its bit and falls on at most eight bytes there.
+    """
+    rows, n = numbers.shape
+    groups = -(-n // 8)
+    eights = np.zeros((rows, groups * 8), np.uint64)
+    eights[:, :n] = numbers
+    packed = np.zeros((rows, groups, width + 8), np.uint8)  # the last eight bytes are room for the shifts
+    for place in range(8):
+        byte, bit = divmod(place * width, 8)
+        shifted = eights[:, place::8] << np.uint64(bit)
+        for part in range((bit + width + 7) // 8):
+            packed[:, :, byte + part] |= (shifted >> np.uint64(8 * part)).astype(np.uint8)
+    return packed[:, :, :width].reshape(rows, -1)[:, : -(-n * width // 8)]
+
+
+def _unpack(packed: np.ndarray, n: int, width: int) -> np.ndarray:
+    """Undoes :func:`_pack`: ``[R, n]`` int64."""
+    rows, groups = len(packed), -(-n // 8)
+    padded = np.zeros((rows, groups * width + 8), np.uint8)
+    padded[:, : packed.shape[1]] = packed
+    numbers = np.empty((rows, groups, 8), np.int64)
+    for place in range(8):
+        byte, bit = divmod(place * width, 8)
+        # Where the number begins, a word of eight bytes at any address holds the whole of it.
+        strides = (padded.strides[0], width)
+        words = np.ndarray((rows, groups), "<u8", padded, offset=byte, strides=strides)
+        numbers[:, :, place] = words >> np.uint64(bit) & np.uint64((1 << width) - 1)
+    return numbers.reshape(rows, -1)[:, :n]
