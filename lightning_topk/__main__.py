@@ -1,10 +1,12 @@
-"""Command line: ``python -m lightning_topk plan --params 25e6 --workers 4``, ``python -m lightning_topk reproduce NAME``."""
+"""Command line: ``python -m lightning_topk`` ``plan --params 25e6 --workers 4``, ``reproduce NAME`` or ``bench NAME``."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from lightning_topk.bench import BENCHES, bench
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import volume
 from lightning_topk.reproduce import CLAIMS, report, reproduce
@@ -32,7 +34,11 @@ def main() -> None:
         "--steps", type=int, help="length of convergence's runs (default: 200 on digits, 1000 on images)"
     )
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
+    _add_bench(commands)
     arguments = parser.parse_args()
+    if arguments.command == "bench":
+        run_bench(arguments)
+        return
     if arguments.command == "reproduce":
         names = CLAIMS if arguments.all else arguments.names
         if not names:
@@ -48,6 +54,54 @@ def main() -> None:
     if arguments.params < 1 or arguments.workers < 1:
         parser.error("--params and --workers must be at least 1")
     print_plan(arguments)
+
+
+def _add_bench(commands: Any) -> None:
+    """Declares ``bench`` and what each bench takes."""
+    benches = commands.add_parser("bench", help="speed, against memory, links and what you would use instead")
+    names = benches.add_subparsers(dest="name", required=True)
+    for name in BENCHES:
+        one = names.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        one.add_argument("--json", type=Path, help="file to write the result to")
+        one.add_argument("--plot", type=Path, help="picture to draw")
+        if name in ("select", "wire"):
+            one.add_argument("--numel", type=_count, default=25_000_000, help="elements of the gradient")
+            one.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where")
+            one.add_argument("--ratios", type=float, nargs="+", default=[0.001, 0.01], help="kept fractions")
+            one.add_argument("--threads", type=int, default=1, help="of the CPU")
+            continue
+        one.add_argument("--ratio", type=float, default=0.001, help="kept fraction")
+        one.add_argument("--bucket-cap-mb", type=float, default=25, help="DDP's buckets, MiB")
+        if name == "train":
+            one.add_argument("--model", default="resnet18", help="of torchvision")
+            one.add_argument("--batch-size", type=int, default=4, help="images a worker and step")
+            one.add_argument("--image-size", type=int, default=64, help="pixels")
+            one.add_argument("--steps", type=int, default=12, help="of which the first four are not counted")
+        else:
+            one.add_argument("--numel", type=_count, default=25_000_000, help="parameters")
+            one.add_argument("--seconds", type=float, default=10, help="time for each peer, about")
+            one.add_argument("--peers", nargs="+", default=argparse.SUPPRESS, help="default: all")
+        if name == "hosts":
+            one.add_argument("--hosts", type=int, default=4, help="how many")
+            one.add_argument("--rates", "--rate", nargs="+", default=["100mbit", "1gbit", "10gbit"], help="of links")
+        else:
+            one.add_argument("--workers", type=int, default=2, help="processes")
+        if name == "train":
+            one.add_argument("--rate", help="of the links of emulated hosts, such as 1gbit; else they share this host")
+
+
+def _count(text: str) -> int:
+    """A number of elements, which may be written 25e6."""
+    return int(float(text))
+
+
+def run_bench(arguments: argparse.Namespace) -> None:
+    """Runs the bench that was asked for; ends with 2 and a sentence if it cannot."""
+    options = {key: value for key, value in vars(arguments).items() if key not in ("command", "name", "json", "plot")}
+    try:
+        bench(arguments.name, arguments.json, arguments.plot, **options)
+    except (RuntimeError, ValueError) as error:
+        raise SystemExit(f"bench {arguments.name}: {error}") from error
 
 
 def print_plan(arguments: argparse.Namespace) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+# First, since importing Lightning registers it, and must not find _lightning half done.
+import lightning_topk.strategy  # noqa: F401
 from lightning_topk._lightning import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.hook import TopKState
 from lightning_topk.metrics import CompressionError, ExchangeVolume
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     Callback = importlib.import_module(PACKAGE).Callback
+
+
+SETTLED, COMPARED = 3, 5
+"""Steps until DDP has its final buckets, and steps of which the median is compared with dense all-reduces."""
 
 
 class CompressionMonitor(Callback):
@@ -43,12 +50,14 @@ class CompressionMonitor(Callback):
     ``topk/nonfinite_steps``       backward passes since fit began that gave a gradient with a NaN or an infinity, at log steps
     ``topk/exchange_seconds``      time that this rank's exchanges of the step took, at log steps
     ``topk/hidden_share``          the part of it that backward hid: what was over before the last gradient was there
+    ``topk/dense_seconds``         time that dense all-reduces of the same buckets would take, about, on this link, at log steps
     ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; also ``topk/total_uplink_bytes``,
                                    ``topk/total_downlink_bytes``, ``topk/total_dense_bytes`` and
                                    ``topk/total_broadcast_bytes``
     ============================== ==========================================================================
 
-    When fit ends, rank 0 prints a summary.
+    After the first step the ranks time an all-reduce of at most 1 MiB; after some more, rank 0 warns if dense all-reduces would
+    take less time than the exchanges do. When fit ends, rank 0 prints a summary.
 
     Args:
         per_layer: Whether to log, at log steps, for every parameter ``topk/error/NAME`` (the worker's compression error),
@@ -62,6 +71,7 @@ class CompressionMonitor(Callback):
         self._total = ExchangeVolume(sync_on_compute=False)
         self._steps = 0
         self._measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
+        self._timed: list[float] = []  # seconds of the exchanges of a step, of the first ones
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Warns if there is nothing to monitor."""
@@ -74,13 +84,14 @@ class CompressionMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the totals at zero."""
         self._total.reset()
-        self._steps, self._measured = 0, []
+        self._steps, self._measured, self._timed = 0, [], []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Has the exchange measure its error if this step will be logged."""
         state = _state(trainer)
         if state is not None:
             state.measure, state.measure_layers = _is_log_step(trainer), self.per_layer
+            state.timing = state.measure or len(self._timed) < COMPARED
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -89,9 +100,12 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is None or not state.exchanged:
             return
+        if self._steps == 0 and state.world > 1:
+            state.measure_link()
         report = state.report()
         self._steps += 1
         self._total.update(**report.bytes)
+        self._compare(state.dense_seconds(), report.seconds)
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
         values = dict(step.compute())
@@ -108,12 +122,27 @@ class CompressionMonitor(Callback):
             values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
             values["exchange_seconds"] = torch.tensor(report.seconds)
             values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
+            dense = state.dense_seconds()
+            if dense is not None:
+                values["dense_seconds"] = torch.tensor(dense)
             self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
             if report.layers:
                 values |= _by_layer(trainer, state, report.layers)
                 _draw_histograms(trainer, state)
         pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
         pl_module.log("topk/saving", values["saving"], prog_bar=True)
+
+    def _compare(self, dense: float | None, seconds: float) -> None:
+        """Takes note of a step's exchanges; warns, once, if dense all-reduces would take less."""
+        if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
+            return
+        self._timed.append(seconds)
+        if len(self._timed) == COMPARED and median(self._timed) > dense:
+            rank_zero_warn(
+                f"lightning_topk: the exchange takes {1000 * median(self._timed):.1f} ms a step, while dense all-reduces of the same "
+                f"gradients would take about {1000 * dense:.1f} ms on this link: DDPStrategy would be faster here. Compression pays "
+                "on slower links, with larger models and with smaller ratios."
+            )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the summary."""

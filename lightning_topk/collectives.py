@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +91,51 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
             first, other = rows[0].get(name, "missing"), row.get(name, "missing")
             if first != other:
                 raise ValueError(f"the ranks differ: {name} is {first} on rank 0 and {other} on rank {rank}. {remedy}")
+
+
+@dataclass(frozen=True)
+class DenseCost:
+    """What an all-reduce costs on a link.
+
+    Attributes:
+        latency: Seconds, whatever its size.
+        seconds_per_byte: Seconds for each byte of the tensor.
+    """
+
+    latency: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: Sequence[int]) -> float:
+        """Estimated seconds of all-reduces of tensors of these sizes, one after the other."""
+        return len(nbytes) * self.latency + sum(nbytes) * self.seconds_per_byte
+
+
+def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, meter: Meter) -> DenseCost:
+    """Times all-reduces, a very small one and one of a size; a collective, after which all ranks know the same.
+
+    Args:
+        nbytes: The size.
+        device: Where the tensors live; a GPU is waited for.
+        group: The ranks.
+        meter: Takes note of the bytes sent, as ``broadcast``: they are no gradients.
+    """
+    world, took = dist.get_world_size(group), []
+    for count in (16, max(32, nbytes // 4)):
+        x = torch.zeros(count, device=device)
+        for timed in (False, True):  # the first one sets up connections
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            dist.all_reduce(x, group=group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            meter.bytes["broadcast"] += 2 * (world - 1) * x.nbytes // world
+            if timed:
+                took.append(time.perf_counter() - begin)
+    slowest = torch.tensor(took, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    small, large = slowest.tolist()
+    return DenseCost(small, max(0.0, large - small) / x.nbytes)
 
 
 Future = torch.futures.Future[Tensor]

@@ -26,12 +26,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk import checkpoint
 from lightning_topk.checkpoint import Mode
-from lightning_topk.collectives import Future, Lane, Meter, check_agreement, drive, lane_for
+from lightning_topk.collectives import DenseCost, Future, Lane, Meter, check_agreement, dense_cost, drive, lane_for
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Schedule
 from lightning_topk.undo import Steps, Undo
+
+PROBE_BYTES = 1 << 20
+"""Of the all-reduce by which a link is measured: a quarter of a second at 100 Mbit/s."""
 
 
 @dataclass
@@ -45,7 +48,7 @@ class Report:
         selected: Entries that its selector chose and that are not zero; zero unless measured.
         energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
             this server's downlink (rows); zero unless measured.
-        seconds: Time spent in exchanges; zero unless measured.
+        seconds: Time spent in exchanges; zero unless timed.
         exposed_seconds: The part of it after the last gradient was there, which backward could not hide.
         layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
     """
@@ -151,7 +154,10 @@ class TopKState:
         """The parameters' names, which :func:`attach` knows."""
         self.meter = Meter()
         self.measure = False
-        """Whether the exchanges measure their compression error, two more passes over every bucket, and their time."""
+        """Whether the exchanges measure their compression error: two more passes over every bucket."""
+        self._dense_cost: DenseCost | None = None
+        self.timing = False
+        """Whether they measure their time."""
         self.measure_layers = False
         """Whether they do so parameter by parameter as well."""
         self._lane: Lane | None = None
@@ -235,7 +241,7 @@ class TopKState:
             together = groups
         self._buckets += together
         name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
-        ready = self._lane.mark() if self.measure and last else None
+        ready = self._lane.mark() if self.timing and last else None
         jobs = [
             Job(bucket, name, self._used_of(bucket), self.residuals.steps, self._epoch(), self._lr_ratio)
             for bucket in together
@@ -269,7 +275,7 @@ class TopKState:
             ready: When that pass had all its gradients, if that is measured.
         """
         assert self._lane is not None
-        begun = self._lane.mark() if self.measure else None
+        begun = self._lane.mark() if self.timing else None
         # Sparse gradients are exchanged as what they stand for, and become sparse again where anything arrives.
         dense = [(buffer.to_dense() if buffer.is_sparse else buffer).view(-1) for buffer in buffers]
         if len(jobs) == len(buffers) == 1 and all(map(operator.is_, jobs[0].parameters, groups[0])):
@@ -411,6 +417,20 @@ class TopKState:
         report.bytes = {kind: now[kind] - before for kind, before in report.bytes.items()}
         return report
 
+    def measure_link(self) -> None:
+        """Times two all-reduces, of at most 1 MiB; a collective. Call it between two backward passes."""
+        assert self.group is not None
+        largest = max(self._bucket_bytes())
+        self._dense_cost = dense_cost(min(largest, PROBE_BYTES), self._device(), self.group, self.meter)
+
+    def dense_seconds(self) -> float | None:
+        """About how long all-reduces of the last step's buckets would take on this link; None before :meth:`measure_link`."""
+        return None if self._dense_cost is None else self._dense_cost.seconds(self._bucket_bytes())
+
+    def _bucket_bytes(self) -> list[int]:
+        """Sizes of the last backward pass's buckets."""
+        return [sum(p.nbytes for p in bucket) for bucket in self._buckets]
+
     def residual_energy(self) -> Tensor:
         """``[2]`` float64: the sums of squares of this rank's worker and server residuals."""
         energy = torch.zeros(2, dtype=torch.float64)
@@ -459,7 +479,8 @@ class TopKState:
 
     def follow(self, other: "TopKState") -> None:
         """Goes on counting and measuring where another state of the same training ends."""
-        self.measure, self.measure_layers = other.measure, other.measure_layers
+        self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
+        self._dense_cost = other._dense_cost
         self._failed_steps = other._failed_steps
 
     def close(self) -> None:

@@ -5,15 +5,18 @@ Needs root and iproute2 (``ip``, ``tc``). Addresses exist inside the namespaces 
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-BURSTS = {"100mbit": "32kb", "1gbit": "256kb", "10gbit": "2mb"}
-"""Rates of links, and the token bucket each needs: with a smaller one dense traffic collapses, which would flatter us."""
+PORT = 29400
+MODULE_TIMEOUT = 600.0
 
 
 def available() -> bool:
@@ -21,19 +24,31 @@ def available() -> bool:
     return os.name == "posix" and os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
 
 
+def bits_per_second(rate: str) -> float:
+    """A rate in tc's words as a number.
+
+    Raises:
+        ValueError: It is not a number with ``kbit``, ``mbit`` or ``gbit``.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.lower())
+    if not found or float(found[1]) == 0:
+        raise ValueError(f"rate {rate!r} is none; write it like 100mbit, 1gbit or 2.5gbit.")
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
+
 class Hosts:
-    """Emulated hosts; made by :func:`emulate`.
+    """Emulated hosts; made by :func:`emulate`, or :func:`local` for processes that share this host.
 
     Args:
-        names: Their network namespaces.
-        addresses: Their addresses on the interface ``eth0``.
+        names: Their network namespaces; None is this host's own.
+        address: Where the first one listens, ``ADDRESS:PORT``.
     """
 
-    def __init__(self, names: Sequence[str], addresses: Sequence[str]) -> None:
-        self.names, self.addresses = names, addresses
+    def __init__(self, names: Sequence[str | None], address: str) -> None:
+        self.names, self.address = names, address
 
-    def run(self, module: str, *arguments: str, timeout: float = 600.0) -> list[str]:
-        """Runs ``python -m module RANK WORLD ADDRESS *arguments`` on every host.
+    def run(self, module: str, *arguments: str, timeout: float = MODULE_TIMEOUT) -> list[str]:
+        """Runs ``python -m module RANK WORLD ADDRESS:PORT *arguments`` on every host.
 
         Args:
             module: A module of this package.
@@ -45,44 +60,44 @@ class Hosts:
 
         Raises:
             RuntimeError: One of them failed.
+            TimeoutError: They did not end in time.
         """
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        started = [
-            subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    sys.executable,
-                    "-m",
-                    module,
-                    str(rank),
-                    str(len(self.names)),
-                    self.addresses[0],
-                    *arguments,
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
+        started = []
+        for rank, name in enumerate(self.names):
+            enter = ["ip", "netns", "exec", name] if name else []
+            interface = {"GLOO_SOCKET_IFNAME": "eth0"} if name else {}
+            started.append(
+                subprocess.Popen(
+                    [*enter, sys.executable, "-m", module, str(rank), str(len(self.names)), self.address, *arguments],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, **interface, "OMP_NUM_THREADS": "1"},
+                )
             )
-            for rank, name in enumerate(self.names)
-        ]
         try:
             outputs = [process.communicate(timeout=timeout) for process in started]
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{module} did not end within {timeout:.0f} s on {len(self.names)} hosts") from None
         finally:
             for process in started:
                 process.kill()
         for process, (_, errors) in zip(started, outputs, strict=True):
             if process.returncode:
-                raise RuntimeError(f"{module} failed on an emulated host:\n{errors[-2000:]}")
+                raise RuntimeError(f"{module} failed on one of {len(self.names)} hosts:\n{errors[-2000:]}")
         return [output for output, _ in outputs]
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that left the interface of each host so far."""
+        """Bytes that left the interface of each emulated host so far."""
         path = "/sys/class/net/eth0/statistics/tx_bytes"
-        return [int(_ip("netns", "exec", name, "cat", path)) for name in self.names]
+        return [int(_ip("netns", "exec", name, "cat", path)) for name in self.names if name]
+
+
+def local(count: int) -> Hosts:
+    """``count`` processes on this host, joined by its loopback: no slow link at all."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return Hosts([None] * count, f"127.0.0.1:{probe.getsockname()[1]}")
 
 
 @contextmanager
@@ -91,11 +106,19 @@ def emulate(count: int, rate: str) -> Iterator[Hosts]:
 
     Args:
         count: Hosts, at most 200.
-        rate: A key of :data:`BURSTS`.
+        rate: As tc writes it, such as ``100mbit`` or ``1gbit``.
+
+    Raises:
+        RuntimeError: They could not be made.
+        ValueError: The rate or the number of hosts is none.
     """
+    if not 1 <= count <= 200:
+        raise ValueError(f"{count} hosts cannot be emulated; between 1 and 200 can.")
     tag = f"ltk{os.getpid() % 100000}"
     switch, names = f"{tag}s", [f"{tag}h{number}" for number in range(count)]
-    shape = ["root", "tbf", "rate", rate, "burst", BURSTS[rate], "latency", "50ms"]
+    # The bucket holds 2 ms of traffic, at least 32 KiB: with a smaller one dense traffic collapses, which would flatter us.
+    burst = max(1 << 15, math.ceil(bits_per_second(rate) / 8 * 0.002))
+    shape = ["root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
     with ExitStack() as stack:
         for name in (switch, *names):
             _ip("netns", "add", name)
@@ -111,7 +134,7 @@ def emulate(count: int, rate: str) -> Iterator[Hosts]:
                 _ip("-n", name, "link", "set", interface, "up")
             _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shape)
             _ip("netns", "exec", switch, "tc", "qdisc", "add", "dev", port, *shape)
-        yield Hosts(names, [f"10.77.0.{number + 1}" for number in range(count)])
+        yield Hosts(names, f"10.77.0.1:{PORT}")
 
 
 def _ip(*arguments: str) -> str:

@@ -20,6 +20,7 @@ class Panel:
         curves: Curves by their label.
         xlog: Whether the horizontal axis is logarithmic.
         ylog: Whether the vertical axis is logarithmic.
+        bars: Whether the values are bars, one for each curve, instead.
     """
 
     title: str
@@ -27,6 +28,7 @@ class Panel:
     curves: dict[str, Curve] = field(default_factory=dict)
     xlog: bool = False
     ylog: bool = False
+    bars: bool = False
 
 
 def draw(panels: Sequence[Panel], path: str | Path, columns: int = 3) -> None:
@@ -52,7 +54,10 @@ def draw(panels: Sequence[Panel], path: str | Path, columns: int = 3) -> None:
         axis.remove()
     for axis, panel in zip(axes.flat, panels, strict=False):
         for label, (x, y) in panel.curves.items():
-            axis.plot(x, y, label=label, linewidth=1.2, marker="." if len(x) < 12 else None)
+            if panel.bars:
+                axis.bar(x, y, label=label)
+            else:
+                axis.plot(x, y, label=label, linewidth=1.2, marker="." if len(x) < 12 else None)
         axis.set(title=panel.title, xlabel=panel.xlabel)
         axis.set_xscale("log" if panel.xlog else "linear")
         axis.set_yscale("log" if panel.ylog else "linear")

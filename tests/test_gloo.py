@@ -14,7 +14,7 @@ from test_laws import routes, selectors, wires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.collectives import Meter, ThreadLane, drive
+from lightning_topk.collectives import Meter, ThreadLane, dense_cost, drive
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import exchange
 from lightning_topk.hook import TopKState, attach, topk_hook, tree_broadcast_sends
@@ -614,3 +614,19 @@ def test_what_bypasses_the_hook_is_refused_at_set_up(groups):
         assert "complex64" in messages["complex"]
         assert "not both" in messages["both"]
         assert "can only be called once" in messages["second"]
+
+
+def measured_link(rank: int, world: int) -> tuple[float, float, int, int]:
+    meter = Meter()
+    cost = dense_cost(1 << 16, torch.device("cpu"), dist.group.WORLD, meter)
+    assert cost.seconds([100, 200]) == pytest.approx(2 * cost.latency + 300 * cost.seconds_per_byte)
+    return cost.latency, cost.seconds_per_byte, meter.bytes["broadcast"], sum(meter.bytes.values())
+
+
+@worlds
+def test_what_a_dense_all_reduce_costs_is_the_same_on_every_rank_and_its_bytes_are_counted(groups, world):
+    found = groups(world).run(measured_link)
+    assert len(set(found)) == 1
+    latency, _, broadcast, total = found[0]
+    assert latency > 0
+    assert broadcast == total == 2 * (2 * (world - 1) * 64 // world) + 2 * (2 * (world - 1) * 65536 // world)

@@ -39,13 +39,27 @@ LAYERS = [
     },
     {"reproduce.tuning"},
     {"reproduce"},
+    {"bench.timing", "bench.memory", "bench.peers"},
+    {"bench.select", "bench.wire", "bench.ddp", "bench.train"},
+    {"bench.hosts"},
+    {"bench.step"},
+    {"bench"},
     {"_register"},
     {"__init__"},
     {"__main__"},
 ]
 ALLOWED = {
-    "torch.distributed": {"collectives", "checkpoint", "hook", "strategy", "reproduce.step"},
-    "lightning": {"_lightning", "strategy", "callback", "fabric"},
+    "torch.distributed": {
+        "collectives",
+        "checkpoint",
+        "hook",
+        "strategy",
+        "reproduce.step",
+        "bench.peers",
+        "bench.ddp",
+    },
+    "lightning": {"_lightning", "strategy", "callback", "fabric", "bench.train"},
+    "triton": {"ops.kernels"},
     "torchmetrics": {"metrics"},
     "matplotlib": {"plots"},
 }
@@ -109,6 +123,20 @@ NAMES = "{'topk', 'topk_spawn', 'topk_fork', 'topk_notebook', 'topk_find_unused_
 def test_the_names_are_registered_in_either_order_of_imports(order):
     check = f"from lightning.pytorch.strategies import StrategyRegistry; assert {NAMES} <= set(StrategyRegistry)"
     run(f"{order}; {check}; import importlib; importlib.reload(lightning_topk); {check}")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from lightning_topk import CompressionMonitor",
+        "from lightning_topk import TopKStrategy",
+        "import lightning_topk.callback",
+        "import lightning_topk.fabric",
+    ],
+)
+def test_any_module_can_be_imported_before_lightning(first):
+    check = f"from lightning.pytorch.strategies import StrategyRegistry; assert {NAMES} <= set(StrategyRegistry)"
+    run(f"{first}; {check}")
 
 
 PL = """

@@ -20,6 +20,9 @@ SMALL = 1 << 16
 CHUNK = 1 << 16
 """Elements that are taken at a time: what is done to them is done while they stay in a core's cache."""
 
+SAMPLE = 1 << 14
+"""Elements of a sample, at least: each costs a cache line of the residual and one of the gradient."""
+
 _offsets = np.random.default_rng()  # of samples; what is chosen does not depend on them
 
 
@@ -126,7 +129,7 @@ def _thresholds(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: i
     # So many that no shard gets fewer than k by chance, if entries fall into shards and samples as coins do: four standard
     # deviations are added for each.
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
-    stride = max(1, min(numel // SMALL, int(needed) // 100))
+    stride = max(1, min(numel // SAMPLE, int(needed) // 32))
     offset = int(_offsets.integers(stride))
     sample = kept[offset::stride] if given is None else kept[offset::stride] + given[offset::stride]
     sample = np.abs(sample)

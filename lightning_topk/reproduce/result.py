@@ -54,6 +54,7 @@ class Result:
         checks: The verdicts.
         panels: The curves.
         seconds: Wall time, seconds.
+        command: What made it, after ``python -m lightning_topk``. Default: ``reproduce NAME``.
         versions: Of what it ran with, and the machine.
     """
 
@@ -64,6 +65,7 @@ class Result:
     checks: list[Check] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
     seconds: float = 0.0
+    command: str = ""
     versions: dict[str, str] = field(default_factory=lambda: dict(VERSIONS))
 
     def text(self) -> str:
@@ -80,9 +82,12 @@ class Result:
             }
             for check in self.checks
         ]
-        parts.append(markdown(rows))
+        if rows:
+            parts.append(markdown(rows))
         words = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts.append(f"{self.seconds:.0f} s: `python -m lightning_topk reproduce {self.name}` ({words})")
+        parts.append(
+            f"{self.seconds:.0f} s: `python -m lightning_topk {self.command or f'reproduce {self.name}'}` ({words})"
+        )
         return "\n\n".join(parts)
 
     @staticmethod
@@ -96,17 +101,17 @@ class Result:
     def write(self, folder: Path) -> None:
         """Writes ``NAME.json`` and ``NAME.png`` into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.json").write_text(json.dumps(_plain(asdict(self)), indent=1, allow_nan=False) + "\n")
+        (folder / f"{self.name}.json").write_text(json.dumps(plain(asdict(self)), indent=1, allow_nan=False) + "\n")
         if self.panels:
             draw(self.panels, folder / f"{self.name}.png")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value with numbers that JSON does not know, infinity and NaN, as words."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

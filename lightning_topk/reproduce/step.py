@@ -1,4 +1,4 @@
-"""One rank of a timed exchange: ``python -m lightning_topk.reproduce.step RANK WORLD ADDRESS NUMEL SYSTEM...``.
+"""One rank of a timed exchange: ``python -m lightning_topk.reproduce.step RANK WORLD ADDRESS:PORT NUMEL SYSTEM...``.
 
 Prints a line of JSON: seconds of a step, and bytes sent, for each system.
 """
@@ -43,9 +43,7 @@ def main() -> None:
     """Times the systems one after the other."""
     rank, world, address, numel = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"tcp://{address}:29400", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
+    dist.init_process_group("gloo", f"tcp://{address}", rank=rank, world_size=world, timeout=timedelta(seconds=300))
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     print(json.dumps({name: timed(name, rank, world, numel, group) for name in sys.argv[5:]}))

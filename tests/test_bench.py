@@ -1,0 +1,141 @@
+"""The benches: what they print, at small sizes; never how long anything took."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from lightning_topk import CompressionMonitor, hosts
+from lightning_topk.bench import memory, select, wire
+from lightning_topk.bench import step as step_bench
+from lightning_topk.bench.peers import PEERS
+
+
+def test_select_holds_ours_beside_the_naive_way(monkeypatch):
+    monkeypatch.setattr(select, "_memory", lambda *_: None)
+    result = select.run(numel=200_000)
+    ways = [row["way"] for row in result.tables["Selection at 0.001"]]
+    assert ways == [
+        "ours, exact",
+        "torch.topk(x.abs())",
+        "selector 'gaussiank'",
+        "selector 'dgc'",
+        "selector 'trimmed'",
+    ]
+    assert len(result.checks) == 4
+
+
+def test_wire_meets_its_byte_targets_at_every_size(monkeypatch):
+    monkeypatch.setattr(wire, "_speed", lambda *_: None)
+    result = wire.run(numel=25_000_000)
+    counted = [check for check in result.checks if "the worst" in check.statement]
+    assert len(counted) == 4
+    assert all(check.holds for check in counted)
+
+
+def test_an_exchange_needs_its_residuals_and_little_more():
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_topk.bench.memory", "8000000", "4"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    peak, residuals = map(int, done.stdout.split())
+    assert residuals == 4 * 8_000_000 + 4 * 2_000_128  # shards are whole blocks
+    assert peak <= 1.1 * residuals
+    assert callable(memory.measured)
+
+
+def test_step_times_every_peer_and_counts_bytes():
+    result = step_bench.run(workers=2, numel=300_000, seconds=0)
+    (rows,) = result.tables.values()
+    assert [row["peer"] for row in rows] == ["no exchange", *PEERS]
+    bytes_ = next(check for check in result.checks if check.statement.startswith("bytes counted"))
+    assert bytes_.holds
+
+
+@pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
+def test_hosts_checks_bytes_against_the_interface(tmp_path):
+    arguments = [
+        "--hosts",
+        "2",
+        "--rate",
+        "1gbit",
+        "--numel",
+        "2e6",
+        "--ratio",
+        "0.01",
+        "--seconds",
+        "0",
+        "--peers",
+        "ours",
+        "DDP",
+    ]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "lightning_topk",
+            "bench",
+            "hosts",
+            *arguments,
+            "--json",
+            tmp_path / "r.json",
+            "--plot",
+            tmp_path / "r.png",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if "ip netns" in done.stderr:  # a container may be root without the right to make namespaces
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    judged = {check["statement"]: check["holds"] for check in result["checks"]}
+    assert judged["bytes counted are bytes predicted, 1gbit"]
+    assert judged["the interface counts little more, 1gbit"]
+    assert (tmp_path / "r.png").stat().st_size > 0
+    assert "python -m lightning_topk bench hosts --hosts 2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["hosts", "--rate", "fast"], "write it like 100mbit, 1gbit"),
+        (["step", "--peers", "theirs"], "'theirs' is unknown"),
+        (["train", "--model", "resnet0"], "torchvision has no model 'resnet0'"),
+    ],
+)
+def test_what_a_bench_cannot_do_is_said_in_a_sentence(monkeypatch, arguments, words):
+    from lightning_topk.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["lightning_topk", "bench", *arguments])
+    monkeypatch.setattr(hosts, "available", lambda: True)
+    with pytest.raises(SystemExit, match=words):
+        main()
+
+
+@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("64Kbit", 64e3)])
+def test_rates_are_written_as_tc_writes_them(rate, bits):
+    assert hosts.bits_per_second(rate) == bits
+
+
+def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
+    for dense, expected in ((0.001, 1), (0.1, 0), (None, 0)):
+        monitor = CompressionMonitor()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for monitor._steps in range(1, 30):
+                monitor._compare(dense, 0.01)
+        said = [str(warning.message) for warning in caught]
+        assert len(said) == expected
+        if said:
+            assert "takes 10.0 ms a step" in said[0]
+            assert "about 1.0 ms on this link: DDPStrategy would be faster here" in said[0]
