@@ -7,16 +7,20 @@ thread, on CUDA a side stream.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_topk.exchange import AllGather, AllToAll, Broadcast, Exchange, Gather, Request
 
@@ -91,6 +95,34 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
             first, other = rows[0].get(name, "missing"), row.get(name, "missing")
             if first != other:
                 raise ValueError(f"the ranks differ: {name} is {first} on rank 0 and {other} on rank {rank}. {remedy}")
+
+
+def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelta | None, device: torch.device) -> None:
+    """Connects the ranks without the addresses of those that died, if torchrun has restarted them; else does nothing.
+
+    torch 2.15 gives restarted workers the store of the last attempt: whoever comes first would read the other rank's old
+    address in it, and fail to connect.
+
+    Args:
+        backend: Of the default group.
+        rank: This rank.
+        world: Ranks.
+        timeout: Of collectives. Default: the backend's own.
+        device: This rank's.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or dist.is_initialized():
+        return
+    timeout = timeout or default_pg_timeout
+    store, *_ = next(rendezvous("env://", rank, world, timeout=timeout))
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"restart {restarts}", store),  # type: ignore[attr-defined]  # it is exported at run time
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topk.checkpoint import EMPTY, KEY
+from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_name
 from lightning_topk.hook import (
     TopKState,
@@ -73,6 +74,13 @@ class TopKStrategy(DDPStrategy):
         """The states of the comm hooks, one for each module that was set up."""
         self._set_up: list[Optimizer] = []
         self._resumed: list[Any] = []
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        connect_after_restart(
+            self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, self.root_device
+        )
+        super()._setup_distributed()
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wraps a module, and has its gradients exchanged; every rank calls it."""

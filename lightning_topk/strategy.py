@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk._lightning import (
@@ -20,6 +18,7 @@ from lightning_topk._lightning import (
     rank_zero_info,
 )
 from lightning_topk.checkpoint import EMPTY, KEY, absent, collect
+from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_name
 from lightning_topk.hook import (
     TopKState,
@@ -126,22 +125,10 @@ class TopKStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Connects the ranks; after a restart by torchrun, without the addresses of those that died."""
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if restarts != "0" and not dist.is_initialized():
-            # torch 2.15 gives restarted workers the store of the last attempt: whoever comes first would read the other
-            # rank's old address in it, and fail to connect.
-            self.set_world_ranks()
-            assert self.cluster_environment is not None
-            rank, world = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
-            store, *_ = next(rendezvous("env://", rank, world, timeout=self._timeout))
-            dist.init_process_group(
-                self._get_process_group_backend(),
-                store=dist.PrefixStore(f"restart {restarts}", store),  # type: ignore[attr-defined]  # it is exported at run time
-                rank=rank,
-                world_size=world,
-                timeout=self._timeout,
-                device_id=None if self.root_device.type == "cpu" else self.root_device,
-            )
+        self.set_world_ranks()
+        connect_after_restart(
+            self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, self.root_device
+        )
         super().setup_distributed()
 
     def configure_ddp(self) -> None:

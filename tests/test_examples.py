@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lightning_topk import presets
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -58,10 +56,10 @@ def test_a_folder_of_images_trains_a_resnet_through_one_server(tmp_path):
     assert re.search(r"topk +\d+\.\d\d%", output)
 
 
-def test_every_preset_trains_the_classifier():
-    output = example("examples/train_classifier.py", "--max-epochs=4", "--preset", *presets)
-    accuracy = {name: float(re.search(rf"^{name} +(\d+\.\d\d)%", output, re.MULTILINE)[1]) for name in presets}
-    assert accuracy.pop("randk") > 15  # a random hundredth in each step: slow, but above a tenth, which is chance
+def test_presets_train_the_classifier_one_after_the_other():
+    names = ["dgc", "parameter_server"]  # each costs seconds of starting up; test_lightning trains all of them
+    output = example("examples/train_classifier.py", "--max-epochs=4", "--preset", *names)
+    accuracy = {name: float(re.search(rf"^{name} +(\d+\.\d\d)%", output, re.MULTILINE)[1]) for name in names}
     assert min(accuracy.values()) > 40, accuracy
 
 

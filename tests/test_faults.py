@@ -183,3 +183,32 @@ def test_after_a_kill_torchrun_restarts_and_nothing_is_lost(tmp_path):
             assert torch.equal(parts["residual"], other["lightning_topk"]["parameters"][name][side]["residual"])
     left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False).stdout
     assert left == "", "orphaned processes"
+
+
+FABRIC = """
+import os, sys, torch, lightning as L
+from lightning_topk.fabric import TopKStrategy
+
+if __name__ == "__main__":
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=TopKStrategy(ratio=0.1))
+    fabric.launch()
+    model, optimizer = fabric.setup(net := torch.nn.Linear(40, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+    model(torch.ones(2, 40)).sum().backward()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and fabric.global_rank == 1:
+        os._exit(3)
+    optimizer.step()
+    fabric.barrier()
+    print("done", fabric.global_rank)
+"""
+
+
+def test_fabric_connects_again_after_torchrun_restarts_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FABRIC)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done") == 2

@@ -5,11 +5,16 @@ The functions here take the fastest version for the tensors that they are given.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lightning_topk.layout import Layout
 from lightning_topk.ops import cpu, reference
+
+_HAS_TRITON = find_spec("triton") is not None  # it comes with torch, but not on every platform
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -19,8 +24,15 @@ def is_finite(x: Tensor) -> Tensor:
 
 def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
     """See :func:`lightning_topk.ops.reference.add_and_choose`."""
-    fast = e.device.type == "cpu" and cpu.suits(layout.numel, layout, k) and e.dtype in (torch.float32, torch.float64)
-    version = cpu if fast else reference
+    version: Any = reference
+    if e.device.type == "cpu":
+        if cpu.suits(layout.numel, layout, k) and e.dtype in (torch.float32, torch.float64):
+            version = cpu
+    elif _HAS_TRITON:
+        from lightning_topk.ops import kernels
+
+        if kernels.suits(e, layout, k):
+            version = kernels
     chosen: tuple[Tensor, Tensor] = version.add_and_choose(e, x, finite, layout, k)
     return chosen
 

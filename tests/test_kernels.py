@@ -1,0 +1,139 @@
+"""The Triton kernels, held against the reference: on a GPU, and everywhere under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_topk import ops
+from lightning_topk.config import TopKConfig
+from lightning_topk.exchange import deliver, mean
+from lightning_topk.layout import Layout
+from lightning_topk.ops import reference
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+on_a_device = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no GPU; the interpreter runs in a process of its own"
+)
+on_a_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it is the interpreter's process")
+def test_the_kernels_agree_with_the_reference_under_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def given(name: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    e, x = torch.randn(2, numel, generator=generator).unbind()
+    if name == "ties":
+        e, x = torch.zeros(numel), (2 * x).round()
+    elif name == "cancelling":
+        e = -x
+        e[::1000] += 1
+    return e.to(DEVICE), x.to(DEVICE)
+
+
+@on_a_device
+@pytest.mark.parametrize("name", ["normal", "ties"])
+@pytest.mark.parametrize(
+    ("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 1, 70), (70_001, 3, 200), (100_000, 4, 25)]
+)
+def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
+    from lightning_topk.ops import kernels
+
+    layout, finite = Layout(numel, shards), torch.tensor(True, device=DEVICE)
+    e, x = given(name, numel)
+    expected = e.clone()
+    index, value = reference.add_and_choose(expected, x.clone(), finite, layout, k)
+    assert kernels.suits(e, layout, k)
+    found = kernels.add_and_choose(e, x, finite, layout, k)
+    assert torch.equal(e, expected)
+    assert not x.any()
+    if name == "normal":
+        assert torch.equal(found[0], index)
+        assert torch.equal(found[1], value)
+    else:  # more reach the threshold than there is room for: the largest of those that have room
+        rows = reference.shard_rows(e, layout)
+        assert torch.equal(rows.gather(1, found[0]), found[1])
+        assert (found[0].diff(dim=1) > 0).all()
+
+
+@on_a_device
+@pytest.mark.parametrize("shards", [1, 3])
+def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost(shards):
+    from lightning_topk.ops import kernels
+
+    numel, k = 70_001, 200
+    layout = Layout(numel, shards)
+    e, x = torch.zeros(numel, device=DEVICE), torch.zeros(numel, device=DEVICE)
+    x[::1000] = torch.arange(1.0, 72.0, device=DEVICE)
+    total = x.clone()
+    index, value = kernels.add_and_choose(e, x, torch.tensor(True, device=DEVICE), layout, k)
+    assert torch.equal(e, total)
+    assert (index.diff(dim=1) >= 0).all()
+    sent = torch.zeros_like(e).scatter_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
+    assert torch.equal(sent, total)
+
+
+@on_a_device
+def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
+    from lightning_topk.ops import kernels
+
+    e, x = given("normal", 20_000)
+    before = e.clone()
+    x[77] = torch.nan
+    index, value = kernels.add_and_choose(e, x, torch.tensor(False, device=DEVICE), Layout(20_000, 2), 10)
+    assert torch.equal(e, before)
+    assert not x.any()
+    assert value.isfinite().all()
+    assert index.max() < 10_240
+
+
+@on_a_gpu
+def test_an_exchange_on_a_gpu_never_waits_for_it():
+    numel, world = 1_000_000, 4
+    end = TopKConfig().endpoint(numel, 0, world, torch.float32, torch.device("cuda"))
+    g = torch.randn(numel, device="cuda")
+
+    def exchange() -> None:
+        received = end.uplink.send(g)[:1].expand(world, -1).contiguous()
+        reply = end.downlink.send(mean(received, end.uplink.codec, g.dtype, g))
+        deliver(reply.expand(world, -1).contiguous(), end.reply, end.layout, g)
+
+    exchange()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        exchange()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert g.isfinite().all()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_and_cpu_exchange_the_same(dtype):
+    numel = 200_000
+    g = torch.randn(numel).to(dtype)
+    payloads = []
+    for device in ("cpu", "cuda"):
+        end = TopKConfig().endpoint(numel, 0, 4, dtype, torch.device(device))
+        payloads.append(end.uplink.send(g.to(device, copy=True)).cpu())
+    assert torch.equal(*payloads)
+    assert ops.is_finite(g)
