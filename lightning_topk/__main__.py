@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def _add_bench(commands: Any) -> None:
             one.add_argument("--threads", type=int, default=1, help="of the CPU")
             continue
         one.add_argument("--ratio", type=float, default=0.001, help="kept fraction")
-        one.add_argument("--bucket-cap-mb", type=float, default=25, help="DDP's buckets, MiB")
+        cap = 25 if name == "train" else 128
+        one.add_argument("--bucket-cap-mb", type=float, default=cap, help="DDP's buckets, MiB")
         if name == "train":
             one.add_argument("--model", default="resnet18", help="of torchvision")
             one.add_argument("--batch-size", type=int, default=4, help="images a worker and step")
@@ -96,11 +98,11 @@ def _count(text: str) -> int:
 
 
 def run_bench(arguments: argparse.Namespace) -> None:
-    """Runs the bench that was asked for; ends with 2 and a sentence if it cannot."""
+    """Runs the bench that was asked for; ends with a sentence if it cannot."""
     options = {key: value for key, value in vars(arguments).items() if key not in ("command", "name", "json", "plot")}
     try:
         bench(arguments.name, arguments.json, arguments.plot, **options)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
         raise SystemExit(f"bench {arguments.name}: {error}") from error
 
 

@@ -37,7 +37,8 @@ class CompressionMonitor(Callback):
     ============================== ==========================================================================
     ``topk/uplink_bytes``          bytes from this worker to the servers
     ``topk/downlink_bytes``        bytes from this server to the workers
-    ``topk/broadcast_bytes``       bytes by which DDP made weights equal (once) and buffers (each step); no gradients
+    ``topk/broadcast_bytes``       bytes by which DDP made weights equal (once) and buffers (each step), and by which the
+                                   link was timed (once); no gradients
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
     ``topk/saving``                dense bytes over uplink + downlink bytes
     ``topk/ratio``                 fraction of the gradient for which this worker's payloads have room
@@ -91,7 +92,7 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is not None:
             state.measure, state.measure_layers = _is_log_step(trainer), self.per_layer
-            state.timing = state.measure or len(self._timed) < COMPARED
+            state.timing = state.measure or (state.world > 1 and len(self._timed) < COMPARED)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -105,7 +106,8 @@ class CompressionMonitor(Callback):
         report = state.report()
         self._steps += 1
         self._total.update(**report.bytes)
-        self._compare(state.dense_seconds(), report.seconds)
+        dense = state.dense_seconds(report)
+        self._compare(dense, report.seconds, trainer)
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
         values = dict(step.compute())
@@ -122,7 +124,6 @@ class CompressionMonitor(Callback):
             values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
             values["exchange_seconds"] = torch.tensor(report.seconds)
             values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
-            dense = state.dense_seconds()
             if dense is not None:
                 values["dense_seconds"] = torch.tensor(dense)
             self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
@@ -132,14 +133,19 @@ class CompressionMonitor(Callback):
         pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
         pl_module.log("topk/saving", values["saving"], prog_bar=True)
 
-    def _compare(self, dense: float | None, seconds: float) -> None:
+    def _compare(self, dense: float | None, seconds: float, trainer: Trainer) -> None:
         """Takes note of a step's exchanges; warns, once, if dense all-reduces would take less."""
         if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
             return
         self._timed.append(seconds)
-        if len(self._timed) == COMPARED and median(self._timed) > dense:
+        if len(self._timed) < COMPARED:
+            return
+        # The rank that comes last does not wait for others: its time is the exchange's own.
+        mine = torch.tensor(median(self._timed), device=trainer.strategy.root_device)
+        least = float(trainer.strategy.reduce(mine, reduce_op="min"))
+        if least > dense:
             rank_zero_warn(
-                f"lightning_topk: the exchange takes {1000 * median(self._timed):.1f} ms a step, while dense all-reduces of the same "
+                f"lightning_topk: the exchange takes {1000 * least:.1f} ms a step, while dense all-reduces of the same "
                 f"gradients would take about {1000 * dense:.1f} ms on this link: DDPStrategy would be faster here. Compression pays "
                 "on slower links, with larger models and with smaller ratios."
             )

@@ -107,7 +107,7 @@ def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelt
         backend: Of the default group.
         rank: This rank.
         world: Ranks.
-        timeout: Of collectives. Default: the backend's own.
+        timeout: Of collectives. Default: torch's, 30 minutes.
         device: This rank's.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

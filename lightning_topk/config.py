@@ -190,7 +190,9 @@ class TopKConfig:
             given: torch.dtype,
             delivered: torch.dtype | None = None,
         ) -> Link:
-            kind = FusedLink if FusedLink.suits(selector, memory, given) else Link
+            # On a GPU the one pass sends what a threshold lets pass; a server that does not compress sends all that is nonzero.
+            whole = layout.shards == 1 and not self.bidirectional and device.type != "cpu"
+            kind = FusedLink if FusedLink.suits(selector, memory, given) and not whole else Link
             return kind(layout, selector, codec, memory, delivered)
 
         downlink = None

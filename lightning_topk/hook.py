@@ -48,6 +48,7 @@ class Report:
         selected: Entries that its selector chose and that are not zero; zero unless measured.
         energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
             this server's downlink (rows); zero unless measured.
+        sizes: Bytes of each gradient that was exchanged.
         seconds: Time spent in exchanges; zero unless timed.
         exposed_seconds: The part of it after the last gradient was there, which backward could not hide.
         layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
@@ -58,6 +59,7 @@ class Report:
     kept: int = 0
     selected: int = 0
     energy: Tensor = field(default_factory=lambda: torch.zeros(2, 2, dtype=torch.float64))
+    sizes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     exposed_seconds: float = 0.0
     layers: dict[str, Tensor] = field(default_factory=dict)
@@ -340,6 +342,7 @@ class TopKState:
         """Enters an exchange of a gradient of ``nbytes`` into the report."""
         self.meter.bytes["dense"] += 2 * (self.world - 1) * nbytes // self.world
         self._report.elements += end.layout.numel
+        self._report.sizes.append(nbytes)
         self._report.kept += min(end.uplink.codec.kept * end.layout.shards, end.layout.numel)
         # On the device until the report, so that the host does not wait here.
         assert end.finite is not None
@@ -420,16 +423,12 @@ class TopKState:
     def measure_link(self) -> None:
         """Times two all-reduces, of at most 1 MiB; a collective. Call it between two backward passes."""
         assert self.group is not None
-        largest = max(self._bucket_bytes())
-        self._dense_cost = dense_cost(min(largest, PROBE_BYTES), self._device(), self.group, self.meter)
+        nbytes = min(max(self._report.sizes), PROBE_BYTES)
+        self._dense_cost = dense_cost(nbytes, self._device(), self.group, self.meter)
 
-    def dense_seconds(self) -> float | None:
-        """About how long all-reduces of the last step's buckets would take on this link; None before :meth:`measure_link`."""
-        return None if self._dense_cost is None else self._dense_cost.seconds(self._bucket_bytes())
-
-    def _bucket_bytes(self) -> list[int]:
-        """Sizes of the last backward pass's buckets."""
-        return [sum(p.nbytes for p in bucket) for bucket in self._buckets]
+    def dense_seconds(self, report: Report) -> float | None:
+        """About how long all-reduces of what was exchanged would take on this link; None before :meth:`measure_link`."""
+        return None if self._dense_cost is None else self._dense_cost.seconds(report.sizes)
 
     def residual_energy(self) -> Tensor:
         """``[2]`` float64: the sums of squares of this rank's worker and server residuals."""

@@ -79,9 +79,12 @@ class Residual(Memory):
     def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
         """See :meth:`Memory.keep`. Subtracts what will be decoded, so the wire's rounding is kept as well."""
         # The sum of finite parts may have left the range; the largest entries are selected, so it shows here. A GPU does not
-        # stop to look.
-        if value.device.type != "cpu" or not value.isfinite().all():
-            limit = torch.finfo(self.residual.dtype).max
+        # stop to look, and mends what was selected.
+        limit = torch.finfo(self.residual.dtype).max
+        if value.device.type == "cpu":
+            if not value.isfinite().all():
+                self.residual.clamp_(-limit, limit)
+        else:
             self.residual.index_copy_(0, index, self.residual.index_select(0, index).clamp_(-limit, limit))
         self.residual.scatter_add_(0, index, sent.neg())
 

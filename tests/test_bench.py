@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightning_topk import CompressionMonitor, hosts
 from lightning_topk.bench import memory, select, wire
@@ -127,13 +129,22 @@ def test_rates_are_written_as_tc_writes_them(rate, bits):
     assert hosts.bits_per_second(rate) == bits
 
 
+def alone(value: torch.Tensor, reduce_op: str) -> torch.Tensor:
+    """The reduction of a strategy with one rank."""
+    assert reduce_op == "min"
+    return value
+
+
+TRAINER = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu"), reduce=alone))
+
+
 def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
     for dense, expected in ((0.001, 1), (0.1, 0), (None, 0)):
         monitor = CompressionMonitor()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for monitor._steps in range(1, 30):
-                monitor._compare(dense, 0.01)
+                monitor._compare(dense, 0.01, TRAINER)
         said = [str(warning.message) for warning in caught]
         assert len(said) == expected
         if said:

@@ -92,6 +92,23 @@ def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost
 
 
 @on_a_device
+@pytest.mark.parametrize("width", [64, 100, 256])
+def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(width):
+    from lightning_topk.ops import kernels
+
+    numel, k = 2**17, 1310
+    layout, finite = Layout(numel, 2), torch.tensor(True, device=DEVICE)
+    e, _ = given("normal", numel)
+    e *= torch.logspace(-3, 3, width, device=DEVICE).repeat(-(-numel // width))[:numel]
+    e[numel // 2 :] *= 100
+    for _ in range(3):
+        expected, value = reference.add_and_choose(e.clone(), torch.zeros_like(e), finite, layout, k)
+        found, sums = kernels.add_and_choose(e, torch.zeros_like(e), finite, layout, k)
+        assert sums.square().sum() > 0.999 * value.square().sum()
+        assert (found == expected).float().mean() > 0.99
+
+
+@on_a_device
 def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
     from lightning_topk.ops import kernels
 

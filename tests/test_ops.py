@@ -284,3 +284,15 @@ def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(monkey
             got.append(torch.stack(cluster.step(given)).nan_to_num(7.0))
         ends.append(torch.stack(got))
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("numel", [1000, 70_000, 1_200_000])
+def test_sums_that_leave_the_range_are_sent_and_leave_finite_residuals(numel):
+    end = TopKConfig(ratio=0.001).endpoint(numel, 0, 1, torch.float32, torch.device("cpu"))
+    many = slice(5, 5 + numel // 100)  # more than can be sent
+    end.uplink.memory.tensors()["residual"][many] = 3e38
+    g = torch.zeros(numel)
+    g[many] = 3e38
+    with torch_threads(2):
+        end.uplink.send(g)
+    assert end.uplink.memory.tensors()["residual"].isfinite().all()

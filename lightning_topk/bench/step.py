@@ -14,7 +14,7 @@ def run(
     workers: int = 2,
     numel: int = 25_000_000,
     ratio: float = 0.001,
-    bucket_cap_mb: float = 25,
+    bucket_cap_mb: float = 128,
     seconds: float = 5,
     peers: Sequence[str] = tuple(PEERS),
 ) -> Result:
@@ -24,7 +24,7 @@ def run(
         workers: Processes.
         numel: Parameters of the model.
         ratio: Kept fraction.
-        bucket_cap_mb: DDP's.
+        bucket_cap_mb: DDP's. By default the model is one bucket: there is no backward to hide behind, so latency is paid once.
         seconds: Time for each peer, about.
         peers: Which of :data:`lightning_topk.bench.peers.PEERS`.
 

@@ -5,6 +5,8 @@ The functions here take the fastest version for the tensors that they are given.
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +16,24 @@ from torch import Tensor
 from lightning_topk.layout import Layout
 from lightning_topk.ops import cpu, reference
 
-_HAS_TRITON = find_spec("triton") is not None  # it comes with torch, but not on every platform
+
+@cache
+def _kernels(device: torch.device) -> Any | None:
+    """The Triton kernels if they work on a device: Triton is not on every platform, and needs a compiler."""
+    if find_spec("triton") is None:
+        return None
+    try:
+        from lightning_topk.ops import kernels
+
+        e, x = torch.zeros(2, kernels.SAMPLE, device=device).unbind()
+        kernels.add_and_choose(e, x, torch.ones((), dtype=torch.bool, device=device), Layout(len(e)), 1)
+    except Exception as error:
+        warnings.warn(
+            f"lightning_topk: Triton's kernels do not work on {device} ({error}); plain torch takes their place, which is slower.",
+            stacklevel=2,
+        )
+        return None
+    return kernels
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -28,10 +47,9 @@ def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
     if e.device.type == "cpu":
         if cpu.suits(layout.numel, layout, k) and e.dtype in (torch.float32, torch.float64):
             version = cpu
-    elif _HAS_TRITON:
-        from lightning_topk.ops import kernels
-
-        if kernels.suits(e, layout, k):
+    else:
+        kernels = _kernels(e.device)
+        if kernels is not None and kernels.suits(e, layout, k):
             version = kernels
     chosen: tuple[Tensor, Tensor] = version.add_and_choose(e, x, finite, layout, k)
     return chosen

@@ -131,8 +131,8 @@ def _thresholds(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: i
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
     stride = max(1, min(numel // SAMPLE, int(needed) // 32))
     offset = int(_offsets.integers(stride))
-    sample = kept[offset::stride] if given is None else kept[offset::stride] + given[offset::stride]
-    sample = np.abs(sample)
+    with np.errstate(over="ignore"):  # what leaves the range is infinite, and chosen
+        sample = np.abs(kept[offset::stride] + (0 if given is None else given[offset::stride]))
     expected = needed / stride
     least = _least(kept.dtype)
     for rank in (expected + 4 * math.sqrt(expected) + 4, 4 * expected + 16):
@@ -161,7 +161,8 @@ def _scan(kept: np.ndarray, given: np.ndarray | None, threshold: Any) -> np.ndar
             chunk = kept[start : start + CHUNK]
             if given is not None:
                 source = given[start : start + CHUNK]
-                np.add(chunk, source, out=chunk)
+                with np.errstate(over="ignore"):
+                    np.add(chunk, source, out=chunk)
                 source.fill(0)
             high, low = above[: len(chunk)], below[: len(chunk)]
             np.greater_equal(chunk, threshold, out=high)
@@ -187,7 +188,7 @@ def _by_shard(flat: np.ndarray, layout: Layout) -> list[tuple[np.ndarray, np.nda
     flat = flat.astype(np.uint32 if layout.numel <= 2**32 else np.uint64)
     block = flat // flat.dtype.type(layout.block)
     turn = block // flat.dtype.type(layout.shards)
-    shard = (block - turn * flat.dtype.type(layout.shards)).astype(np.uint16)
+    shard = (block - turn * flat.dtype.type(layout.shards)).astype(np.uint16 if layout.shards <= 1 << 16 else np.uint32)
     places = flat - (block - turn) * flat.dtype.type(layout.block)
     order = np.argsort(shard, kind="stable")
     ends = np.cumsum(np.bincount(shard, minlength=layout.shards))

@@ -33,6 +33,8 @@ TILE = 4096
 SAMPLE = 1 << 14
 """Elements of a sample, at least."""
 
+_salts = random.Random()  # of samples; the user's own generators are not touched
+
 
 def suits(e: Tensor, layout: Layout, k: int) -> bool:
     """Whether :func:`add_and_choose` is written for this: many elements in whole blocks, of which few are chosen."""
@@ -62,8 +64,8 @@ def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
     counts = torch.zeros(-(-blocks // shards) * shards, dtype=torch.int32, device=e.device)
     with torch.cuda.device_of(e):
         _move[(tiles,)](e, x, finite, threshold, bitmap, counts, numel, TILE, BLOCK)
-    turns = counts.view(-1, shards)
-    base = (turns.cumsum(0, dtype=torch.int32) - turns).view(-1)
+    turns = counts.view(-1, shards).t().contiguous()  # a scan along rows is parallel, one down columns is not
+    base = (turns.cumsum(1, dtype=torch.int32) - turns).t().contiguous().view(-1)
     place = torch.full((shards, room), layout.shard_size - 1, dtype=torch.int64, device=e.device)
     value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
     with torch.cuda.device_of(e):
@@ -77,8 +79,11 @@ def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> 
     # The same reckoning as on the CPU: four standard deviations for the shards, four for the sample.
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
     stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))
-    offset = random.Random(k).randrange(stride)  # any will do; the user's own generators are not touched
-    sample = e[offset::stride] + torch.where(finite, x[offset::stride], 0)
+    # One place at random in each window: with a fixed period, a sample of a matrix may see the same columns only, every time.
+    count, salt = layout.numel // stride, _salts.getrandbits(31)
+    window = torch.arange(count, device=e.device)
+    place = window * stride + ((window + salt) * 0x9E3779B1 % 0xFFFFFFFB >> 8) % stride
+    sample = e[place] + torch.where(finite, x[place], 0)
     expected = needed / stride
     rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))
     threshold = sample.abs_().topk(rank, sorted=False).values.amin()
