@@ -77,7 +77,8 @@ def timed(peer: str, options: dict[str, Any], rank: int, world: int) -> dict[str
     """
     warmup = WARMUPS.get(peer, WARMUP)
     cap = 10_000 if peer in ONE_BUCKET else options["bucket_cap_mb"]
-    model = DistributedDataParallel(Noise(options["numel"], rank), bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    net = Noise(options["numel"], rank)  # its weights are the same everywhere: no need to send them
+    model = DistributedDataParallel(net, bucket_cap_mb=cap, gradient_as_bucket_view=True, init_sync=False)
     model.require_backward_grad_sync = peer != "no exchange"
     state = PEERS[peer](model, options["ratio"]) if peer in PEERS else None
     times: list[float] = []

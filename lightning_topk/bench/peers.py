@@ -60,7 +60,7 @@ def _naive(model: DistributedDataParallel, ratio: float) -> None:
 
 
 def _ours(wire: str) -> Callable[[DistributedDataParallel, float], TopKState]:
-    return lambda model, ratio: attach(model, ratio=ratio, wire=wire)
+    return lambda model, ratio: attach(model, ratio=ratio, wire=wire, init_sync=False)
 
 
 PEERS: dict[str, Callable[[DistributedDataParallel, float], TopKState | None]] = {
