@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,7 @@ def _count(text: str) -> int:
 
 def run_bench(arguments: argparse.Namespace) -> None:
     """Runs the bench that was asked for; ends with a sentence if it cannot."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that emulated hosts are removed
     options = {key: value for key, value in vars(arguments).items() if key not in ("command", "name", "json", "plot")}
     try:
         bench(arguments.name, arguments.json, arguments.plot, **options)

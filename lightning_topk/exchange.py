@@ -4,7 +4,7 @@ Problem. A data-parallel step must turn W local gradients into one that all rank
 gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang et al. 2019; Zheng et al. 2019)::
 
     bucket g            [d]     the worker's gradient, from DDP
-    1 compensate        a = g + e            the worker's residual e [d] joins
+    1 compensate        a = g + e            the worker's residual e [d] joins; g is empty now, and gives servers room
     2 select            the k/W entries of largest |a| in each of the W shards
     3 encode            values + positions -> uint8 payload [W, P]; its size follows from (d, k, wire)
     4 keep              e = a - what will be decoded: the wire's rounding is kept too
