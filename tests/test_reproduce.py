@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import math
+import os
 import subprocess
 import sys
 from functools import partial
