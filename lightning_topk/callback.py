@@ -40,21 +40,23 @@ class CompressionMonitor(Callback):
     ``topk/broadcast_bytes``       bytes by which DDP made weights equal (once) and buffers (each step), and by which the
                                    link was timed (once); no gradients
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
+    ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
+    ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
     ``topk/saving``                dense bytes over uplink + downlink bytes
     ``topk/ratio``                 fraction of the gradient for which this worker's payloads have room
     ``topk/selected_ratio``        fraction that the worker's selector really chose, at log steps
     ``topk/bound``                 (1 - k/d)², the error that top-k of a bell-shaped vector does not exceed
     ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
     ``topk/downlink_error``        the same of this step's servers
-    ``topk/worker_residual_norm``  root mean square over the workers of the norm of their residual
+    ``topk/worker_residual_norm``  root mean square over the workers (nodes, if their ranks exchange as one) of the norm of their
+                                   residual
     ``topk/server_residual_norm``  norm of the servers' residual
     ``topk/nonfinite_steps``       backward passes since fit began that gave a gradient with a NaN or an infinity, at log steps
     ``topk/exchange_seconds``      time that this rank's exchanges of the step took, at log steps
     ``topk/hidden_share``          the part of it that backward hid: what was over before the last gradient was there
     ``topk/dense_seconds``         time that dense all-reduces of the same buckets would take, about, on this link, at log steps
-    ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; also ``topk/total_uplink_bytes``,
-                                   ``topk/total_downlink_bytes``, ``topk/total_dense_bytes`` and
-                                   ``topk/total_broadcast_bytes``
+    ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; so for each of the above, such as
+                                   ``topk/total_uplink_bytes``
     ============================== ==========================================================================
 
     After the first step the ranks time an all-reduce of at most 1 MiB; after some more, rank 0 warns if dense all-reduces would
@@ -121,7 +123,7 @@ class CompressionMonitor(Callback):
             values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
             values["selected_ratio"] = torch.tensor(report.selected / report.elements)
             local = torch.cat([report.energy.view(-1), state.residual_energy()]).to(trainer.strategy.root_device)
-            values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
+            values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.workers)
             values["exchange_seconds"] = torch.tensor(report.seconds)
             values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
             if dense is not None:
@@ -186,7 +188,7 @@ def _by_layer(trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor
         for what, column in (
             ("error", torch.where(energy > 0, lost / energy.clamp(min=1e-300), 0.0)),
             ("payload_share", sent / sent.sum().clamp(min=1)),
-            ("residual_norm", (kept / state.world).sqrt()),
+            ("residual_norm", (kept / state.workers).sqrt()),
         )
         for name, value in zip(names, column, strict=True)
     }
@@ -203,10 +205,10 @@ def _draw_histograms(trainer: Trainer, state: TopKState) -> None:
             draw(f"topk/residual/{state.names[parameter]}", worker, trainer.global_step)
 
 
-def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
+def _errors(sums: torch.Tensor, workers: int) -> dict[str, torch.Tensor]:
     """The logged values of ``[6]``: ‖a‖² and ‖a - C(a)‖² up, the same down, and both residuals' energy; sums over ranks."""
     up, down, (worker, server) = sums.view(3, 2)
-    values = {"worker_residual_norm": (worker / world).sqrt(), "server_residual_norm": server.sqrt()}
+    values = {"worker_residual_norm": (worker / workers).sqrt(), "server_residual_norm": server.sqrt()}
     for name, (energy, lost) in (("uplink_error", up), ("downlink_error", down)):
         error = CompressionError(sync_on_compute=False)
         error.update(energy, lost)

@@ -5,6 +5,7 @@ The entry is made of numbers, words, lists, dicts and CPU tensors, so that ``tor
     version      1
     mode         "mean", "full", or "none" with a reason
     world_size   of the run that wrote it
+    node_size    ranks that exchanged as one worker: those of a node, with topology="hierarchical"; 1 if it is missing
     steps        gradients exchanged so far, for schedules and for selectors that draw
     rates        learning rates of the last step, for residuals that follow them
     buckets      the parameters' names, bucket by bucket
@@ -13,7 +14,7 @@ The entry is made of numbers, words, lists, dicts and CPU tensors, so that ``tor
 The gradient that is still to be delivered is the mean of the workers' residuals plus the servers' residual. ``"mean"`` keeps
 just these two, 2 x the model whatever the world size; every worker then goes on with the mean. ``"full"`` keeps the residual of each
 worker, ``[W, numel]``: with the same world size and settings a resumed run gives the same bits as one that never stopped. At another
-world size it is the mean, too.
+world size it is the mean, too. Where the ranks of a node are one worker, each holds its piece and zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.exchange import Endpoint
-from lightning_topk.residuals import Parts, Residuals
+from lightning_topk.residuals import Memories, Residuals
 
 KEY = "lightning_topk"
 """The entry's name in a checkpoint."""
@@ -70,14 +71,16 @@ def collect(
         if parameter not in parts:
             continue
         worker, server = parts[parameter]
-        kept = {key: _gather(part.to(device), group, mode) for key, part in worker.items()}
-        served = {key: _gather(part.to(device), group, "sum") for key, part in server.items()}
+        workers = None if mode == "full" else world // residuals.count
+        kept = {key: _gather(part.to(device), group, workers) for key, part in worker.items()}
+        served = {key: _gather(part.to(device), group, 1) for key, part in server.items()}
         if rank == 0:
             parameters[name] = {"worker": kept, "server": served}
     return {
         "version": VERSION,
         "mode": mode,
         "world_size": world,
+        "node_size": residuals.count,
         "steps": residuals.steps,
         "rates": list(residuals.learning_rates),
         "buckets": [
@@ -96,18 +99,18 @@ def absent(reason: str) -> dict[str, Any]:
     return {"version": VERSION, "mode": "none", "reason": reason}
 
 
-def _gather(part: Tensor, group: dist.ProcessGroup | None, mode: str) -> Tensor | None:
-    """The sum or mean over the ranks of ``[numel]``, or each of them as ``[W, numel]``; on rank 0's CPU, None elsewhere."""
+def _gather(part: Tensor, group: dist.ProcessGroup | None, workers: int | None) -> Tensor | None:
+    """The mean over the workers of ``[numel]``, or, with None, each rank's as ``[W, numel]``; on rank 0's CPU, None elsewhere."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     root = 0 if group is None else dist.get_global_rank(group, 0)
-    if mode == "full":
+    if workers is None:
         rows = [torch.empty_like(part) for _ in range(world)] if rank == 0 else None
         dist.gather(part.contiguous(), rows, dst=root, group=group)
         return torch.stack([row.cpu() for row in rows]) if rows else None
     total = part.clone(memory_format=torch.contiguous_format)
     dist.reduce(total, dst=root, group=group)
-    if mode == "mean":
-        total /= world
+    if workers > 1:
+        total /= workers
     return total.cpu() if rank == 0 else None
 
 
@@ -134,11 +137,11 @@ def restore(
     """
     parameters = {name: parameter for parameter, name in names.items()}
     _check(entry, parameters)
-    worker: Parts = {}
-    server: Parts = {}
+    worker: Memories = {}
+    server: Memories = {}
     for name, sides in entry["parameters"].items():
         worker[parameters[name]] = {
-            key: _own(part, rank, world, entry["mode"]) for key, part in sides["worker"].items()
+            key: _own(part, rank, (world, residuals.count), entry) for key, part in sides["worker"].items()
         }
         server[parameters[name]] = dict(sides["server"])
     buckets = [tuple(parameters[name] for name in bucket if name in entry["parameters"]) for bucket in entry["buckets"]]
@@ -149,11 +152,12 @@ def restore(
     residuals.steps, residuals.learning_rates = entry["steps"], list(entry["rates"])
 
 
-def _own(part: Tensor, rank: int, world: int, mode: str) -> Tensor:
+def _own(part: Tensor, rank: int, sizes: tuple[int, int], entry: Mapping[str, Any]) -> Tensor:
     """What a worker goes on with: its own row where there is one for each, else the mean."""
-    if mode == "mean":
+    if entry["mode"] == "mean":
         return part.clone()
-    return part[rank].clone() if len(part) == world else part.mean(dim=0)
+    saved = (entry["world_size"], entry.get("node_size", 1))
+    return part[rank].clone() if saved == sizes else part.sum(dim=0) / (saved[0] // saved[1])
 
 
 def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
@@ -182,8 +186,9 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         return f"the model has no parameter {strangers[0]!r} (of {len(strangers)} such)"
-    if type(entry["steps"]) is not int or type(entry["world_size"]) is not int:
-        return f"it counts {entry['steps']!r} steps of {entry['world_size']!r} ranks"
+    world, node = entry["world_size"], entry.get("node_size", 1)
+    if any(type(count) is not int for count in (entry["steps"], world, node)) or node < 1 or world % node:
+        return f"it counts {entry['steps']!r} steps of {world!r} ranks on nodes of {node!r}"
     named = [name for bucket in entry["buckets"] for name in bucket]
     if len(named) != len(set(named)):
         return "its buckets name a parameter twice"

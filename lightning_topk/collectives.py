@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,34 +22,108 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_topk.exchange import AllGather, AllToAll, Broadcast, Exchange, Gather, Request
+from lightning_topk.exchange import AllGather, AllReduce, AllToAll, Among, Broadcast, Exchange, Gather, Request
 
 
 class Meter:
-    """Bytes that this rank sends to other ranks, by what they are for."""
+    """Bytes that are sent to other ranks, by what they are for."""
 
     def __init__(self) -> None:
-        self.bytes = {"uplink": 0, "downlink": 0, "broadcast": 0, "dense": 0}
-        """``uplink`` and ``downlink`` of the exchanges, ``broadcast`` of weights and buffers by DDP, and ``dense``: what
-        a ring all-reduce of the same gradients would have sent."""
+        self.bytes = {"uplink": 0, "downlink": 0, "broadcast": 0, "dense": 0, "intra_node": 0, "inter_node": 0}
+        """By this rank: ``uplink`` and ``downlink`` of the exchanges, ``broadcast`` of weights and buffers by DDP, and ``dense``:
+        what a ring all-reduce of the same gradients would have sent. By the ranks of its node together, in the exchanges: to
+        each other, ``intra_node``, and to other nodes, ``inter_node``."""
 
 
-def drive(exchange: Exchange, group: dist.ProcessGroup, meter: Meter) -> None:
-    """Runs an exchange to its end over a process group.
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a rank.
+
+    Attributes:
+        all: All ranks that exchange gradients.
+        node: Those of this node; None if that makes no difference.
+        peers: Those of the same local rank on every node; None if that makes no difference.
+        local: Ranks of a node.
+    """
+
+    all: dist.ProcessGroup
+    node: dist.ProcessGroup | None = None
+    peers: dist.ProcessGroup | None = None
+    local: int = 1
+
+    @classmethod
+    def make(cls, parent: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
+        """Creates a group of all ranks, beside the one that exists; a collective.
+
+        Args:
+            parent: The ranks, and their backend. Default: all.
+            timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+        """
+        ranks = None if parent is None else dist.get_process_group_ranks(parent)
+        return cls(_new_group(ranks, parent, timeout))
+
+    def divided(
+        self, parent: dist.ProcessGroup | None, timeout: timedelta | None, local: int, hierarchy: bool
+    ) -> Groups:
+        """These groups on nodes of ``local`` consecutive ranks; a collective, as :meth:`make`.
+
+        Args:
+            parent: See :meth:`make`.
+            timeout: See :meth:`make`.
+            local: Ranks of a node.
+            hierarchy: Whether there shall be groups inside nodes and between them.
+        """
+        if not hierarchy:
+            return replace(self, local=local)
+        ranks, mine = dist.get_process_group_ranks(self.all), dist.get_rank(self.all)
+        first = mine - mine % local
+        node = _new_group(ranks[first : first + local], parent, timeout)
+        peers = _new_group(ranks[mine % local :: local], parent, timeout)
+        return replace(self, node=node, peers=peers, local=local)
+
+    def among(self, who: Among) -> dist.ProcessGroup:
+        """The group of those who take part in a request."""
+        group = {"all": self.all, "node": self.node, "peers": self.peers}[who]
+        assert group is not None, who
+        return group
+
+    def destroy(self) -> None:
+        """Gives them up."""
+        for group in (self.peers, self.node, self.all):
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+def _new_group(
+    ranks: list[int] | None, parent: dist.ProcessGroup | None, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    backend = None if parent is None else dist.get_backend(parent)
+    group = dist.new_group(ranks, timeout, backend, use_local_synchronization=ranks is not None)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def drive(exchange: Exchange, groups: Groups, meter: Meter) -> None:
+    """Runs an exchange to its end over process groups.
 
     Args:
-        exchange: One rank's exchange; every rank of the group drives its own.
-        group: The group that carries it.
+        exchange: One rank's exchange; every rank drives its own.
+        groups: The groups that carry it.
         meter: Takes note of the bytes sent.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
     reply: Tensor | None = None
     while True:
         try:
             request = exchange.send(reply)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration:
             return
+        group = groups.among(request.among)
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
         meter.bytes[request.direction] += request.sent_bytes(rank, world)
+        inside, outside = request.node_bytes(*place)
+        meter.bytes["intra_node"] += inside
+        meter.bytes["inter_node"] += outside
         reply = perform(request, group, rank, world)
 
 
@@ -64,6 +138,9 @@ def perform(request: Request, group: dist.ProcessGroup, rank: int, world: int) -
         received = payload.new_empty(world, len(payload))
         dist.all_gather_into_tensor(received.view(-1), payload, group=group)
         return received
+    if isinstance(request, AllReduce):
+        dist.all_reduce(payload, group=group)
+        return payload
     root = dist.get_global_rank(group, 0)
     if isinstance(request, Gather):
         rows = list(payload.new_empty(world, len(payload)).unbind()) if rank == 0 else None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
 import torch
 
 from lightning_topk.exchange import EXCHANGES, Endpoint, FusedLink, Link
-from lightning_topk.layout import Layout, kept_count
+from lightning_topk.layout import Layout, Parts, kept_count
 from lightning_topk.memory import Memory, MomentumResidual, NoMemory, Residual
 from lightning_topk.schedule import ExponentialWarmup, Ratio, Schedule, ratio_at
 from lightning_topk.select import SELECTORS, RandK, Selector, TopK
@@ -31,8 +31,9 @@ class TopKConfig:
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
         wire: ``"bf16"``, ``"fp32"`` or ``"int8"`` (a scale for every 64): the values' format. Positions are Elias-Fano coded in all.
-        topology: ``"sharded"`` (every rank serves a shard), ``"single_server"`` (rank 0 serves all) or ``"allgather"``
-            (no server, hence ``bidirectional=False``).
+        topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between nodes),
+            ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``) or ``"dense"``
+            (all-reduce: nothing is compressed).
         error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
             ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
         scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
@@ -79,6 +80,11 @@ class TopKConfig:
                 "bidirectional=True does not go with topology='allgather': without a server there is no "
                 "server-to-worker direction to compress. Pass bidirectional=False, or topology='sharded'."
             )
+        if self.topology == "dense" and self.momentum:
+            raise ValueError(
+                f"momentum={self.momentum!r} corrects what the worker keeps, but topology='dense' keeps nothing. Use the "
+                "optimizer's own momentum."
+            )
         if self.server_ratio is not None:
             _check_ratio("server_ratio", self.server_ratio)
             if not self.bidirectional:
@@ -105,6 +111,25 @@ class TopKConfig:
             remedy = "Leave it out, and nothing is clipped."
             _check_number("clip_norm", self.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
 
+    def on(self, world: int, local: int) -> TopKConfig:
+        """The settings for ranks on nodes: a hierarchy of one node is dense, one of nodes with one rank is sharded.
+
+        Args:
+            world: Number of ranks.
+            local: Ranks of each node; ranks of a node are consecutive.
+
+        Raises:
+            ValueError: The ranks do not make up whole nodes, or dense exchange contradicts a setting.
+        """
+        if world % local:
+            raise ValueError(
+                f"{world} ranks do not make up nodes of {local}: every node needs the same number of ranks. "
+                "Pass local_world_size=, the ranks of a node."
+            )
+        if self.topology != "hierarchical" or 1 < local < world:
+            return self
+        return replace(self, topology="dense" if local == world > 1 else "sharded")
+
     def summary(self) -> dict[str, Any]:
         """The settings as words and numbers, which can be compared between processes: functions by what they return."""
         found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -126,8 +151,8 @@ class TopKConfig:
         """The sizes of one bucket's exchange.
 
         Args:
-            numel: Elements of the bucket, at least 1.
-            world: Number of ranks.
+            numel: Elements of the bucket, or of a part of it, at least 1.
+            world: Number of ranks that exchange it.
             step: Gradients exchanged before this one, for schedules.
             epoch: Epochs completed, for schedules.
             selector: The one that the codecs are used with. Default: a new one, if only sizes are wanted.
@@ -136,7 +161,9 @@ class TopKConfig:
             The layout, the workers' codec, and the servers' (None where there are none). A server that does not compress
             has room for all that ``world`` workers can send it.
         """
-        layout = Layout(numel, world if self.topology == "sharded" else 1)
+        layout = Layout(numel, world if self.topology in ("sharded", "hierarchical") else 1)
+        if self.topology == "dense":
+            return layout, Codec(WIRES["fp32"], numel, numel), None
         selector = selector or self.make_selector()
         shared = selector if isinstance(selector, RandK) else None
         ratio = ratio_at(self.ratio, step, epoch)
@@ -160,6 +187,7 @@ class TopKConfig:
         dtype: torch.dtype,
         device: torch.device,
         sizes: tuple[int, ...] | None = None,
+        local: int = 1,
     ) -> Endpoint:
         """The links of one rank for one bucket, with empty memories.
 
@@ -170,13 +198,24 @@ class TopKConfig:
             dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
             device: Where the residuals live.
             sizes: Elements of each parameter. Default: there is one.
+            local: Ranks of a node, for ``topology="hierarchical"``.
         """
         selector = self.make_selector()
+        sizes, clip_norm = sizes or (numel,), None if self.clip_norm is None else self.clip_norm / math.sqrt(world)
+        parts, given = Parts(sizes), dtype
+        if self.topology == "hierarchical":
+            parts = Parts(sizes, local)
+            numel, rank, world, given = (
+                parts.numel,
+                rank // local,
+                world // local,
+                torch.promote_types(dtype, torch.float32),
+            )
         layout, up, down = self.codecs(numel, world, selector=selector)
         delivered, dtype = dtype, torch.promote_types(dtype, torch.float32)
 
         def memory(side: str, numel: int) -> Memory:
-            if self.error_feedback not in (True, side):
+            if self.error_feedback not in (True, side) or self.topology == "dense":
                 return NoMemory(dtype)
             if side == "worker" and self.momentum:
                 return MomentumResidual(numel, dtype, device, self.momentum, self.momentum_masking)
@@ -196,16 +235,15 @@ class TopKConfig:
             return kind(layout, selector, codec, memory, delivered)
 
         downlink = None
-        if down is not None and (self.topology == "sharded" or rank == 0):
+        if down is not None and (layout.shards == world or rank == 0):
             # What a server that does not compress has to send are sums of selections: it takes the largest exactly.
             choice = selector if self.bidirectional or isinstance(selector, RandK) else TopK()
             own = Layout(layout.shard_size)
             downlink = link(own, choice, down, memory("server", layout.shard_size), dtype, delivered)
-        uplink = link(layout, selector, up, memory("worker", numel), delivered)
-        clip_norm = None if self.clip_norm is None else self.clip_norm / math.sqrt(world)
-        numels = torch.tensor(sizes or (numel,), device=device)
+        uplink = link(layout, selector, up, memory("worker", numel), given)
+        numels = torch.tensor(sizes, device=device)
         keep = down is not None and self.error_feedback in (True, "server")
-        return Endpoint(layout, rank, world, dtype, uplink, downlink, down, numels, clip_norm, keep)
+        return Endpoint(parts, layout, rank, world, dtype, uplink, downlink, down, numels, clip_norm, keep)
 
     def resize_(self, end: Endpoint, step: int, epoch: int) -> None:
         """Has an endpoint keep what the schedules say for this step.
@@ -259,6 +297,20 @@ def check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "")
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; {allowed}")
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown; {allowed}")
+
+
+def check_count(name: str, value: Any) -> int | None:
+    """Refuses what is neither None nor a positive number of things; returns it.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is not positive.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an integer, or None.")
+    if value is not None and value < 1:
+        raise ValueError(f"{name}={value!r} must be at least 1.")
+    return value
 
 
 presets: Mapping[str, Mapping[str, Any]] = {

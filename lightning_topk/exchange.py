@@ -15,12 +15,13 @@ gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang 
     9 deliver           g <- the decoded replies; every rank holds the same bits
 
 Steps 1-4 are :meth:`Link.send`; 5-9 are one of the exchanges :func:`sharded`, :func:`single_server`, :func:`allgather`.
-An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process groups
+:func:`hierarchical` does the same between nodes, with the mean of each node; :func:`dense` compresses nothing. An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process groups
 (:mod:`lightning_topk.collectives`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same code.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal
@@ -29,66 +30,118 @@ import torch
 from torch import Tensor
 
 from lightning_topk import ops
-from lightning_topk.layout import Layout
+from lightning_topk.layout import Layout, Parts
 from lightning_topk.memory import Memory, Residual
 from lightning_topk.ops import reference
 from lightning_topk.select import Selector, TopK
 from lightning_topk.wire import Codec
 
 Direction = Literal["uplink", "downlink"]
+Among = Literal["all", "node", "peers"]
+"""Who takes part: all ranks, those of this node, or those of the same local rank on every node."""
 
 # ------------------------------------------------------------------------------------------------ requests
 
 
 @dataclass(frozen=True)
-class AllToAll:
+class Request(ABC):
+    """What an exchange asks for where bytes must leave.
+
+    Attributes:
+        payload: What this rank gives.
+        direction: What it is for.
+        among: Who takes part; ranks and W are theirs.
+    """
+
+    payload: Tensor
+    direction: Direction
+    among: Among = "all"
+
+    @abstractmethod
+    def sent_bytes(self, rank: int, world: int) -> int:
+        """Bytes that leave ``rank`` for other ranks."""
+
+    @abstractmethod
+    def leaving_bytes(self, node: int, world: int, local: int) -> int:
+        """Bytes that leave a node of ``local`` consecutive ranks for other nodes, if all ranks of all nodes take part."""
+
+    def node_bytes(self, rank: int, world: int, local: int) -> tuple[int, int]:
+        """What the ranks of a node send together, to each other and to other nodes, in bytes.
+
+        Args:
+            rank: One of them, of all ranks.
+            world: All ranks.
+            local: Ranks of a node.
+        """
+        node = rank // local
+        if self.among == "node":
+            return sum(self.sent_bytes(each, local) for each in range(local)), 0
+        if self.among == "peers":
+            return 0, local * self.sent_bytes(node, world // local)
+        leaving = self.leaving_bytes(node, world, local) if local < world else 0
+        return sum(self.sent_bytes(node * local + each, world) for each in range(local)) - leaving, leaving
+
+
+class AllToAll(Request):
     """Row s of ``payload`` ``[W, P]`` to rank s. Reply: ``[W, P]``, row r from rank r."""
 
-    payload: Tensor
-    direction: Direction
-
     def sent_bytes(self, rank: int, world: int) -> int:
-        """Bytes that leave ``rank`` for other ranks."""
+        """See :meth:`Request.sent_bytes`."""
         return self.payload[0].nbytes * (world - 1)
 
+    def leaving_bytes(self, node: int, world: int, local: int) -> int:
+        """See :meth:`Request.leaving_bytes`."""
+        return self.payload[0].nbytes * (world - local) * local
 
-@dataclass(frozen=True)
-class AllGather:
+
+class AllGather(Request):
     """``payload`` ``[P]`` to every rank. Reply: ``[W, P]``, row r from rank r."""
 
-    payload: Tensor
-    direction: Direction
-
     def sent_bytes(self, rank: int, world: int) -> int:
-        """Bytes that leave ``rank`` for other ranks."""
+        """See :meth:`Request.sent_bytes`."""
         return self.payload.nbytes * (world - 1)
 
+    def leaving_bytes(self, node: int, world: int, local: int) -> int:
+        """See :meth:`Request.leaving_bytes`. Around a ring, the last rank of a node sends to the next node."""
+        return self.sent_bytes(0, world)
 
-@dataclass(frozen=True)
-class Gather:
+
+class AllReduce(Request):
+    """The sum of ``payload`` ``[n]``, floating, over the ranks. Reply: ``[n]``, perhaps in the same memory."""
+
+    def sent_bytes(self, rank: int, world: int) -> int:
+        """See :meth:`Request.sent_bytes`. Around a ring, twice."""
+        return 2 * (world - 1) * self.payload.nbytes // world
+
+    def leaving_bytes(self, node: int, world: int, local: int) -> int:
+        """See :meth:`Request.leaving_bytes`."""
+        return self.sent_bytes(0, world)
+
+
+class Gather(Request):
     """``payload`` ``[P]`` to rank 0. Reply: ``[W, P]`` at rank 0, None elsewhere."""
 
-    payload: Tensor
-    direction: Direction
-
     def sent_bytes(self, rank: int, world: int) -> int:
-        """Bytes that leave ``rank`` for other ranks."""
+        """See :meth:`Request.sent_bytes`."""
         return self.payload.nbytes if rank else 0
 
+    def leaving_bytes(self, node: int, world: int, local: int) -> int:
+        """See :meth:`Request.leaving_bytes`."""
+        return self.payload.nbytes * local if node else 0
 
-@dataclass(frozen=True)
-class Broadcast:
+
+class Broadcast(Request):
     """``payload`` ``[P]`` from rank 0 to every rank; elsewhere an empty buffer of that size. Reply: ``[P]``."""
 
-    payload: Tensor
-    direction: Direction
-
     def sent_bytes(self, rank: int, world: int) -> int:
-        """Bytes that leave ``rank`` for other ranks: rank 0 sends to each of the others itself."""
+        """See :meth:`Request.sent_bytes`. Rank 0 sends to each of the others itself."""
         return 0 if rank else self.payload.nbytes * (world - 1)
 
+    def leaving_bytes(self, node: int, world: int, local: int) -> int:
+        """See :meth:`Request.leaving_bytes`."""
+        return 0 if node else self.payload.nbytes * (world - local)
 
-Request = AllToAll | AllGather | Gather | Broadcast
+
 Exchange = Generator[Request, Tensor, None]
 
 # ------------------------------------------------------------------------------------------------ one direction
@@ -244,8 +297,12 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tens
 class Endpoint:
     """What one rank holds for one bucket.
 
+    Ranks that exchange as a node hold a part of it each: then the part is what layout, links and memories are of, and rank
+    and world are those of the ranks on all nodes that hold the same part.
+
     Args:
-        layout: The bucket's shards: one for each server.
+        parts: How the bucket is dealt to the ranks of a node; one part if each rank exchanges for itself.
+        layout: The shards of a part: one for each server.
         rank: This rank.
         world: Number of ranks, all of them workers.
         dtype: dtype of sums and residuals.
@@ -257,6 +314,7 @@ class Endpoint:
         servers_keep: Whether there are servers that keep what they do not send, on this rank or another.
     """
 
+    parts: Parts
     layout: Layout
     rank: int
     world: int
@@ -274,6 +332,13 @@ class Endpoint:
         starts = self.sizes.cumsum(0) - self.sizes
         self.starts = starts[self.sizes > 0]
         """``[parameters that have elements]`` int64: where each begins."""
+
+    def spread(self, flags: Tensor) -> Tensor:
+        """What belongs to each parameter, ``[parameters]``, at each element of this rank's part ``[parts.numel]``."""
+        if self.parts.count == 1:
+            return flags.repeat_interleave(self.sizes, output_size=self.layout.numel)
+        pieces = (self.sizes + self.parts.count - 1) // self.parts.count
+        return flags.repeat_interleave(pieces, output_size=self.layout.numel)
 
     @property
     def shard(self) -> int:
@@ -293,14 +358,46 @@ class Endpoint:
 
 def sharded(end: Endpoint, g: Tensor) -> Exchange:
     """Every rank is a worker and the server of one shard (steps 1-9 above)."""
-    assert end.downlink is not None
     assert end.reply is not None
+    replies = yield from _served(end, g, "all")
+    end.finite = deliver(replies, end.reply, end.layout, out=g)
+
+
+def _served(end: Endpoint, g: Tensor, among: Among) -> Generator[Request, Tensor, Tensor]:
+    """Steps 1-8: returns every server's reply, ``[shards, P]``."""
+    assert end.downlink is not None
     payloads = end.uplink.send(g)
-    received = yield AllToAll(payloads, "uplink")
+    received = yield AllToAll(payloads, "uplink", among)
     b = mean(received, end.uplink.codec, end.dtype, room=g)
     reply = end.downlink.send(b)
-    replies = yield AllGather(reply[0], "downlink")
-    end.finite = deliver(replies, end.reply, end.layout, out=g)
+    return (yield AllGather(reply[0], "downlink", among))
+
+
+def hierarchical(end: Endpoint, g: Tensor) -> Exchange:
+    """The ranks of a node exchange as one worker, each a part of the gradient: dense inside, sparse between nodes."""
+    assert end.reply is not None
+    rows = reference.split_parts(g, end.parts)
+    received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
+    part = received.view(g.dtype).to(end.dtype).sum(dim=0).div_(end.parts.count)
+    replies = yield from _served(end, part, "peers")
+    everyones = yield AllGather(replies.view(-1), "downlink", "node")
+    rows.zero_()
+    finite = [
+        deliver(each.view(replies.shape), end.reply, end.layout, out=row)
+        for row, each in zip(rows, everyones, strict=True)
+    ]
+    end.finite = torch.stack(finite).all()
+    reference.join_parts(rows, end.parts, out=g)
+
+
+def dense(end: Endpoint, g: Tensor) -> Exchange:
+    """The mean itself, by all-reduce: nothing is compressed and nothing is kept."""
+    if end.uplink.memory.waiting:
+        g.copy_(end.uplink.memory.compensate(g, ops.is_finite(g)))
+    total = yield AllReduce(g.div_(end.world), "uplink")
+    end.finite = ops.is_finite(total)
+    if total.data_ptr() != g.data_ptr():
+        g.copy_(total)
 
 
 def single_server(end: Endpoint, g: Tensor) -> Exchange:
@@ -334,6 +431,8 @@ EXCHANGES: dict[str, Callable[[Endpoint, Tensor], Exchange]] = {
     "sharded": sharded,
     "single_server": single_server,
     "allgather": allgather,
+    "hierarchical": hierarchical,
+    "dense": dense,
 }
 """The exchanges by the name of their topology."""
 
@@ -397,13 +496,14 @@ def _of_used(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None, used
     content and the residuals of the others are set aside, on workers and servers.
     """
     votes = yield AllGather(reference.pack_bits(_to(used, g.device).unsqueeze(0))[0], "uplink")
-    absent = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
-    absent = absent.repeat_interleave(end.sizes, output_size=len(g))
+    unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
+    absent = unused.repeat_interleave(end.sizes, output_size=len(g))
     aside = g.masked_fill(~absent, 0)
     g.masked_fill_(absent, 0)
-    end.uplink.memory.hold(absent)
+    kept = end.spread(unused)
+    end.uplink.memory.hold(kept)
     if end.downlink is not None:
-        end.downlink.memory.hold(reference.shard_rows(absent, end.layout)[end.shard])
+        end.downlink.memory.hold(reference.shard_rows(kept, end.layout)[end.shard])
     yield from _of_all(end, g, topology, scale)
     for link in end.links:
         link.memory.release()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_topk.checkpoint import EMPTY, KEY
 from lightning_topk.collectives import connect_after_restart
-from lightning_topk.config import TopKConfig, check_name
+from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.hook import (
     TopKState,
     attach,
@@ -46,6 +46,7 @@ class TopKStrategy(DDPStrategy):
         residual_checkpoint: What checkpoints hold of the residuals: ``"mean"``, ``"full"`` or ``"none"``, see
             :class:`lightning_topk.TopKStrategy`.
         epoch: The epoch, for schedules by epochs; set ``strategy.epoch`` when a new one begins.
+        local_world_size: Ranks of a node, consecutive ones. Default: Fabric's processes on a node.
         **settings: The other arguments of :class:`lightning_topk.TopKConfig`, and those of Fabric's DDPStrategy and of torch's
             DistributedDataParallel.
 
@@ -59,6 +60,7 @@ class TopKStrategy(DDPStrategy):
         ratio: Ratio = 0.001,
         residual_checkpoint: Literal["mean", "full", "none"] = "mean",
         epoch: int = 0,
+        local_world_size: int | None = None,
         **settings: Any,
     ) -> None:
         ours = {each.name for each in fields(TopKConfig)}
@@ -66,6 +68,7 @@ class TopKStrategy(DDPStrategy):
         self.epoch = epoch
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
         self._residual_checkpoint = residual_checkpoint
+        self._local_world_size = check_count("local_world_size", local_world_size)
         options = {name: value for name, value in settings.items() if name not in ours}
         check_known("TopKStrategy", options, [TopKStrategy.__init__, DDPStrategy.__init__], ours)
         check_ddp_options(options)
@@ -101,6 +104,7 @@ class TopKStrategy(DDPStrategy):
                 o for o in self._set_up if parameters & {p for g in o.param_groups for p in g["params"]}
             ],
             scaler=getattr(self.precision, "scaler", None),
+            local_world_size=self._local_world_size or self.num_processes,
         )
         self.topk_states.append(state)
         if self._resumed:

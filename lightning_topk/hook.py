@@ -9,6 +9,7 @@ returns a future at once, so that backward goes on while bytes travel.
 import difflib
 import inspect
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,7 +27,17 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk import checkpoint
 from lightning_topk.checkpoint import Mode
-from lightning_topk.collectives import DenseCost, Future, Lane, Meter, check_agreement, dense_cost, drive, lane_for
+from lightning_topk.collectives import (
+    DenseCost,
+    Future,
+    Groups,
+    Lane,
+    Meter,
+    check_agreement,
+    dense_cost,
+    drive,
+    lane_for,
+)
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.residuals import Residuals
@@ -102,11 +113,13 @@ class TopKState:
         optimizers: Gives the optimizers at the first step, for settings that depend on them and for ``scaler``.
         scaler: The GradScaler that scales the loss. Residuals are then kept in unscaled units, and what was sent for a step
             that it skips comes back; that costs a copy of the residuals.
+        local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of a node
+            are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: Ranks have different settings, ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs
+        ValueError: Ranks have different settings or do not make up whole nodes, ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs
             without ``epoch``, or a bad setting.
     """
 
@@ -119,6 +132,7 @@ class TopKState:
         epoch: Callable[[], int] | None = None,
         optimizers: Callable[[], Sequence[Optimizer]] | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        local_world_size: int | None = None,
         **settings: Any,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -164,18 +178,22 @@ class TopKState:
         """Whether they do so parameter by parameter as well."""
         self._lane: Lane | None = None
         # Its own group: the lane must not meet DDP's own collectives (buffers, used parameters) on the same one.
-        ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-        backend = None if process_group is None else dist.get_backend(process_group)
-        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=ranks is not None)
-        assert isinstance(group, dist.ProcessGroup)
-        self.group: dist.ProcessGroup | None = group
+        self.groups: Groups | None = Groups.make(process_group, timeout)
+        group = self.groups.all
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+        self.local = local_world_size or _local_world_size(process_group)
+        """Ranks of a node."""
         try:
-            check_agreement(self.config.summary(), "Pass the same settings on every rank.", group)
+            summary = {**self.config.summary(), "local_world_size": self.local}
+            check_agreement(summary, "Pass the same settings on every rank.", group)
+            self.config = self.config.on(self.world, self.local)
+            hierarchical = self.config.topology == "hierarchical"
+            self.residuals.place(*((self.local, self.rank % self.local) if hierarchical else (1, 0)))
         except ValueError:
             self.close()
             raise
+        self.groups = self.groups.divided(process_group, timeout, self.local, hierarchical)
         self._report = Report(bytes=dict(self.meter.bytes))
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
@@ -197,7 +215,7 @@ class TopKState:
             TypeError: The bucket is not one of DDP's reducer.
             ValueError: The learning rates of two parameter groups changed by different factors, with ``lr_ratio=True``.
         """
-        if self.group is None:
+        if self.groups is None:
             raise RuntimeError("this TopKState was closed; wrap the model in a new DistributedDataParallel and attach.")
         if not isinstance(bucket, GradBucket):
             raise TypeError(
@@ -306,7 +324,7 @@ class TopKState:
 
     def _exchange(self, g: Tensor, job: Job) -> None:
         """Exchanges one gradient in place."""
-        assert self.group is not None
+        assert self.groups is not None
         if g.numel() == 0:
             return
         try:
@@ -319,9 +337,9 @@ class TopKState:
             for link in end.links:
                 link.measure = self.measure
             layers = self.measure and self.measure_layers
-            end.uplink.sizes = [p.numel() for p in job.parameters] if layers else None
+            end.uplink.sizes = list(end.parts.pieces) if layers else None
             scale = None if self._scaler is None else self._scaler._scale
-            drive(exchange(end, g, self.config.topology, job.step, scale, job.used), self.group, self.meter)
+            drive(exchange(end, g, self.config.topology, job.step, scale, job.used), self.groups, self.meter)
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: the {self.config.topology} exchange of {job.name} ({g.numel()} elements) "
@@ -336,7 +354,12 @@ class TopKState:
         """The endpoint of a bucket of parameters, with empty memories."""
         sizes = tuple(parameter.numel() for parameter in parameters)
         like = parameters[0]
-        return self.config.endpoint(sum(sizes), self.rank, self.world, like.dtype, like.device, sizes)
+        return self.config.endpoint(sum(sizes), self.rank, self.world, like.dtype, like.device, sizes, self.local)
+
+    @property
+    def workers(self) -> int:
+        """How many workers keep residuals: the ranks, or the nodes whose ranks exchange as one."""
+        return self.world // self.residuals.count
 
     def _take_note(self, end: Endpoint, nbytes: int) -> None:
         """Enters an exchange of a gradient of ``nbytes`` into the report."""
@@ -422,9 +445,9 @@ class TopKState:
 
     def measure_link(self) -> None:
         """Times two all-reduces, of at most 1 MiB; a collective. Call it between two backward passes."""
-        assert self.group is not None
+        assert self.groups is not None
         nbytes = min(max(self._report.sizes), PROBE_BYTES)
-        self._dense_cost = dense_cost(nbytes, self._device(), self.group, self.meter)
+        self._dense_cost = dense_cost(nbytes, self._device(), self.groups.all, self.meter)
 
     def dense_seconds(self, report: Report) -> float | None:
         """About how long all-reduces of what was exchanged would take on this link; None before :meth:`measure_link`."""
@@ -454,7 +477,8 @@ class TopKState:
         Raises:
             RuntimeError: The state was not made by :func:`attach`, which knows the parameters' names.
         """
-        return checkpoint.collect(self.residuals, self._names(), mode, self._device(), self.group)
+        assert self.groups is not None
+        return checkpoint.collect(self.residuals, self._names(), mode, self._device(), self.groups.all)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Goes on with the residuals of a checkpoint, of any world size; every rank calls it.
@@ -483,14 +507,19 @@ class TopKState:
         self._failed_steps = other._failed_steps
 
     def close(self) -> None:
-        """Ends the lane and gives up the process group. The residuals stay."""
+        """Ends the lane and gives up the process groups. The residuals stay."""
         for watch in self._watches:
             watch.remove()
         idle = self._lane is None or self._lane.close()
         self.residuals.forget_steps()
-        if self.group is not None and idle and dist.is_initialized():
-            dist.destroy_process_group(self.group)  # not under a thread that is still in a collective
-        self._lane = self.group = None
+        if self.groups is not None and idle and dist.is_initialized():
+            self.groups.destroy()  # not under a thread that is still in a collective
+        self._lane = self.groups = None
+
+
+def _local_world_size(group: dist.ProcessGroup | None) -> int:
+    """What torchrun says of the ranks on a node; 1 if it says nothing, or if the group is only some of the ranks."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if group is None else 1
 
 
 def _one_config(config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
@@ -526,6 +555,7 @@ def attach(
     init_sync: bool = True,
     optimizer: Callable[[], Sequence[Optimizer]] | Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    local_world_size: int | None = None,
     **settings: Any,
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
@@ -543,6 +573,7 @@ def attach(
         optimizer: The optimizer, for settings that depend on it (``momentum``, ``lr_ratio``, ``scaler``); or a function that
             gives the optimizers at the first step, if they do not exist yet.
         scaler: See :class:`TopKState`.
+        local_world_size: See :class:`TopKState`.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Returns:
@@ -582,6 +613,7 @@ def attach(
         epoch=epoch,
         optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
         scaler=scaler,
+        local_world_size=local_world_size,
     )
     state.names = {parameter: name for name, parameter in model.module.named_parameters()}
     try:

@@ -5,6 +5,9 @@ element ``i`` belongs to shard ``(i // block) % shards``. Layers are contiguous 
 server a sample of every layer. The loads are then so even that each shard keeps the same count, and every
 size on the wire follows from integers known in advance.
 
+With several ranks a node that exchange gradients as one (``topology="hierarchical"``), each rank takes a *part* of the
+bucket: a piece of every parameter, so that a rank's part stays the same whatever bucket the parameter is in.
+
 Integers only: the tensor side of a layout is :mod:`lightning_topk.ops.reference`.
 """
 
@@ -59,6 +62,29 @@ class Layout:
         All of the largest shard when ``kept == numel``, so that a ratio of 1 keeps everything.
         """
         return self.shard_size if kept == self.numel else math.ceil(kept / self.shards)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a bucket is dealt to the ranks of a node: each parameter in equal pieces, the last one padded with zeros.
+
+    Args:
+        sizes: Elements of each parameter of the bucket.
+        count: Ranks of the node; one takes the bucket as it stands.
+    """
+
+    sizes: tuple[int, ...]
+    count: int = 1
+
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Elements of each parameter in one part."""
+        return tuple(math.ceil(size / self.count) for size in self.sizes)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of one part."""
+        return sum(self.pieces)
 
 
 def kept_count(numel: int, ratio: float) -> int:

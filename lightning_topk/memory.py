@@ -37,6 +37,11 @@ class Memory(ABC):
     def add_(self, x: Tensor) -> None:
         """Adds ``x`` ``[numel]`` to what the next ``compensate`` joins."""
 
+    @property
+    @abstractmethod
+    def waiting(self) -> bool:
+        """Whether the next ``compensate`` may join anything."""
+
     @abstractmethod
     def scale_(self, factor: float) -> None:
         """Multiplies what is kept."""
@@ -91,6 +96,11 @@ class Residual(Memory):
     def add_(self, x: Tensor) -> None:
         """See :meth:`Memory.add_`."""
         self.residual.add_(x)
+
+    @property
+    def waiting(self) -> bool:
+        """See :attr:`Memory.waiting`."""
+        return True
 
     def scale_(self, factor: float) -> None:
         """See :meth:`Memory.scale_`."""
@@ -183,6 +193,11 @@ class NoMemory(Memory):
     def add_(self, x: Tensor) -> None:
         """See :meth:`Memory.add_`."""
         self._extra = x.to(self.dtype) if self._extra is None else self._extra + x
+
+    @property
+    def waiting(self) -> bool:
+        """See :attr:`Memory.waiting`."""
+        return self._extra is not None
 
     def scale_(self, factor: float) -> None:
         """See :meth:`Memory.scale_`."""

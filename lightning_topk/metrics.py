@@ -21,13 +21,17 @@ class ExchangeVolume(Metric):
     downlink: Tensor
     broadcast: Tensor
     dense: Tensor
+    intra_node: Tensor
+    inter_node: Tensor
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)
-        for name in ("uplink", "downlink", "broadcast", "dense"):
+        for name in ("uplink", "downlink", "broadcast", "dense", "intra_node", "inter_node"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, uplink: int, downlink: int, dense: int, broadcast: int = 0) -> None:
+    def update(
+        self, uplink: int, downlink: int, dense: int, broadcast: int = 0, intra_node: int = 0, inter_node: int = 0
+    ) -> None:
         """Adds the bytes of a step.
 
         Args:
@@ -35,11 +39,15 @@ class ExchangeVolume(Metric):
             downlink: Bytes that this rank's server sent to other ranks.
             dense: Bytes that a ring all-reduce of the same gradients sends from one rank.
             broadcast: Bytes sent to keep weights and buffers equal; no part of the total.
+            intra_node: Bytes that the ranks of this node sent to each other.
+            inter_node: Bytes that they sent to other nodes.
         """
         self.uplink += uplink
         self.downlink += downlink
         self.dense += dense
         self.broadcast += broadcast
+        self.intra_node += intra_node
+        self.inter_node += inter_node
 
     def compute(self) -> dict[str, Tensor]:
         """The sums in bytes, float64, and ``saving``: dense bytes over total bytes (1 where nothing was sent)."""
@@ -49,6 +57,8 @@ class ExchangeVolume(Metric):
             "downlink_bytes": self.downlink,
             "broadcast_bytes": self.broadcast,
             "dense_bytes": self.dense,
+            "intra_node_bytes": self.intra_node,
+            "inter_node_bytes": self.inter_node,
             "total_bytes": sent,
             "saving": self.dense / sent if sent else torch.ones(()),
         }

@@ -6,8 +6,11 @@ elements left in the old ones moves over without communication:
 
 * a worker's residual is copied, element by element;
 * of the server's residual a rank copies what it serves in the new bucket too. What it served and serves no more it adds,
-  W-fold, to its own worker residual (to its next gradient, if workers keep nothing): as one of W workers it then sends it to the new server, and the mean undoes
-  the factor. The sum of all mass is the same before and after.
+  W-fold, to its own worker residual (to its next gradient, if workers keep nothing): as one of W workers it then sends it to
+  the new server, and the mean undoes the factor. The sum of all mass is the same before and after.
+
+Where the ranks of a node exchange as one worker, a rank's memories are of its piece of every parameter, whatever bucket it is
+in (:class:`lightning_topk.layout.Parts`), and W is the number of nodes.
 """
 
 from __future__ import annotations
@@ -18,16 +21,20 @@ import torch
 from torch import Tensor
 
 from lightning_topk.exchange import Endpoint
+from lightning_topk.layout import Parts
 from lightning_topk.ops import reference
 from lightning_topk.undo import Undo
 
-Parts = dict[Tensor, dict[str, Tensor]]
+Memories = dict[Tensor, dict[str, Tensor]]
+"""Tensors by parameter and name."""
 
 
 class Residuals:
     """The endpoints of one rank, found by the parameters of their bucket."""
 
     def __init__(self) -> None:
+        self.count, self.local = 1, 0
+        """Parts into which the ranks of a node cut each parameter, and which of them this rank's memories are of."""
         self.steps = 0
         """Gradients exchanged so far, for schedules and selectors."""
         self.learning_rates: list[float] = []
@@ -39,9 +46,9 @@ class Residuals:
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
         self._undo: dict[tuple[Tensor, ...], Undo] = {}
         """With a GradScaler: what brings back what was sent for skipped steps."""
-        self._worker: Parts = {}
+        self._worker: Memories = {}
         """Each parameter's slice of its endpoint's worker memory: views."""
-        self._server: Parts = {}
+        self._server: Memories = {}
         """What this rank serves of parameters whose bucket was regrouped and has not come yet."""
 
     @property
@@ -89,6 +96,23 @@ class Residuals:
             undo.decide()
         self._undo.clear()
 
+    def place(self, count: int, local: int) -> None:
+        """Says which piece of every parameter the memories are of.
+
+        Args:
+            count: Pieces, the ranks of a node; 1 if each rank exchanges for itself.
+            local: This rank's.
+
+        Raises:
+            ValueError: There are residuals of other pieces.
+        """
+        if (count, local) != (self.count, self.local) and (self._live or self._worker):
+            raise ValueError(
+                f"the residuals are of piece {self.local} of {self.count} of every parameter, and would now be of piece {local} "
+                f"of {count}. Go on with them by state_dict and load_state_dict, which convert them."
+            )
+        self.count, self.local = count, local
+
     def settle(self) -> None:
         """Takes all endpoints apart and moves what they held to the CPU, until buckets with these parameters come again."""
         self._dissolve({parameter for bucket in self._live for parameter in bucket})
@@ -104,8 +128,9 @@ class Residuals:
         """What this rank holds of each parameter that was exchanged: as a worker and as a server.
 
         Returns:
-            Two residuals ``[numel]`` for each parameter; the server's is zero where another rank serves. The mean over the
-            ranks of the first plus the sum of the second is the gradient that is still to be delivered.
+            Two residuals ``[numel]`` for each parameter, zero where another rank of the node holds it, and the server's where
+            another rank serves. The mean over the workers (ranks, or nodes) of the first plus the sum of the second is the
+            gradient that is still to be delivered.
         """
 
         def residual(parts: dict[str, Tensor], parameter: Tensor) -> Tensor:
@@ -124,41 +149,69 @@ class Residuals:
         server = {parameter: dict(parts) for parameter, parts in self._server.items()}
         for bucket, end in self._live.items():
             self._decide(bucket)
-            _scatter_parts(server, bucket, _served(end))
+            self._scatter(server, bucket, _served(end))
         known = {*self._worker, *server, *(parameter for bucket in self._live for parameter in bucket)}
         for p in known:
             if not server.get(p):
-                server[p] = {"residual": torch.zeros(p.numel(), dtype=torch.promote_types(p.dtype, torch.float32))}
-        return {p: (self._worker.get(p, {}), server[p]) for p in known}
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                server[p] = {"residual": torch.zeros(self._layout(p).numel, dtype=dtype)}
+        return {
+            p: (
+                {name: self._whole(piece, p) for name, piece in self._worker.get(p, {}).items()},
+                {name: self._whole(piece, p) for name, piece in server[p].items()},
+            )
+            for p in known
+        }
+
+    def _layout(self, *parameters: Tensor) -> Parts:
+        return Parts(tuple(parameter.numel() for parameter in parameters), self.count)
+
+    def _whole(self, piece: Tensor, parameter: Tensor) -> Tensor:
+        """A piece of a parameter at its place among ``[numel]``; zero elsewhere."""
+        if self.count == 1:
+            return piece
+        rows = piece.new_zeros(self.count, len(piece))
+        rows[self.local] = piece
+        whole = piece.new_empty(parameter.numel())
+        reference.join_parts(rows, self._layout(parameter), whole)
+        return whole
+
+    def _piece(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's piece of ``[numel]`` that belong to a parameter."""
+        return reference.split_parts(whole, self._layout(parameter))[self.local]
 
     def restore(
         self,
         buckets: Iterable[tuple[Tensor, ...]],
-        worker: Parts,
-        server: Parts,
+        worker: Memories,
+        server: Memories,
         make: Callable[[tuple[Tensor, ...]], Endpoint],
     ) -> None:
         """Replaces all that there is by the residuals of a checkpoint.
 
         Args:
             buckets: Parameters that were exchanged together.
-            worker: This worker's memory of each parameter.
+            worker: This worker's memory of each parameter, all of it.
             server: The whole servers' memory of each parameter; the same on every rank.
             make: Makes the endpoint of a bucket.
         """
         self._dissolve({parameter for bucket in self._live for parameter in bucket})
+        worker, server = (
+            {p: {name: self._piece(whole, p) for name, whole in memory.items()} for p, memory in side.items()}
+            for side in (worker, server)
+        )
         self._worker, self._server = worker, {}
         self.buckets, self.resumed = tuple(buckets), 2  # with static_graph; else 1
         for bucket in self.buckets:
             end = make(bucket)
             self._fill(end, bucket, end.sizes.device)
             like = torch.zeros((), dtype=end.dtype, device=end.sizes.device)
-            whole = _gather_parts(server, bucket, "residual", like)
+            left = self._gather(server, bucket, "residual", like)
             if not end.servers_keep:
-                end.uplink.memory.add_(whole)  # the mean over the workers is the whole again
+                end.uplink.memory.add_(left)  # the mean over the workers is the whole again
             elif end.downlink is not None:
                 for served in end.downlink.memory.tensors().values():
-                    served.copy_(reference.shard_rows(whole, end.layout)[end.shard])
+                    served.copy_(reference.shard_rows(left, end.layout)[end.shard])
             self._live[bucket] = end
 
     def retain(self, parameters: Iterable[Tensor]) -> None:
@@ -180,24 +233,43 @@ class Residuals:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # made on one stream, perhaps, and still in use on this one when it is freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            _scatter_parts(self._server, bucket, _served(self._live.pop(bucket)))
+            self._scatter(self._server, bucket, _served(self._live.pop(bucket)))
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], device: torch.device) -> None:
         """Moves what the parameters left into the memories of their new endpoint."""
         worker = end.uplink.memory.tensors()
         for name, flat in worker.items():
-            flat.copy_(_gather_parts(self._worker, parameters, name, flat))
+            flat.copy_(self._gather(self._worker, parameters, name, flat))
+        like = torch.zeros((), dtype=end.dtype, device=device)
+        if not worker and any(self._worker.get(parameter) for parameter in parameters):
+            # The new settings keep nothing: what was kept joins the next gradient.
+            end.uplink.memory.add_(self._gather(self._worker, parameters, "residual", like))
         for parameter in parameters:
             self._worker[parameter] = {}  # what the new settings keep no more would be stale
-        _scatter_parts(self._worker, parameters, worker)
+        self._scatter(self._worker, parameters, worker)
         if any(parameter in self._server for parameter in parameters):
-            left = _gather_parts(self._server, parameters, "residual", torch.zeros((), dtype=end.dtype, device=device))
+            left = self._gather(self._server, parameters, "residual", like)
             for served in [] if end.downlink is None else end.downlink.memory.tensors().values():
                 served.copy_(reference.shard_rows(left, end.layout)[end.shard])
                 left -= _to_bucket(served, end)
             end.uplink.memory.add_(left.mul_(end.world))
         for parameter in parameters:
             self._server.pop(parameter, None)
+
+    def _scatter(self, parts: Memories, parameters: tuple[Tensor, ...], memory: dict[str, Tensor]) -> None:
+        """Enters each parameter's piece of tensors that are in the order of a bucket."""
+        for name, flat in memory.items():
+            for parameter, part in zip(parameters, flat.split(self._layout(*parameters).pieces), strict=True):
+                parts.setdefault(parameter, {})[name] = part
+
+    def _gather(self, parts: Memories, parameters: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
+        """``[pieces]`` in the order of the parameters, dtype and device of ``like``; zero where nothing is known."""
+        zero = torch.zeros((), dtype=like.dtype)
+        found = [
+            parts.get(parameter, {}).get(name, zero.expand(size))
+            for parameter, size in zip(parameters, self._layout(*parameters).pieces, strict=True)
+        ]
+        return torch.cat([part.to(like.device, like.dtype) for part in found])
 
 
 def _served(end: Endpoint) -> dict[str, Tensor]:
@@ -207,23 +279,10 @@ def _served(end: Endpoint) -> dict[str, Tensor]:
 
 
 def _to_bucket(served: Tensor, end: Endpoint) -> Tensor:
-    """What a server holds, ``[shard_size]``, at its places in the bucket ``[numel]``; zero elsewhere."""
+    """What a server holds, ``[shard_size]``, at its places in the bucket, or this rank's part of it; zero elsewhere."""
     places = reference.flat_index(
         torch.arange(len(served), device=served.device).unsqueeze(0),
         end.layout,
         torch.tensor([[end.shard]], device=served.device),
     )[0]
     return served.new_zeros(end.layout.numel).index_add_(0, places, served)
-
-
-def _scatter_parts(parts: Parts, parameters: tuple[Tensor, ...], memory: dict[str, Tensor]) -> None:
-    """Enters each parameter's slice of tensors that are in the order of a bucket."""
-    for name, flat in memory.items():
-        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parts.setdefault(parameter, {})[name] = part
-
-
-def _gather_parts(parts: Parts, parameters: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
-    """``[numel]`` in the order of the parameters, dtype and device of ``like``; zero where nothing is known."""
-    found = [parts.get(p, {}).get(name, torch.zeros((), dtype=like.dtype).expand(p.numel())) for p in parameters]
-    return torch.cat([part.to(like.device, like.dtype) for part in found])

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.exchange import AllGather, AllToAll, Broadcast, Exchange, Gather, Request, exchange
+from lightning_topk.exchange import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Among,
+    Broadcast,
+    Exchange,
+    Gather,
+    Request,
+    exchange,
+)
 
 
 class Cluster:
@@ -19,12 +29,22 @@ class Cluster:
         world: Number of workers.
         numel: Elements of the gradient.
         dtype: dtype of the gradient.
+        local: Workers on each node.
+        sizes: Elements of each parameter of the gradient. Default: there is one.
     """
 
-    def __init__(self, config: TopKConfig, world: int, numel: int, dtype: torch.dtype = torch.float32) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: TopKConfig,
+        world: int,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        local: int = 1,
+        sizes: tuple[int, ...] | None = None,
+    ) -> None:
+        self.config, self.local = config.on(world, local), local
         cpu = torch.device("cpu")
-        self.endpoints = [config.endpoint(numel, rank, world, dtype, cpu) for rank in range(world)]
+        self.endpoints = [self.config.endpoint(numel, rank, world, dtype, cpu, sizes, local) for rank in range(world)]
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
         """Bytes that each worker has sent to others so far, by direction."""
         self.steps = 0
@@ -62,9 +82,20 @@ class Cluster:
                     continue
             if not requests:
                 return
-            for rank, request in enumerate(requests):
-                self.sent_bytes[request.direction][rank] += request.sent_bytes(rank, len(requests))
-            replies = answer(requests)
+            replies = [None] * len(requests)
+            for ranks in self._groups(requests[0].among, len(requests)):
+                asked = [requests[rank] for rank in ranks]
+                for rank, reply, (number, request) in zip(ranks, answer(asked), enumerate(asked), strict=True):
+                    replies[rank] = reply
+                    self.sent_bytes[request.direction][rank] += request.sent_bytes(number, len(asked))
+
+    def _groups(self, among: Among, world: int) -> list[range]:
+        """The ranks that take part in each other's requests."""
+        if among == "all":
+            return [range(world)]
+        if among == "node":
+            return [range(first, first + self.local) for first in range(0, world, self.local)]
+        return [range(local, world, self.local) for local in range(self.local)]
 
 
 def answer(requests: Sequence[Request]) -> list[Tensor | None]:
@@ -73,7 +104,7 @@ def answer(requests: Sequence[Request]) -> list[Tensor | None]:
     Raises:
         RuntimeError: The ranks ask for different things, which on a cluster would be a hang.
     """
-    kinds = {(type(request).__name__, request.payload.shape) for request in requests}
+    kinds = {(type(request).__name__, request.among, request.payload.shape) for request in requests}
     if len(kinds) > 1:
         raise RuntimeError(f"the ranks take different branches: {sorted(map(str, kinds))}")
     world = len(requests)
@@ -82,6 +113,8 @@ def answer(requests: Sequence[Request]) -> list[Tensor | None]:
     if isinstance(requests[0], Broadcast):
         return [requests[0].payload] * world
     stacked = torch.stack([request.payload for request in requests])
+    if isinstance(requests[0], AllReduce):
+        return [stacked.sum(dim=0)] * world
     if isinstance(requests[0], Gather):
         return [stacked, *[None] * (world - 1)]
     assert isinstance(requests[0], AllGather)

@@ -19,7 +19,7 @@ from lightning_topk._lightning import (
 )
 from lightning_topk.checkpoint import EMPTY, KEY, absent, collect
 from lightning_topk.collectives import connect_after_restart
-from lightning_topk.config import TopKConfig, check_name
+from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.hook import (
     TopKState,
     attach,
@@ -54,9 +54,11 @@ class TopKStrategy(DDPStrategy):
         server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"`` or ``"fp32"``: the values' format. Positions are Elias-Fano coded in both.
-        topology: ``"sharded"`` (every rank serves a shard), ``"single_server"`` (rank 0 serves all) or ``"allgather"``
-            (no server, hence ``bidirectional=False``).
+        wire: ``"bf16"``, ``"fp32"`` or ``"int8"`` (a scale for every 64): the values' format. Positions are Elias-Fano coded in
+            all.
+        topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between nodes),
+            ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``) or ``"dense"``
+            (all-reduce: nothing is compressed).
         error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
             ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
         scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
@@ -71,6 +73,7 @@ class TopKStrategy(DDPStrategy):
         residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
             run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the
             same bits; ``"none"`` saves none, and resumes with residuals of zero.
+        local_world_size: Ranks of a node, consecutive ones. Default: the Trainer's processes on a node.
         start_method: How Lightning starts the processes, as in DDPStrategy.
         **ddp_kwargs: Arguments of DDPStrategy and of torch's DistributedDataParallel.
 
@@ -85,8 +88,8 @@ class TopKStrategy(DDPStrategy):
         bidirectional: bool = True,
         server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
-        wire: Literal["bf16", "fp32"] = "bf16",
-        topology: Literal["sharded", "single_server", "allgather"] = "sharded",
+        wire: Literal["bf16", "fp32", "int8"] = "bf16",
+        topology: Literal["sharded", "hierarchical", "single_server", "allgather", "dense"] = "sharded",
         error_feedback: bool | Literal["worker", "server"] = True,
         scope: Literal["bucket", "model"] = "bucket",
         momentum: float = 0.0,
@@ -94,6 +97,7 @@ class TopKStrategy(DDPStrategy):
         clip_norm: float | None = None,
         lr_ratio: bool = False,
         residual_checkpoint: Literal["mean", "full", "none"] = "mean",
+        local_world_size: int | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
@@ -113,6 +117,7 @@ class TopKStrategy(DDPStrategy):
         )
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
         self._residual_checkpoint = residual_checkpoint
+        self._local_world_size = check_count("local_world_size", local_world_size)
         _check_strategy_options(ddp_kwargs)
         check_known("TopKStrategy", ddp_kwargs, [TopKStrategy.__init__, DDPStrategy.__init__], ())
         check_ddp_options(ddp_kwargs)
@@ -166,6 +171,7 @@ class TopKStrategy(DDPStrategy):
             init_sync=self._ddp_kwargs.get("init_sync", True),
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
+            local_world_size=self._local_world_size or self.num_processes,
         )
 
         if self._resumed is not None:

@@ -102,7 +102,7 @@ class Undo:
             self._masks[optimizers[number]] = [None] * len(self._now)
             if len(set(owners)) > 1:
                 owned = torch.tensor(owners, device=end.sizes.device) == number
-                self._masks[optimizers[number]] = _masks(end, owned.repeat_interleave(end.sizes))
+                self._masks[optimizers[number]] = _masks(end, end.spread(owned))
 
     def begin(self, renew: bool) -> None:
         """Begins a pass, after :meth:`decide`.
@@ -133,7 +133,7 @@ class Undo:
 
 
 def _masks(end: Endpoint, owned: Tensor) -> list[Tensor]:
-    """For each memory tensor of an endpoint, which of its elements belong to ``owned`` ``[numel]`` bool."""
+    """For each memory tensor of an endpoint, which of its elements belong to ``owned`` ``[parts.numel]`` bool."""
     masks = [owned] * len(end.uplink.memory.tensors())
     if end.downlink is not None:
         served = reference.shard_rows(owned, end.layout)[end.shard]

@@ -60,7 +60,7 @@ def trained(
     ddp = DistributedDataParallel(net, **MODES[mode])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    state = attach(ddp, optimizer=optimizer, **{"ratio": 0.05, **settings})
+    state = attach(ddp, optimizer=optimizer, **{"ratio": 0.05, "local_world_size": 1, **settings})
     if saved:
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])
@@ -88,13 +88,13 @@ def trained(
 def undelivered(state, net: nn.Module, world: int) -> torch.Tensor:
     kept, zero = state.residuals.held(), lambda p: (torch.zeros(p.numel()),) * 2
     worker, server = (torch.cat([kept.get(p, zero(p))[side] for p in net.parameters()]) for side in (0, 1))
-    return mean_over_ranks(worker) + mean_over_ranks(server) * world
+    return mean_over_ranks(worker) * (world / state.workers) + mean_over_ranks(server) * world
 
 
-def check_same_bits(groups, settings, mode):
-    whole = groups(3).run(trained, settings, mode, 0, 8)
-    first = groups(3).run(trained, settings, mode, 0, 4)
-    second = groups(3).run(trained, settings, mode, 4, 8, first[0][3])
+def check_same_bits(groups, settings, mode, world=3):
+    whole = groups(world).run(trained, settings, mode, 0, 8)
+    first = groups(world).run(trained, settings, mode, 0, 4)
+    second = groups(world).run(trained, settings, mode, 4, 8, first[0][3])
     for uninterrupted, resumed in zip(whole, second, strict=True):
         assert (uninterrupted[0] == resumed[0]).all()
         assert (uninterrupted[2] == resumed[2]).all()
@@ -120,6 +120,29 @@ def test_a_resumed_run_gives_the_same_bits(groups, topology, bidirectional, sett
 )
 def test_so_it_does_in_every_mode_of_ddp(groups, mode, scope):
     check_same_bits(groups, {"scope": scope}, mode)
+
+
+@pytest.mark.parametrize("local", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_so_do_ranks_of_a_node_that_exchange_as_one(groups, local, mode):
+    check_same_bits(groups, {"topology": "hierarchical", "local_world_size": local}, mode, world=6)
+
+
+@pytest.mark.parametrize("sgd", ["mean", "full"])
+def test_a_hierarchy_takes_over_what_is_left_and_hands_it_on(groups, sgd):
+    def on(local, **more):
+        return {"topology": "hierarchical", "local_world_size": local, **more}
+
+    runs = [(6, on(3)), (4, on(2)), (6, on(2)), (3, {}), (4, on(2)), (2, on(2)), (4, {"topology": "dense"})]
+    found = groups(6).run(trained, on(2), "several_buckets", 0, 3, None, sgd)[0]
+    for number, (world, settings) in enumerate(runs):
+        left, saved = found[2], found[3]
+        found = groups(world).run(trained, settings, "several_buckets", 3 + 2 * number, 5 + 2 * number, saved, sgd)[0]
+        if settings.get("topology") == "dense" or world == settings.get("local_world_size"):
+            assert abs(found[2]).max() == 0  # all was delivered
+        else:
+            assert abs(found[1] - left).max() < 1e-6
+            assert abs(left).max() > 1e-3
 
 
 @routes

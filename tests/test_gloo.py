@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_laws import routes, selectors, wires
+from test_laws import ON_NODES, routes, selectors, wires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.collectives import Meter, ThreadLane, dense_cost, drive
+from lightning_topk.collectives import Groups, Meter, ThreadLane, dense_cost, drive
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import exchange
 from lightning_topk.hook import TopKState, attach, topk_hook, tree_broadcast_sends
@@ -92,6 +92,7 @@ class CountedCollectives:
             mock.patch.object(dist, name, self._count(getattr(dist, name), cost))
             for name, cost in {
                 "all_to_all_single": lambda rank, world, out, x, **_: x.nbytes * (world - 1) // world,
+                "all_reduce": lambda rank, world, x, *_, **__: 2 * (world - 1) * x.nbytes // world,
                 "all_gather_into_tensor": lambda rank, world, out, x, **_: x.nbytes * (world - 1),
                 "gather": lambda rank, world, x, out, dst, **_: x.nbytes * (rank != dst),
                 "scatter": lambda rank, world, out, rows, src, **_: sum(r.nbytes for r in (rows or [])[1:]),
@@ -100,7 +101,8 @@ class CountedCollectives:
 
     def _count(self, function, cost):
         def counted(*args, **kwargs):
-            self.bytes += cost(dist.get_rank(), dist.get_world_size(), *args, **kwargs)
+            group = kwargs.get("group")
+            self.bytes += cost(dist.get_rank(group), dist.get_world_size(group), *args, **kwargs)
             return function(*args, **kwargs)
 
         return counted
@@ -119,8 +121,10 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, s
     torch.manual_seed(0)
     net = Net()
     ddp = DistributedDataParallel(net, **MODES[mode])
+    local = settings.get("local", 1)
+    settings = {key: value for key, value in settings.items() if key != "local"}
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
-    state = attach(ddp, config)
+    state = attach(ddp, config, local_world_size=local)
     buckets: list[list[int]] = []  # of this step: elements of every parameter
     hook = state.launch
     state.launch = lambda bucket: buckets.append([p.numel() for p in bucket.parameters()]) or hook(bucket)
@@ -134,12 +138,11 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, s
             loss_of(ddp, mode, rank, step).backward()
             sent = counted.bytes
             parameters = [len(b) for b in buckets] if mode == "find_unused_parameters" else None
-            sizes = [sum(b) for b in buckets]
-            plan = volume(config, sizes, world, rank, parameters=parameters)
+            plan = volume(config, buckets, world, rank, parameters=parameters, local=local)
             checks.append((state.report(), plan, sent, every_rank(gradient(net))))
             delivered = delivered + gradient(net).double()
     held = state.residuals.held()
-    worker = mean_over_ranks(torch.cat([held[p][0] for p in net.parameters()]))
+    worker = mean_over_ranks(torch.cat([held[p][0] for p in net.parameters()])) * (world / state.workers)
     server = mean_over_ranks(torch.cat([held[p][1] for p in net.parameters()])) * world
     state.close()
 
@@ -148,6 +151,8 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, s
         assert report.bytes["uplink"] == plan.uplink, "prediction, uplink"
         assert report.bytes["downlink"] == plan.downlink, "prediction, downlink"
         assert report.bytes["dense"] == plan.dense, "prediction, dense"
+        assert report.bytes["intra_node"] == plan.intra_node, "prediction, inside the node"
+        assert report.bytes["inter_node"] == plan.inter_node, "prediction, between nodes"
         assert sent == plan.uplink + plan.downlink, "prediction, at the collectives"
     # Buckets are regrouped after the first steps; then nothing about the sizes changes any more.
     assert len({(r.bytes["uplink"], r.bytes["downlink"]) for r, *_ in checks[2:]}) == 1, "fixed size"
@@ -161,6 +166,18 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, s
 @modes
 def test_laws_hold(groups, world, topology, bidirectional, wire, mode):
     groups(world).run(laws, topology, bidirectional, mode, {"wire": wire})
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("topology", "bidirectional"), ON_NODES)
+@modes
+def test_laws_hold_on_nodes_of_several_ranks(groups, nodes, local, topology, bidirectional, mode):
+    groups(nodes * local).run(laws, topology, bidirectional, mode, {"local": local})
+
+
+@pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
+def test_other_topologies_tell_apart_what_leaves_a_node(groups, topology):
+    groups(4).run(laws, topology, topology != "allgather", "several_buckets", {"local": 2})
 
 
 @routes
@@ -200,16 +217,17 @@ def test_a_ratio_of_one_is_the_mean(groups, world, topology, bidirectional, mode
     groups(world).run(identity, topology, bidirectional, mode, scope)
 
 
-def same_as_simulated(rank: int, world: int, topology: str, bidirectional: bool, wire: str) -> None:
+def same_as_simulated(rank: int, world: int, topology: str, bidirectional: bool, wire: str, local: int = 1) -> None:
     config = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology)
     numel = 3001
-    simulated = Cluster(config, world, numel)
-    end = config.endpoint(numel, rank, world, torch.float32, torch.device("cpu"))
+    simulated = Cluster(config, world, numel, local=local)
+    end = config.endpoint(numel, rank, world, torch.float32, torch.device("cpu"), local=local)
+    groups = Groups(dist.group.WORLD).divided(None, None, local, hierarchy=local > 1)
     results = []
     for step in range(4):
         given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = given[rank].clone()
-        drive(exchange(end, mine, topology), dist.group.WORLD, Meter())
+        drive(exchange(end, mine, topology), groups, Meter())
         results.append((mine, simulated.step(given)[rank]))
     for real, imagined in results:
         assert torch.equal(real, imagined)
@@ -222,6 +240,12 @@ def same_as_simulated(rank: int, world: int, topology: str, bidirectional: bool,
 @wires
 def test_the_simulator_gives_the_same_bits(groups, world, topology, bidirectional, wire):
     groups(world).run(same_as_simulated, topology, bidirectional, wire)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (3, 2)])
+@wires
+def test_so_it_does_on_nodes_of_several_ranks(groups, nodes, local, wire):
+    groups(nodes * local).run(same_as_simulated, "hierarchical", True, wire, local)
 
 
 def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
@@ -541,30 +565,34 @@ def test_a_tree_broadcast_sends_as_often_as_gloo_was_seen_to(world, sends):
     assert [tree_broadcast_sends(rank, world) for rank in range(world)] == sends
 
 
-def regrouped(rank: int, world: int, topology: str) -> None:
+def regrouped(rank: int, world: int, topology: str, local: int = 1) -> None:
     """Residuals survive any regrouping of parameters into buckets."""
     from lightning_topk.residuals import Residuals
 
     config = TopKConfig(ratio=0.05, topology=topology)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (700, 1, 300, 64, 2000)]
     residuals, delivered, produced = Residuals(), {}, {}
+    residuals.place(local, rank % local)
+    groups = Groups(dist.group.WORLD).divided(None, None, local, hierarchy=local > 1)
     for step, order in enumerate(([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [4, 2, 0])):
         for group in (order[:2], order[2:]):
             bucket = tuple(parameters[i] for i in group)
             numel = sum(p.numel() for p in bucket)
 
-            def make(numel=numel):
-                return config.endpoint(numel, rank, world, torch.float32, torch.device("cpu"))
+            sizes = tuple(p.numel() for p in bucket)
+
+            def make(numel=numel, sizes=sizes):
+                return config.endpoint(numel, rank, world, torch.float32, torch.device("cpu"), sizes, local)
 
             end = residuals.endpoint(bucket, make, torch.device("cpu"))
             g = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
             mean = mean_over_ranks(g)
-            drive(exchange(end, g, topology), dist.group.WORLD, Meter())
+            drive(exchange(end, g, topology), groups, Meter())
             for parts, whole in ((produced, mean), (delivered, g.double())):
                 for i, part in zip(group, whole.split([p.numel() for p in bucket]), strict=True):
                     parts[i] = parts.get(i, 0) + part
     held = residuals.held()
-    kept = [mean_over_ranks(w.double() + world * s.double()) for w, s in (held[p] for p in parameters)]
+    kept = [mean_over_ranks(local * w.double() + world * s.double()) for w, s in (held[p] for p in parameters)]
     for i, left in enumerate(kept):
         torch.testing.assert_close(delivered[i] + left, produced[i], atol=1e-5, rtol=1e-5)
 
@@ -573,6 +601,28 @@ def regrouped(rank: int, world: int, topology: str) -> None:
 @pytest.mark.parametrize("topology", ["sharded", "single_server"])
 def test_residuals_follow_their_parameters_from_bucket_to_bucket(groups, world, topology):
     groups(world).run(regrouped, topology)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (3, 2)])
+def test_so_do_those_of_nodes(groups, nodes, local):
+    groups(nodes * local).run(regrouped, "hierarchical", local)
+
+
+def misplaced(rank: int, world: int) -> list[str]:
+    messages = []
+    ddp = DistributedDataParallel(nn.Linear(3, 3))
+    for local in (3, 2 if rank else 1):
+        try:
+            attach(ddp, local_world_size=local, topology="hierarchical")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_make_up_no_nodes_are_refused(groups):
+    for uneven, different in groups(4).run(misplaced):
+        assert "4 ranks do not make up nodes of 3" in uneven
+        assert "local_world_size is 1 on rank 0 and 2 on rank 1" in different
 
 
 def bypassed(rank: int, world: int) -> dict[str, str]:

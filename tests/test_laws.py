@@ -8,6 +8,8 @@ import torch
 from oracle import BidirectionalTopK, bfloat16, deal
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.layout import Parts
+from lightning_topk.ops.reference import join_parts, split_parts
 from lightning_topk.plan import volume
 from lightning_topk.residuals import _served
 from lightning_topk.schedule import ExponentialWarmup
@@ -26,6 +28,10 @@ WORLDS = [1, 2, 7]
 SIZES = [1, 257, 1100]
 
 routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
+ON_NODES = [("hierarchical", True), ("hierarchical", False), ("dense", True)]
+everywhere = pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES])
+"""The routes, and those for nodes of several ranks."""
+LOCAL = 2
 selectors = pytest.mark.parametrize("selector", SELECTED)
 wires = pytest.mark.parametrize("wire", WIRES)
 worlds = pytest.mark.parametrize("world", WORLDS)
@@ -37,15 +43,29 @@ def gradients(world: int, numel: int, step: int) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) for _ in range(world)]
 
 
+def cluster_of(config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32) -> Cluster:
+    """A simulated cluster of that many workers: ranks, or nodes of two."""
+    local = LOCAL if config.topology == "hierarchical" else 1
+    return Cluster(config, workers * local, numel, dtype, local)
+
+
 def undelivered(cluster: Cluster) -> torch.Tensor:
-    ends = cluster.endpoints
-    workers = sum(end.uplink.memory.tensors()["residual"] for end in ends) / len(ends)
-    return workers + sum(served["residual"] for served in map(_served, ends) if served)
+    total = torch.zeros(sum(cluster.endpoints[0].parts.sizes))
+    for rank, end in enumerate(cluster.endpoints):
+        mine = end.uplink.memory.tensors().get("residual", torch.zeros(())) / end.world
+        mine = mine + _served(end).get("residual", 0)
+        rows = torch.zeros(end.parts.count, end.parts.numel)
+        rows[rank % len(rows)] = mine
+        whole = torch.empty_like(total)
+        join_parts(rows, end.parts, whole)
+        total += whole
+    return total
 
 
-def check_laws(config: TopKConfig, world: int, numel: int, conserves: bool = True) -> None:
+def check_laws(config: TopKConfig, workers: int, numel: int, conserves: bool = True) -> None:
     """Four steps of a simulated cluster: agreement, identity, fixed size, prediction, conservation."""
-    cluster = Cluster(config, world, numel)
+    cluster = cluster_of(config, workers, numel)
+    world = len(cluster.endpoints)
     produced, delivered, sent_before = torch.zeros(numel), torch.zeros(numel), [0] * world
     for step in range(4):
         given = gradients(world, numel, step)
@@ -58,18 +78,18 @@ def check_laws(config: TopKConfig, world: int, numel: int, conserves: bool = Tru
         if config.ratio == 1 and config.wire == "fp32" and config.server_ratio is None:  # identity
             torch.testing.assert_close(received[0], average, atol=1e-6, rtol=1e-6)
         for rank in range(world):  # fixed size, prediction
-            plan = volume(config, [numel], world, rank, step=step)
+            plan = volume(config, [numel], world, rank, step=step, local=cluster.local)
             sent = cluster.sent_bytes["uplink"][rank] + cluster.sent_bytes["downlink"][rank]
             assert sent - sent_before[rank] == plan.uplink + plan.downlink
             sent_before[rank] = sent
         for end in cluster.endpoints:  # never more than there is room for
-            for link in end.links:
+            for link in end.links if cluster.config.topology != "dense" else ():
                 assert 0 <= link.selected <= link.codec.kept * link.layout.shards
         if conserves:
             torch.testing.assert_close(delivered + undelivered(cluster), produced, atol=2e-5, rtol=1e-5)
 
 
-@routes
+@everywhere
 @wires
 @worlds
 @sizes
@@ -78,7 +98,7 @@ def test_laws_hold(topology, bidirectional, wire, world, numel, ratio):
     check_laws(TopKConfig(ratio=ratio, bidirectional=bidirectional, wire=wire, topology=topology), world, numel)
 
 
-@routes
+@everywhere
 @selectors
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("numel", [3, 1100])
@@ -87,7 +107,7 @@ def test_laws_hold_for_every_selector(topology, bidirectional, selector, world, 
     check_laws(TopKConfig(ratio=ratio, bidirectional=bidirectional, selector=selector, topology=topology), world, numel)
 
 
-@routes
+@everywhere
 @pytest.mark.parametrize(
     "settings",
     [
@@ -103,12 +123,14 @@ def test_laws_hold_for_every_selector(topology, bidirectional, selector, world, 
 def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings):
     if topology == "allgather" and settings.get("error_feedback") == "server":
         settings = {**settings, "error_feedback": "worker"}  # there is no server
+    if topology == "dense":
+        settings = {key: value for key, value in settings.items() if key not in ("momentum", "clip_norm")}
     conserves = settings.get("error_feedback", True) is True and "momentum" not in settings
     config = TopKConfig(bidirectional=bidirectional, topology=topology, **settings)
-    check_laws(config, world=3, numel=4000, conserves=conserves)
+    check_laws(config, workers=3, numel=4000, conserves=conserves)
 
 
-@routes
+@everywhere
 @wires
 @pytest.mark.parametrize("world", [1, 3])
 def test_laws_hold_for_buckets_so_large_that_links_are_fused(topology, bidirectional, wire, world):
@@ -119,7 +141,7 @@ def test_laws_hold_for_buckets_so_large_that_links_are_fused(topology, bidirecti
 @pytest.mark.parametrize("topology", ["sharded", "single_server"])
 def test_downlink_only_compression_sends_dense_gradients_up(topology):
     config = TopKConfig(ratio=1.0, server_ratio=0.01, topology=topology, wire="fp32")
-    check_laws(config, world=4, numel=4096)
+    check_laws(config, workers=4, numel=4096)
     plan = volume(config, [4096], world=4, rank=1)
     dense = 4 * 4096 * (3 / 4 if topology == "sharded" else 1)
     assert plan.uplink == dense + 4 * (3 if topology == "sharded" else 1)
@@ -182,18 +204,23 @@ def test_all_gather_and_unidirectional_servers_deliver_all_that_workers_sent(top
     torch.testing.assert_close(received, sent / world, **tolerance)
 
 
-@routes
+@everywhere
 @selectors
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
 def test_non_finite_gradients_reach_everyone_and_no_residual(topology, bidirectional, selector, momentum, poison):
-    world, numel = 3, 2000
+    if topology == "dense" and momentum:
+        pytest.skip("refused")
+    workers, numel = 3, 2000
     config = TopKConfig(
         ratio=0.01, bidirectional=bidirectional, topology=topology, selector=selector, momentum=momentum, clip_norm=9.0
     )
-    cluster = Cluster(config, world, numel)
+    cluster = cluster_of(config, workers, numel)
+    world = len(cluster.endpoints)
     cluster.step(gradients(world, numel, 0))
-    before = {name: kept.clone() for name, kept in cluster.endpoints[1].uplink.memory.tensors().items()}
+    # Worker 1; in the hierarchy it is the node of ranks 0 and 1, of which rank 0 has the part where the poison is.
+    poisoned = cluster.endpoints[0 if topology == "hierarchical" else 1].uplink.memory.tensors()
+    before = {name: kept.clone() for name, kept in poisoned.items()}
     given = gradients(world, numel, 1)
     given[1][700:900] = poison
     for received in cluster.step(given):
@@ -201,7 +228,7 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(topology, bidirecti
     for end in cluster.endpoints:
         for link in end.links:
             assert all(kept.isfinite().all() for kept in link.memory.tensors().values())
-    for name, kept in cluster.endpoints[1].uplink.memory.tensors().items():
+    for name, kept in poisoned.items():
         assert torch.equal(kept, before[name])
     assert all(received.isfinite().all() for received in cluster.step(gradients(world, numel, 2)))
 
@@ -290,11 +317,12 @@ def test_gradients_at_the_edge_of_float32_leave_finite_residuals():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1e-6, 200.0])
 @wires
-@routes
+@everywhere
 def test_other_dtypes_agree_and_conserve(topology, bidirectional, wire, scale, dtype):
-    world, numel = 3, 1500
+    workers, numel = 3, 1500
     config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
-    cluster = Cluster(config, world, numel, dtype)
+    cluster = cluster_of(config, workers, numel, dtype)
+    world = len(cluster.endpoints)
     produced, delivered = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     for step in range(60):
         given = [(scale * g).to(dtype) for g in gradients(world, numel, step)]
@@ -308,12 +336,13 @@ def test_other_dtypes_agree_and_conserve(topology, bidirectional, wire, scale, d
     torch.testing.assert_close(delivered + undelivered(cluster).double(), produced, atol=1e-4 * scale, rtol=1e-5)
 
 
-@routes
+@everywhere
 @wires
 def test_the_largest_half_precision_gradient_arrives_finite(topology, bidirectional, wire):
     config = TopKConfig(ratio=1.0, wire=wire, topology=topology, bidirectional=bidirectional)
     largest = torch.full((300,), torch.finfo(torch.float16).max, dtype=torch.float16)
-    assert Cluster(config, 2, 300, torch.float16).step([largest, largest])[0].isfinite().all()
+    cluster = cluster_of(config, 2, 300, torch.float16)
+    assert cluster.step([largest] * len(cluster.endpoints))[0].isfinite().all()
 
 
 @routes
@@ -335,3 +364,39 @@ def test_the_measured_error_is_that_of_the_step(topology, bidirectional):
                 left = end.downlink.memory.tensors()["residual"].double().square().sum()
                 torch.testing.assert_close(end.downlink.energy[1], left)
                 assert end.downlink.energy[0] >= end.downlink.energy[1]
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (3, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_ranks_of_a_node_are_one_worker_that_exchanges_its_mean(nodes, local, bidirectional):
+    """Parameter by parameter, a part of the hierarchy is the sharded exchange of the nodes' means of that part."""
+    sizes, world = (1000, 7, 0, 64, 1), nodes * local
+    config = TopKConfig(ratio=0.02, topology="hierarchical", bidirectional=bidirectional, wire="fp32")
+    cluster = Cluster(config, world, sum(sizes), local=local, sizes=sizes)
+    if nodes == 1:
+        assert cluster.config.topology == "dense"
+        return
+    layout = Parts(sizes, local)
+    flat = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire="fp32")
+    parts = [Cluster(flat, nodes, layout.numel) for _ in range(local)]
+    for step in range(5):
+        given = gradients(world, sum(sizes), step)
+        means = [torch.stack(given[node * local : (node + 1) * local]).sum(0).div(local) for node in range(nodes)]
+        rows = [split_parts(mean, layout) for mean in means]
+        received = [part.step([row[i] for row in rows])[0] for i, part in enumerate(parts)]
+        expected = torch.empty(sum(sizes))
+        join_parts(torch.stack(received), layout, expected)
+        for each in cluster.step(given):
+            assert torch.equal(each, expected)
+    kept = sum(end.uplink.memory.tensors()["residual"].numel() for end in cluster.endpoints[:local])
+    assert sum(sizes) <= kept <= sum(sizes) + local * len(sizes)
+
+
+def test_what_leaves_a_node_is_what_the_plan_says():
+    sizes = (500, 300)
+    for topology, bidirectional in [*ROUTES, *ON_NODES]:
+        config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional)
+        plans = [volume(config, [sizes], 6, rank, local=3) for rank in range(6)]
+        sent = sum(plan.uplink + plan.downlink for plan in plans)
+        assert sum(plan.intra_node + plan.inter_node for plan in plans[::3]) == sent
+        assert plans[0].inter_node > 0

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_topk.layout import Layout
+from lightning_topk.layout import Layout, Parts
 
 
 def shard_rows(x: Tensor, layout: Layout) -> Tensor:
@@ -56,6 +56,49 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
     offset = index & (block - 1) if block.bit_count() == 1 else index % block  # a division costs ten times as much
     flat = (index - offset) * layout.shards + (shard * block + offset)
     return flat.clamp_(max=layout.numel - 1)
+
+
+def split_parts(x: Tensor, parts: Parts) -> Tensor:
+    """Deals a bucket to the ranks of a node.
+
+    Args:
+        x: ``[numel]``, any dtype.
+        parts: How.
+
+    Returns:
+        ``[count, parts.numel]``, row l for local rank l; padding is zero. A view of ``x`` when there is one.
+    """
+    if parts.count == 1:
+        return x.view(1, -1)
+    rows: list[list[Tensor]] = [[] for _ in range(parts.count)]
+    padding = x.new_zeros(max(parts.pieces))
+    for parameter, size in zip(x.split(parts.sizes), parts.pieces, strict=True):
+        for local, row in enumerate(rows):
+            piece = parameter[local * size : (local + 1) * size]
+            row += [piece, padding[: size - len(piece)]]
+    return torch.cat([piece for row in rows for piece in row]).view(parts.count, -1)
+
+
+def join_parts(rows: Tensor, parts: Parts, out: Tensor) -> None:
+    """Undoes :func:`split_parts`.
+
+    Args:
+        rows: ``[count, parts.numel]``.
+        parts: How the bucket was dealt.
+        out: ``[numel]``, of the same dtype; overwritten. It may be what ``rows`` is a view of.
+    """
+    if parts.count == 1:
+        if rows.data_ptr() != out.data_ptr():
+            out.copy_(rows[0])
+        return
+    columns = zip(parts.sizes, rows.split(parts.pieces, dim=1), strict=True)
+    torch.cat([piece for size, column in columns for piece in _trimmed(column, size)], out=out)
+
+
+def _trimmed(column: Tensor, size: int) -> list[Tensor]:
+    """The pieces ``[count, piece]`` of one parameter of ``size`` elements, without padding."""
+    ends = [min(column.shape[1], max(0, size - local * column.shape[1])) for local in range(len(column))]
+    return [piece[:end] for piece, end in zip(column, ends, strict=True)]
 
 
 def is_finite(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.collectives import Meter, drive
+from lightning_topk.collectives import Groups, Meter, drive
 from lightning_topk.config import TopKConfig, presets
 from lightning_topk.exchange import exchange
 from lightning_topk.select import Selector
@@ -44,14 +44,13 @@ def main() -> None:
     rank, world, address, numel = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://{address}", rank=rank, world_size=world, timeout=timedelta(seconds=300))
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
-    print(json.dumps({name: timed(name, rank, world, numel, group) for name in sys.argv[5:]}))
+    groups = Groups.make(None, None)
+    print(json.dumps({name: timed(name, rank, world, numel, groups) for name in sys.argv[5:]}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def timed(system: str, rank: int, world: int, numel: int, group: dist.ProcessGroup) -> dict[str, float]:
+def timed(system: str, rank: int, world: int, numel: int, groups: Groups) -> dict[str, float]:
     """Best seconds of a step after one, and bytes that this rank sent in it.
 
     Args:
@@ -59,7 +58,7 @@ def timed(system: str, rank: int, world: int, numel: int, group: dist.ProcessGro
         rank: This rank.
         world: Ranks.
         numel: Elements of the gradient.
-        group: The ranks' group.
+        groups: The ranks' groups.
     """
     config = TopKConfig(**SYSTEMS[system])
     meter, cpu = Meter(), torch.device("cpu")
@@ -74,12 +73,12 @@ def timed(system: str, rank: int, world: int, numel: int, group: dist.ProcessGro
         begin = time.perf_counter()
         if end is None:
             sent = g.to(plain)
-            dist.all_reduce(sent, group=group)
+            dist.all_reduce(sent, group=groups.all)
             g.copy_(sent).div_(world)
             meter.bytes["uplink"] += 2 * (world - 1) * sent.nbytes // world
         else:
             config.resize_(end, step=10**6, epoch=10**6)  # warm-ups are over
-            drive(exchange(end, g, config.topology), group, meter)
+            drive(exchange(end, g, config.topology), groups, meter)
         times.append(time.perf_counter() - begin)
     nbytes = sum(meter.bytes[way] - before[way] for way in ("uplink", "downlink"))
     return {"seconds": min(times[1:]), "bytes": nbytes}
