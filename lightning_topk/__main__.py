@@ -87,6 +87,7 @@ def _add_bench(commands: Any) -> None:
             one.add_argument("--peers", nargs="+", default=argparse.SUPPRESS, help="default: all")
         if name == "hosts":
             one.add_argument("--hosts", type=int, default=4, help="how many")
+            one.add_argument("--ranks", type=int, default=1, help="on each host")
             one.add_argument("--rates", "--rate", nargs="+", default=["100mbit", "1gbit", "10gbit"], help="of links")
         else:
             one.add_argument("--workers", type=int, default=2, help="processes")

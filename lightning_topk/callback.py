@@ -109,7 +109,8 @@ class CompressionMonitor(Callback):
         self._steps += 1
         self._total.update(**report.bytes)
         dense = state.dense_seconds(report)
-        self._compare(dense, report.seconds, trainer)
+        if state.config.topology != "auto":  # which has compared by itself
+            self._compare(dense, report.seconds, trainer)
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
         values = dict(step.compute())
@@ -123,7 +124,7 @@ class CompressionMonitor(Callback):
             values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
             values["selected_ratio"] = torch.tensor(report.selected / report.elements)
             local = torch.cat([report.energy.view(-1), state.residual_energy()]).to(trainer.strategy.root_device)
-            values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.workers)
+            values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
             values["exchange_seconds"] = torch.tensor(report.seconds)
             values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
             if dense is not None:
@@ -181,14 +182,16 @@ def _by_layer(trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
-    local = torch.cat([torch.stack([layers[name] for name in names]), norms.square().unsqueeze(1)], dim=1)
+    counts = {state.names[p]: count for p, count in state.residuals.counts.items()}
+    shared = torch.tensor([counts.get(name, 1) for name in names])  # held() shows a piece times the ranks of a node
+    local = torch.cat([torch.stack([layers[name] for name in names]), (norms.square() / shared).unsqueeze(1)], dim=1)
     energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T
     return {
         f"{what}/{name}": value
         for what, column in (
             ("error", torch.where(energy > 0, lost / energy.clamp(min=1e-300), 0.0)),
             ("payload_share", sent / sent.sum().clamp(min=1)),
-            ("residual_norm", (kept / state.workers).sqrt()),
+            ("residual_norm", (kept / state.world).sqrt()),
         )
         for name, value in zip(names, column, strict=True)
     }
@@ -205,10 +208,10 @@ def _draw_histograms(trainer: Trainer, state: TopKState) -> None:
             draw(f"topk/residual/{state.names[parameter]}", worker, trainer.global_step)
 
 
-def _errors(sums: torch.Tensor, workers: int) -> dict[str, torch.Tensor]:
+def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
     """The logged values of ``[6]``: ‖a‖² and ‖a - C(a)‖² up, the same down, and both residuals' energy; sums over ranks."""
     up, down, (worker, server) = sums.view(3, 2)
-    values = {"worker_residual_norm": (worker / workers).sqrt(), "server_residual_norm": server.sqrt()}
+    values = {"worker_residual_norm": (worker / world).sqrt(), "server_residual_norm": server.sqrt()}
     for name, (energy, lost) in (("uplink_error", up), ("downlink_error", down)):
         error = CompressionError(sync_on_compute=False)
         error.update(energy, lost)

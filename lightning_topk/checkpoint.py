@@ -5,7 +5,7 @@ The entry is made of numbers, words, lists, dicts and CPU tensors, so that ``tor
     version      1
     mode         "mean", "full", or "none" with a reason
     world_size   of the run that wrote it
-    node_size    ranks that exchanged as one worker: those of a node, with topology="hierarchical"; 1 if it is missing
+    node_sizes   {name: ranks that exchanged it as one worker}: those of a node, with topology="hierarchical"; 1 if missing
     steps        gradients exchanged so far, for schedules and for selectors that draw
     rates        learning rates of the last step, for residuals that follow them
     buckets      the parameters' names, bucket by bucket
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.exchange import Endpoint
-from lightning_topk.residuals import Memories, Residuals
+from lightning_topk.residuals import Residuals
 
 KEY = "lightning_topk"
 """The entry's name in a checkpoint."""
@@ -71,7 +71,7 @@ def collect(
         if parameter not in parts:
             continue
         worker, server = parts[parameter]
-        workers = None if mode == "full" else world // residuals.count
+        workers = None if mode == "full" else world // residuals.counts.get(parameter, 1)
         kept = {key: _gather(part.to(device), group, workers) for key, part in worker.items()}
         served = {key: _gather(part.to(device), group, 1) for key, part in server.items()}
         if rank == 0:
@@ -80,7 +80,7 @@ def collect(
         "version": VERSION,
         "mode": mode,
         "world_size": world,
-        "node_size": residuals.count,
+        "node_sizes": {names[p]: count for p, count in residuals.counts.items() if p in names and count > 1},
         "steps": residuals.steps,
         "rates": list(residuals.learning_rates),
         "buckets": [
@@ -137,27 +137,27 @@ def restore(
     """
     parameters = {name: parameter for parameter, name in names.items()}
     _check(entry, parameters)
-    worker: Memories = {}
-    server: Memories = {}
-    for name, sides in entry["parameters"].items():
-        worker[parameters[name]] = {
-            key: _own(part, rank, (world, residuals.count), entry) for key, part in sides["worker"].items()
-        }
-        server[parameters[name]] = dict(sides["server"])
+    known = {parameters[name]: sides for name, sides in entry["parameters"].items()}
+    nodes = entry.get("node_sizes", {})
+
+    def own(parameter: Tensor, count: int) -> dict[str, Tensor]:
+        """What this rank goes on with as a worker: what it had, if there is as much for each, else the mean."""
+        kept, saved = known[parameter]["worker"], nodes.get(names[parameter], 1)
+        if entry["mode"] == "mean":
+            return {key: part.clone() for key, part in kept.items()}
+        if (entry["world_size"], saved) == (world, count):
+            return {key: rows[rank].clone() for key, rows in kept.items()}
+        return {key: rows.sum(dim=0) / (len(rows) // saved) for key, rows in kept.items()}
+
     buckets = [tuple(parameters[name] for name in bucket if name in entry["parameters"]) for bucket in entry["buckets"]]
-    rest = worker.keys() - {parameter for bucket in buckets for parameter in bucket}
+    rest = known.keys() - {parameter for bucket in buckets for parameter in bucket}
     residuals.restore(
-        [*filter(None, buckets), *((parameter,) for parameter in worker if parameter in rest)], worker, server, make
+        [*filter(None, buckets), *((parameter,) for parameter in known if parameter in rest)],
+        own,
+        {parameter: dict(sides["server"]) for parameter, sides in known.items()},
+        make,
     )
     residuals.steps, residuals.learning_rates = entry["steps"], list(entry["rates"])
-
-
-def _own(part: Tensor, rank: int, sizes: tuple[int, int], entry: Mapping[str, Any]) -> Tensor:
-    """What a worker goes on with: its own row where there is one for each, else the mean."""
-    if entry["mode"] == "mean":
-        return part.clone()
-    saved = (entry["world_size"], entry.get("node_size", 1))
-    return part[rank].clone() if saved == sizes else part.sum(dim=0) / (saved[0] // saved[1])
 
 
 def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
@@ -186,9 +186,11 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         return f"the model has no parameter {strangers[0]!r} (of {len(strangers)} such)"
-    world, node = entry["world_size"], entry.get("node_size", 1)
-    if any(type(count) is not int for count in (entry["steps"], world, node)) or node < 1 or world % node:
-        return f"it counts {entry['steps']!r} steps of {world!r} ranks on nodes of {node!r}"
+    if type(entry["steps"]) is not int or type(entry["world_size"]) is not int:
+        return f"it counts {entry['steps']!r} steps of {entry['world_size']!r} ranks"
+    for name, node in entry.get("node_sizes", {}).items():
+        if type(node) is not int or node < 1 or entry["world_size"] % node:
+            return f"{entry['world_size']} ranks exchanged {name!r} on nodes of {node!r}"
     named = [name for bucket in entry["buckets"] for name in bucket]
     if len(named) != len(set(named)):
         return "its buckets name a parameter twice"

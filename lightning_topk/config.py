@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +19,9 @@ from lightning_topk.schedule import ExponentialWarmup, Ratio, Schedule, ratio_at
 from lightning_topk.select import SELECTORS, RandK, Selector, TopK
 from lightning_topk.wire import WIRES, Codec
 
+AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+"""Those among which ``ratio="auto"`` chooses."""
+
 
 @dataclass(frozen=True)
 class TopKConfig:
@@ -25,7 +29,8 @@ class TopKConfig:
 
     Args:
         ratio: Fraction of a bucket's gradient that each worker sends, in (0, 1]: a number, a
-            :class:`lightning_topk.schedule.Schedule`, or a function of the step.
+            :class:`lightning_topk.schedule.Schedule`, or a function of the step; ``"auto"`` measures, and takes the largest of
+            :data:`AUTO_RATIOS` that costs at most 5 % more time than the cheapest.
         bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
         server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
@@ -33,7 +38,9 @@ class TopKConfig:
         wire: ``"bf16"``, ``"fp32"`` or ``"int8"`` (a scale for every 64): the values' format. Positions are Elias-Fano coded in all.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between nodes),
             ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``) or ``"dense"``
-            (all-reduce: nothing is compressed).
+            (all-reduce: nothing is compressed). ``"auto"`` measures, and takes for each bucket the fastest of dense, sharded
+            and hierarchical.
+        dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
         error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
             ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
         scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
@@ -51,12 +58,13 @@ class TopKConfig:
         ValueError: An argument has a value that is not allowed, or contradicts another.
     """
 
-    ratio: Ratio = 0.001
+    ratio: Ratio | Literal["auto"] = 0.001
     bidirectional: bool = True
     server_ratio: Ratio | None = None
     selector: str | Selector = "topk"
     wire: str = "bf16"
     topology: str = "sharded"
+    dense_parameters: str | Sequence[str] = ()
     error_feedback: bool | str = True
     scope: str = "bucket"
     momentum: float = 0.0
@@ -65,7 +73,8 @@ class TopKConfig:
     lr_ratio: bool = False
 
     def __post_init__(self) -> None:
-        _check_ratio("ratio", self.ratio)
+        if self.ratio != "auto":
+            _check_ratio("ratio", self.ratio, ', or "auto"')
         for name in ("bidirectional", "momentum_masking", "lr_ratio"):
             _check_bool(name, getattr(self, name))
         if not isinstance(self.error_feedback, bool):
@@ -73,17 +82,30 @@ class TopKConfig:
         if not isinstance(self.selector, Selector):
             check_name("selector", self.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
         check_name("wire", self.wire, WIRES)
-        check_name("topology", self.topology, EXCHANGES)
+        check_name("topology", self.topology, [*EXCHANGES, "auto"])
+        patterns = (self.dense_parameters,) if isinstance(self.dense_parameters, str) else tuple(self.dense_parameters)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"dense_parameters={self.dense_parameters!r} must be a pattern of names, or several.")
+        object.__setattr__(self, "dense_parameters", patterns)
         check_name("scope", self.scope, ("bucket", "model"))
         if self.topology == "allgather" and self.bidirectional:
             raise ValueError(
                 "bidirectional=True does not go with topology='allgather': without a server there is no "
                 "server-to-worker direction to compress. Pass bidirectional=False, or topology='sharded'."
             )
-        if self.topology == "dense" and self.momentum:
+        exact = [
+            words
+            for words, holds in (
+                (f"topology={self.topology!r}", self.topology in ("dense", "auto")),
+                ("ratio='auto'", self.ratio == "auto"),
+                (f"dense_parameters={patterns}", patterns),
+            )
+            if holds
+        ]
+        if exact and self.momentum:
             raise ValueError(
-                f"momentum={self.momentum!r} corrects what the worker keeps, but topology='dense' keeps nothing. Use the "
-                "optimizer's own momentum."
+                f"momentum={self.momentum!r} corrects what the worker keeps, but with {exact[0]} gradients may be exchanged "
+                "exactly, and nothing kept. Use the optimizer's own momentum."
             )
         if self.server_ratio is not None:
             _check_ratio("server_ratio", self.server_ratio)
@@ -110,6 +132,28 @@ class TopKConfig:
         if self.clip_norm is not None:
             remedy = "Leave it out, and nothing is clipped."
             _check_number("clip_norm", self.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether something is to be chosen by measuring."""
+        return "auto" in (self.topology, self.ratio)
+
+    def candidates(self, world: int, local: int) -> list[TopKConfig]:
+        """The settings with all that is automatic chosen, in every way but dense.
+
+        Args:
+            world: Number of ranks.
+            local: Ranks of each node.
+        """
+        hierarchy = ["hierarchical"] * (1 < local < world)
+        topologies = ["sharded", *hierarchy] if self.topology == "auto" else [self.topology]
+        ratios = AUTO_RATIOS if self.ratio == "auto" else [self.ratio]
+        return [replace(self, topology=topology, ratio=ratio) for topology in topologies for ratio in ratios]
+
+    @property
+    def dense(self) -> TopKConfig:
+        """The settings with all-reduce for everything."""
+        return replace(self, topology="dense", ratio=1.0, momentum=0.0)
 
     def on(self, world: int, local: int) -> TopKConfig:
         """The settings for ranks on nodes: a hierarchy of one node is dense, one of nodes with one rank is sharded.
@@ -161,11 +205,17 @@ class TopKConfig:
             The layout, the workers' codec, and the servers' (None where there are none). A server that does not compress
             has room for all that ``world`` workers can send it.
         """
+        if self.automatic:
+            raise ValueError(
+                "with topology='auto' or ratio='auto' nobody knows the sizes before it was measured: take one of "
+                "TopKConfig.candidates."
+            )
         layout = Layout(numel, world if self.topology in ("sharded", "hierarchical") else 1)
         if self.topology == "dense":
             return layout, Codec(WIRES["fp32"], numel, numel), None
         selector = selector or self.make_selector()
         shared = selector if isinstance(selector, RandK) else None
+        assert not isinstance(self.ratio, str)
         ratio = ratio_at(self.ratio, step, epoch)
         up = layout.kept_per_shard(kept_count(numel, ratio))
         if self.bidirectional:
@@ -188,6 +238,7 @@ class TopKConfig:
         device: torch.device,
         sizes: tuple[int, ...] | None = None,
         local: int = 1,
+        exact: Sequence[int] = (),
     ) -> Endpoint:
         """The links of one rank for one bucket, with empty memories.
 
@@ -199,10 +250,11 @@ class TopKConfig:
             device: Where the residuals live.
             sizes: Elements of each parameter. Default: there is one.
             local: Ranks of a node, for ``topology="hierarchical"``.
+            exact: Which of the parameters, by number, are not compressed.
         """
         selector = self.make_selector()
         sizes, clip_norm = sizes or (numel,), None if self.clip_norm is None else self.clip_norm / math.sqrt(world)
-        parts, given = Parts(sizes), dtype
+        parts, given, workers = Parts(sizes), dtype, world
         if self.topology == "hierarchical":
             parts = Parts(sizes, local)
             numel, rank, world, given = (
@@ -241,9 +293,23 @@ class TopKConfig:
             own = Layout(layout.shard_size)
             downlink = link(own, choice, down, memory("server", layout.shard_size), dtype, delivered)
         uplink = link(layout, selector, up, memory("worker", numel), given)
-        numels = torch.tensor(sizes, device=device)
-        keep = down is not None and self.error_feedback in (True, "server")
-        return Endpoint(parts, layout, rank, world, dtype, uplink, downlink, down, numels, clip_norm, keep)
+        ends = list(accumulate(sizes))
+        return Endpoint(
+            topology=self.topology,
+            parts=parts,
+            layout=layout,
+            rank=rank,
+            world=world,
+            dtype=dtype,
+            uplink=uplink,
+            downlink=downlink,
+            reply=down,
+            sizes=torch.tensor(sizes, device=device),
+            clip_norm=clip_norm,
+            servers_keep=down is not None and self.error_feedback in (True, "server"),
+            exact=[(ends[number] - sizes[number], ends[number]) for number in exact],
+            workers=workers,
+        )
 
     def resize_(self, end: Endpoint, step: int, epoch: int) -> None:
         """Has an endpoint keep what the schedules say for this step.
@@ -266,10 +332,10 @@ def _told(ratio: Ratio, step: int) -> float | str:
         return repr(error)
 
 
-def _check_ratio(name: str, value: Any) -> None:
+def _check_ratio(name: str, value: Any, otherwise: str = "") -> None:
     if isinstance(value, Schedule) or (callable(value) and not isinstance(value, type)):
         return
-    remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all."
+    remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all{otherwise}."
     _check_number(name, value, lambda ratio: 0 < ratio <= 1, "in (0, 1]: the fraction that is sent", remedy)
 
 

@@ -22,7 +22,7 @@ Steps 1-4 are :meth:`Link.send`; 5-9 are one of the exchanges :func:`sharded`, :
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -301,6 +301,7 @@ class Endpoint:
     and world are those of the ranks on all nodes that hold the same part.
 
     Args:
+        topology: A key of :data:`EXCHANGES`.
         parts: How the bucket is dealt to the ranks of a node; one part if each rank exchanges for itself.
         layout: The shards of a part: one for each server.
         rank: This rank.
@@ -312,8 +313,11 @@ class Endpoint:
         sizes: ``[parameters]`` int64 on the bucket's device, elements of each.
         clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
         servers_keep: Whether there are servers that keep what they do not send, on this rank or another.
+        exact: Where in the bucket parameters begin and end that are exchanged by all-reduce, in order.
+        workers: Number of ranks, whatever the topology.
     """
 
+    topology: str
     parts: Parts
     layout: Layout
     rank: int
@@ -325,6 +329,8 @@ class Endpoint:
     sizes: Tensor
     clip_norm: float | None = None
     servers_keep: bool = True
+    exact: Sequence[tuple[int, int]] = ()
+    workers: int = 1
     finite: Tensor | None = None
     """Scalar bool: whether what the last exchange delivered is finite; the same on every rank."""
 
@@ -440,7 +446,6 @@ EXCHANGES: dict[str, Callable[[Endpoint, Tensor], Exchange]] = {
 def exchange(
     end: Endpoint,
     g: Tensor,
-    topology: str,
     step: int = 0,
     scale: Tensor | None = None,
     used: Tensor | None = None,
@@ -453,7 +458,6 @@ def exchange(
     Args:
         end: This rank's links.
         g: ``[numel]``, this rank's gradient; overwritten.
-        topology: A key of :data:`EXCHANGES`.
         step: Exchanges of this gradient before this one; the same on every rank.
         scale: Scalar: the factor by which the loss, and so ``g``, was multiplied. Residuals are kept without it.
         used: ``[parameters]`` bool, which parameters this rank used, where some may go unused; else None.
@@ -464,18 +468,21 @@ def exchange(
     for link in end.links:
         link.selector.step = step
     if used is None:
-        yield from _of_all(end, g, topology, scale)
+        yield from _of_all(end, g, scale)
     else:
-        yield from _of_used(end, g, topology, scale, used)
+        yield from _of_used(end, g, scale, used)
 
 
-def _of_all(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None) -> Exchange:
+def _of_all(end: Endpoint, g: Tensor, scale: Tensor | None) -> Exchange:
     """The exchange of the whole bucket."""
     if scale is not None:
         g.div_(scale)
     if end.clip_norm is not None:
         g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=torch.float64)).clamp(max=1))
-    yield from EXCHANGES[topology](end, g)
+    if end.exact:
+        yield from _of_exact(end, g)
+    else:
+        yield from EXCHANGES[end.topology](end, g)
     assert end.finite is not None
     if scale is not None:
         end.finite = end.finite & reference.is_finite(g.mul_(scale))
@@ -483,12 +490,26 @@ def _of_all(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None) -> Ex
     g.index_add_(0, end.starts, poison.expand(len(end.starts)))
 
 
+def _of_exact(end: Endpoint, g: Tensor) -> Exchange:
+    """The exchange of a bucket of which some parameters are not compressed: these go first, and leave zeros behind."""
+    places = [g[begin:stop] for begin, stop in end.exact]
+    mine = torch.cat(places).div_(end.workers)
+    for place in places:
+        place.zero_()
+    total = yield AllReduce(mine, "uplink")
+    yield from EXCHANGES[end.topology](end, g)
+    assert end.finite is not None
+    end.finite = end.finite & ops.is_finite(total)
+    for place, part in zip(places, total.split([len(place) for place in places]), strict=True):
+        place.copy_(part)
+
+
 def _to(x: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on a device; a GPU's stream does not wait for the host, nor the host for it."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
-def _of_used(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None, used: Tensor) -> Exchange:
+def _of_used(end: Endpoint, g: Tensor, scale: Tensor | None, used: Tensor) -> Exchange:
     """The exchange of the parameters that some rank used.
 
     DDP leaves the gradient of a parameter that no rank used as it is and discards what the hook delivers for it. What is
@@ -504,7 +525,7 @@ def _of_used(end: Endpoint, g: Tensor, topology: str, scale: Tensor | None, used
     end.uplink.memory.hold(kept)
     if end.downlink is not None:
         end.downlink.memory.hold(reference.shard_rows(kept, end.layout)[end.shard])
-    yield from _of_all(end, g, topology, scale)
+    yield from _of_all(end, g, scale)
     for link in end.links:
         link.memory.release()
     g.copy_(torch.where(absent, aside, g))

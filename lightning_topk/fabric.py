@@ -105,6 +105,7 @@ class TopKStrategy(DDPStrategy):
             ],
             scaler=getattr(self.precision, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
+            announce=rank_zero_info,
         )
         self.topk_states.append(state)
         if self._resumed:

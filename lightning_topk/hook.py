@@ -7,7 +7,9 @@ returns a future at once, so that backward goes on while bytes travel.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
 import difflib
+import fnmatch
 import inspect
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk import checkpoint
 from lightning_topk.checkpoint import Mode
+from lightning_topk.choose import choose
 from lightning_topk.collectives import (
     DenseCost,
     Future,
@@ -115,6 +118,8 @@ class TopKState:
             that it skips comes back; that costs a copy of the residuals.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of a node
             are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
+        announce: Is told, on rank 0, what was chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``,
+            at level INFO.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Raises:
@@ -133,6 +138,7 @@ class TopKState:
         optimizers: Callable[[], Sequence[Optimizer]] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         local_world_size: int | None = None,
+        announce: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -168,6 +174,12 @@ class TopKState:
         self._watches: list[RemovableHandle] = []
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names, which :func:`attach` knows."""
+        self.static_graph = False
+        """Whether DDP regroups its buckets a pass later."""
+        self._unchanged = 0
+        self._exact: set[Tensor] = set()
+        self._chosen: dict[tuple[Tensor, ...], TopKConfig] = {}
+        self._announce = announce or logging.getLogger("lightning_topk").info
         self.meter = Meter()
         self.measure = False
         """Whether the exchanges measure their compression error: two more passes over every bucket."""
@@ -188,13 +200,28 @@ class TopKState:
             summary = {**self.config.summary(), "local_world_size": self.local}
             check_agreement(summary, "Pass the same settings on every rank.", group)
             self.config = self.config.on(self.world, self.local)
-            hierarchical = self.config.topology == "hierarchical"
-            self.residuals.place(*((self.local, self.rank % self.local) if hierarchical else (1, 0)))
         except ValueError:
             self.close()
             raise
-        self.groups = self.groups.divided(process_group, timeout, self.local, hierarchical)
+        hierarchy = self.config.topology in ("hierarchical", "auto") and 1 < self.local < self.world
+        self.groups = self.groups.divided(process_group, timeout, self.local, hierarchy)
+        self.residuals.rank = self.rank
         self._report = Report(bytes=dict(self.meter.bytes))
+
+    def name(self, names: Mapping[Tensor, str]) -> None:
+        """Learns the parameters' names.
+
+        Raises:
+            ValueError: A pattern of ``dense_parameters`` is that of no parameter.
+        """
+        self.names = names
+        for pattern in self.config.dense_parameters:
+            found = {parameter for parameter, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
+            if not found:
+                raise ValueError(
+                    f"dense_parameters: no parameter is called {pattern!r}. There are {', '.join(sorted(names.values())[:20])}."
+                )
+            self._exact |= found
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Notes from now on which of the parameters get a gradient, for a model in which some may not."""
@@ -215,6 +242,8 @@ class TopKState:
             TypeError: The bucket is not one of DDP's reducer.
             ValueError: The learning rates of two parameter groups changed by different factors, with ``lr_ratio=True``.
         """
+        if self.config.dense_parameters and not self.names:
+            raise RuntimeError("dense_parameters are found by name; make the state with lightning_topk.attach.")
         if self.groups is None:
             raise RuntimeError("this TopKState was closed; wrap the model in a new DistributedDataParallel and attach.")
         if not isinstance(bucket, GradBucket):
@@ -266,7 +295,11 @@ class TopKState:
             Job(bucket, name, self._used_of(bucket), self.residuals.steps, self._epoch(), self._lr_ratio)
             for bucket in together
         ]
-        self._lane.submit(partial(self._exchange_all, buffers, groups, jobs, last, ready), promises)
+        final: tuple[tuple[Tensor, ...], ...] = ()
+        if last:
+            self._unchanged = self._unchanged + 1 if _same(self._buckets, self.residuals.buckets) else 0
+            final = tuple(self._buckets) if self._unchanged > self.static_graph else ()
+        self._lane.submit(partial(self._exchange_all, buffers, groups, jobs, last, final, ready), promises)
 
     def _used_of(self, parameters: tuple[Tensor, ...]) -> Tensor | None:
         """``[parameters]`` bool, which of them got a gradient since they were last asked for; None if all always do."""
@@ -283,6 +316,7 @@ class TopKState:
         groups: Sequence[tuple[Tensor, ...]],
         jobs: Sequence[Job],
         last: bool,
+        final: tuple[tuple[Tensor, ...], ...],
         ready: Any | None,
     ) -> Sequence[Tensor]:
         """Exchanges what is in buffers as the jobs say, on the lane.
@@ -292,6 +326,7 @@ class TopKState:
             groups: Whose gradients each holds, in order.
             jobs: How they are exchanged.
             last: Whether a backward pass ends with them.
+            final: All buckets of that pass, if DDP will not regroup them any more.
             ready: When that pass had all its gradients, if that is measured.
         """
         assert self._lane is not None
@@ -320,7 +355,26 @@ class TopKState:
         if last and self._failed:
             self._failed_steps = self._failed_steps + torch.stack(self._failed).any()
             self._failed.clear()
+        if self.config.automatic:
+            self._choose([bucket for bucket in final if bucket not in self._chosen and any(p.numel() for p in bucket)])
         return results
+
+    def _choose(self, buckets: Sequence[tuple[Tensor, ...]]) -> None:
+        """Measures how buckets are best exchanged from now on."""
+        assert self.groups is not None
+        if not buckets or self.world == 1:
+            return
+        choice = choose(self.config, buckets, self.groups, self.meter)
+        self._chosen |= dict(zip(buckets, choice.configs, strict=True))
+        self.residuals.dissolve({parameter for bucket in buckets for parameter in bucket})
+        if self.rank == 0:
+            self._announce(choice.words)
+
+    def _config_of(self, parameters: tuple[Tensor, ...]) -> TopKConfig:
+        """How a bucket is exchanged: before the choice, if there is one, by all-reduce."""
+        if self._exact.issuperset(parameters):
+            return self.config.dense
+        return self._chosen.get(parameters, self.config.dense) if self.config.automatic else self.config
 
     def _exchange(self, g: Tensor, job: Job) -> None:
         """Exchanges one gradient in place."""
@@ -333,16 +387,16 @@ class TopKState:
             end = self.residuals.endpoint(
                 job.parameters, partial(self.make_endpoint, job.parameters), g.device, job.lr_ratio, guard
             )
-            self.config.resize_(end, job.step, job.epoch)
+            self._config_of(job.parameters).resize_(end, job.step, job.epoch)
             for link in end.links:
                 link.measure = self.measure
             layers = self.measure and self.measure_layers
             end.uplink.sizes = list(end.parts.pieces) if layers else None
             scale = None if self._scaler is None else self._scaler._scale
-            drive(exchange(end, g, self.config.topology, job.step, scale, job.used), self.groups, self.meter)
+            drive(exchange(end, g, job.step, scale, job.used), self.groups, self.meter)
         except Exception as error:
             raise RuntimeError(
-                f"lightning_topk: the {self.config.topology} exchange of {job.name} ({g.numel()} elements) "
+                f"lightning_topk: the {self._config_of(job.parameters).topology} exchange of {job.name} ({g.numel()} elements) "
                 f"failed on rank {self.rank} of {self.world}: {error} (A rank that does not answer within the timeout of "
                 f"{self._timeout} counts as lost.)"
             ) from error
@@ -352,14 +406,11 @@ class TopKState:
 
     def make_endpoint(self, parameters: tuple[Tensor, ...]) -> Endpoint:
         """The endpoint of a bucket of parameters, with empty memories."""
-        sizes = tuple(parameter.numel() for parameter in parameters)
-        like = parameters[0]
-        return self.config.endpoint(sum(sizes), self.rank, self.world, like.dtype, like.device, sizes, self.local)
-
-    @property
-    def workers(self) -> int:
-        """How many workers keep residuals: the ranks, or the nodes whose ranks exchange as one."""
-        return self.world // self.residuals.count
+        sizes, config, like = tuple(p.numel() for p in parameters), self._config_of(parameters), parameters[0]
+        exact = [number for number, p in enumerate(parameters) if p in self._exact and config.topology != "dense"]
+        return config.endpoint(
+            sum(sizes), self.rank, self.world, like.dtype, like.device, sizes, self.local, exact=exact
+        )
 
     def _take_note(self, end: Endpoint, nbytes: int) -> None:
         """Enters an exchange of a gradient of ``nbytes`` into the report."""
@@ -454,13 +505,17 @@ class TopKState:
         return None if self._dense_cost is None else self._dense_cost.seconds(report.sizes)
 
     def residual_energy(self) -> Tensor:
-        """``[2]`` float64: the sums of squares of this rank's worker and server residuals."""
+        """``[2]`` float64: the sums of squares of this rank's worker and server residuals.
+
+        The mean over the ranks of the first is the mean over the workers, also where the ranks of a node are one worker.
+        """
         energy = torch.zeros(2, dtype=torch.float64)
         for end in self.residuals.endpoints:
             for side, link in enumerate(end.links):
                 kept = link.memory.tensors().get("residual")
                 if kept is not None:
-                    energy[side] += torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
+                    shared = 1 if side else end.parts.count
+                    energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
     def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
@@ -504,7 +559,7 @@ class TopKState:
         """Goes on counting and measuring where another state of the same training ends."""
         self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
         self._dense_cost = other._dense_cost
-        self._failed_steps = other._failed_steps
+        self._failed_steps, self._chosen = other._failed_steps, other._chosen
 
     def close(self) -> None:
         """Ends the lane and gives up the process groups. The residuals stay."""
@@ -520,6 +575,11 @@ class TopKState:
 def _local_world_size(group: dist.ProcessGroup | None) -> int:
     """What torchrun says of the ranks on a node; 1 if it says nothing, or if the group is only some of the ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if group is None else 1
+
+
+def _same(buckets: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether they are of the very same parameters."""
+    return [list(map(id, bucket)) for bucket in buckets] == [list(map(id, bucket)) for bucket in others]
 
 
 def _one_config(config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
@@ -556,6 +616,7 @@ def attach(
     optimizer: Callable[[], Sequence[Optimizer]] | Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
     local_world_size: int | None = None,
+    announce: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
@@ -574,6 +635,7 @@ def attach(
             gives the optimizers at the first step, if they do not exist yet.
         scaler: See :class:`TopKState`.
         local_world_size: See :class:`TopKState`.
+        announce: See :class:`TopKState`.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Returns:
@@ -614,13 +676,15 @@ def attach(
         optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
         scaler=scaler,
         local_world_size=local_world_size,
+        announce=announce,
     )
-    state.names = {parameter: name for name, parameter in model.module.named_parameters()}
     try:
+        state.name({parameter: name for name, parameter in model.module.named_parameters()})
         model.register_comm_hook(state, topk_hook)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         state.close()
         raise
+    state.static_graph = bool(model.static_graph)
     if model.find_unused_parameters and not model.static_graph:
         state.watch_use(model.module.parameters())
     sends = tree_broadcast_sends(state.rank, state.world)

@@ -42,13 +42,14 @@ class Hosts:
     Args:
         names: Their network namespaces; None is this host's own.
         address: Where the first one listens, ``ADDRESS:PORT``.
+        ranks: On each of them.
     """
 
-    def __init__(self, names: Sequence[str | None], address: str) -> None:
-        self.names, self.address = names, address
+    def __init__(self, names: Sequence[str | None], address: str, ranks: int = 1) -> None:
+        self.names, self.address, self.ranks = names, address, ranks
 
     def run(self, module: str, *arguments: str, timeout: float = MODULE_TIMEOUT) -> list[str]:
-        """Runs ``python -m module RANK WORLD ADDRESS:PORT *arguments`` on every host.
+        """Runs ``python -m module RANK WORLD ADDRESS:PORT *arguments`` for every rank, with torchrun's ``LOCAL_WORLD_SIZE``.
 
         Args:
             module: A module of this package.
@@ -56,23 +57,26 @@ class Hosts:
             timeout: Seconds after which all are killed.
 
         Returns:
-            What each printed.
+            What each rank printed.
 
         Raises:
             RuntimeError: One of them failed.
             TimeoutError: They did not end in time.
         """
         started = []
-        for rank, name in enumerate(self.names):
+        world = len(self.names) * self.ranks
+        for rank in range(world):
+            name = self.names[rank // self.ranks]
             enter = ["ip", "netns", "exec", name] if name else []
             interface = {"GLOO_SOCKET_IFNAME": "eth0"} if name else {}
+            local = {"LOCAL_WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(rank % self.ranks)}
             started.append(
                 subprocess.Popen(
-                    [*enter, sys.executable, "-m", module, str(rank), str(len(self.names)), self.address, *arguments],
+                    [*enter, sys.executable, "-m", module, str(rank), str(world), self.address, *arguments],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
-                    env={**os.environ, **interface, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, **interface, **local, "OMP_NUM_THREADS": "1"},
                 )
             )
         try:
@@ -101,12 +105,13 @@ def local(count: int) -> Hosts:
 
 
 @contextmanager
-def emulate(count: int, rate: str) -> Iterator[Hosts]:
+def emulate(count: int, rate: str, ranks: int = 1) -> Iterator[Hosts]:
     """Makes ``count`` hosts whose links have a rate in both directions, and removes them at the end.
 
     Args:
         count: Hosts, at most 200.
         rate: As tc writes it, such as ``100mbit`` or ``1gbit``.
+        ranks: On each host; they reach each other without that link.
 
     Raises:
         RuntimeError: They could not be made.
@@ -134,7 +139,7 @@ def emulate(count: int, rate: str) -> Iterator[Hosts]:
                 _ip("-n", name, "link", "set", interface, "up")
             _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shape)
             _ip("netns", "exec", switch, "tc", "qdisc", "add", "dev", port, *shape)
-        yield Hosts(names, f"10.77.0.1:{PORT}")
+        yield Hosts(names, f"10.77.0.1:{PORT}", ranks)
 
 
 def _ip(*arguments: str) -> str:

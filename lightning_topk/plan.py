@@ -54,6 +54,7 @@ def volume(
     step: int = 0,
     epoch: int = 0,
     local: int = 1,
+    exact: Iterable[int] = (),
 ) -> Volume:
     """Predicts the bytes of a step.
 
@@ -68,12 +69,18 @@ def volume(
         step: Gradients exchanged before this one, for schedules.
         epoch: Epochs completed, for schedules.
         local: Ranks of a node.
+        exact: Elements of each bucket that belong to ``dense_parameters``; none by default.
     """
     config, sizes = config.on(world, local), [_sizes(bucket) for bucket in buckets]
-    counts = list(parameters or ())
+    counts, whole = list(parameters or ()), list(exact) or [0] * len(sizes)
     if config.scope == "model":
-        sizes, counts = [sum(sizes, ())], [sum(counts)] * bool(counts)
-    asked = [request for each in sizes for request in requests(config, each, world, local, itemsize, step, epoch)]
+        sizes, counts, whole = [sum(sizes, ())], [sum(counts)] * bool(counts), [sum(whole)]
+    asked: list[Request] = []
+    for each, uncompressed in zip(sizes, whole, strict=True):
+        if uncompressed:
+            asked.append(AllReduce(_bytes(uncompressed * itemsize), "uplink"))
+        if uncompressed < sum(each):
+            asked += requests(config, each, world, local, itemsize, step, epoch)
     asked += [AllGather(_bytes(-(-count // 8)), "uplink") for count in counts]
     sent = {"uplink": 0, "downlink": 0}
     inside = outside = dense = dense_outside = 0

@@ -33,8 +33,10 @@ class Residuals:
     """The endpoints of one rank, found by the parameters of their bucket."""
 
     def __init__(self) -> None:
-        self.count, self.local = 1, 0
-        """Parts into which the ranks of a node cut each parameter, and which of them this rank's memories are of."""
+        self.rank = 0
+        """This rank."""
+        self.counts: dict[Tensor, int] = {}
+        """Pieces into which the ranks of a node cut a parameter: this rank's memory is of piece ``rank % count``. Else 1."""
         self.steps = 0
         """Gradients exchanged so far, for schedules and selectors."""
         self.learning_rates: list[float] = []
@@ -76,7 +78,7 @@ class Residuals:
             guard: Makes what undoes skipped steps of a new endpoint, if a scaler may skip some.
         """
         if parameters not in self._live:
-            self._dissolve(set(parameters))
+            self.dissolve(set(parameters))
             end = make()
             self._fill(end, parameters, device)
             self._live[parameters] = end
@@ -96,26 +98,33 @@ class Residuals:
             undo.decide()
         self._undo.clear()
 
-    def place(self, count: int, local: int) -> None:
-        """Says which piece of every parameter the memories are of.
+    def convert(self, parameters: Iterable[Tensor], count: int) -> None:
+        """Has what parameters left be of another piece of them.
 
         Args:
-            count: Pieces, the ranks of a node; 1 if each rank exchanges for itself.
-            local: This rank's.
+            parameters: The parameters.
+            count: Pieces of each, the ranks of a node; 1 if each rank exchanges for itself.
 
         Raises:
-            ValueError: There are residuals of other pieces.
+            ValueError: What there is would have to go to other ranks.
         """
-        if (count, local) != (self.count, self.local) and (self._live or self._worker):
-            raise ValueError(
-                f"the residuals are of piece {self.local} of {self.count} of every parameter, and would now be of piece {local} "
-                f"of {count}. Go on with them by state_dict and load_state_dict, which convert them."
-            )
-        self.count, self.local = count, local
+        for p in parameters:
+            before = self.counts.get(p, 1)
+            if before != count and (self._worker.get(p) or p in self._server):
+                if count != 1:
+                    raise ValueError(
+                        f"the residuals of a parameter are of one piece of {before} and would now be of one of {count}, which other "
+                        "ranks hold. Go on with them by state_dict and load_state_dict, which convert them."
+                    )
+                # Each rank is a worker of its own now, one of `before` times as many.
+                for memory, factor in ((self._worker, before), (self._server, 1)):
+                    if p in memory:
+                        memory[p] = {name: self._whole(piece, p) * factor for name, piece in memory[p].items()}
+            self.counts[p] = count
 
     def settle(self) -> None:
         """Takes all endpoints apart and moves what they held to the CPU, until buckets with these parameters come again."""
-        self._dissolve({parameter for bucket in self._live for parameter in bucket})
+        self.dissolve({parameter for bucket in self._live for parameter in bucket})
         for parts in (self._worker, self._server):
             for memory in parts.values():
                 memory.update({name: part.cpu() for name, part in memory.items()})
@@ -128,16 +137,17 @@ class Residuals:
         """What this rank holds of each parameter that was exchanged: as a worker and as a server.
 
         Returns:
-            Two residuals ``[numel]`` for each parameter, zero where another rank of the node holds it, and the server's where
-            another rank serves. The mean over the workers (ranks, or nodes) of the first plus the sum of the second is the
-            gradient that is still to be delivered.
+            Two residuals ``[numel]`` for each parameter; the server's is zero where another rank serves. The mean over the
+            ranks of the first plus the sum of the second is the gradient that is still to be delivered. So a rank that holds a
+            piece for its node shows it times the ranks of a node, and zero elsewhere.
         """
 
-        def residual(parts: dict[str, Tensor], parameter: Tensor) -> Tensor:
-            return parts.get("residual", torch.zeros(()).expand(parameter.numel()))
+        def residual(parts: dict[str, Tensor], parameter: Tensor, count: int) -> Tensor:
+            kept = parts.get("residual", torch.zeros(()).expand(parameter.numel()))
+            return kept if count == 1 else kept * count
 
         return {
-            parameter: (residual(worker, parameter), residual(server, parameter))
+            parameter: (residual(worker, parameter, self.counts.get(parameter, 1)), residual(server, parameter, 1))
             for parameter, (worker, server) in self.parts().items()
         }
 
@@ -164,26 +174,29 @@ class Residuals:
         }
 
     def _layout(self, *parameters: Tensor) -> Parts:
-        return Parts(tuple(parameter.numel() for parameter in parameters), self.count)
+        count = self.counts.get(parameters[0], 1)
+        return Parts(tuple(parameter.numel() for parameter in parameters), count)
 
     def _whole(self, piece: Tensor, parameter: Tensor) -> Tensor:
         """A piece of a parameter at its place among ``[numel]``; zero elsewhere."""
-        if self.count == 1:
+        parts = self._layout(parameter)
+        if parts.count == 1:
             return piece
-        rows = piece.new_zeros(self.count, len(piece))
-        rows[self.local] = piece
+        rows = piece.new_zeros(parts.count, len(piece))
+        rows[self.rank % parts.count] = piece
         whole = piece.new_empty(parameter.numel())
-        reference.join_parts(rows, self._layout(parameter), whole)
+        reference.join_parts(rows, parts, whole)
         return whole
 
     def _piece(self, whole: Tensor, parameter: Tensor) -> Tensor:
         """This rank's piece of ``[numel]`` that belong to a parameter."""
-        return reference.split_parts(whole, self._layout(parameter))[self.local]
+        parts = self._layout(parameter)
+        return reference.split_parts(whole, parts)[self.rank % parts.count]
 
     def restore(
         self,
         buckets: Iterable[tuple[Tensor, ...]],
-        worker: Memories,
+        worker: Callable[[Tensor, int], dict[str, Tensor]],
         server: Memories,
         make: Callable[[tuple[Tensor, ...]], Endpoint],
     ) -> None:
@@ -191,19 +204,21 @@ class Residuals:
 
         Args:
             buckets: Parameters that were exchanged together.
-            worker: This worker's memory of each parameter, all of it.
+            worker: Gives this worker's memory of a parameter that is cut into a number of pieces, each ``[numel]``.
             server: The whole servers' memory of each parameter; the same on every rank.
             make: Makes the endpoint of a bucket.
         """
-        self._dissolve({parameter for bucket in self._live for parameter in bucket})
-        worker, server = (
-            {p: {name: self._piece(whole, p) for name, whole in memory.items()} for p, memory in side.items()}
-            for side in (worker, server)
-        )
-        self._worker, self._server = worker, {}
+        self.dissolve({parameter for bucket in self._live for parameter in bucket})
+        self._worker, self._server = {}, {}
         self.buckets, self.resumed = tuple(buckets), 2  # with static_graph; else 1
-        for bucket in self.buckets:
-            end = make(bucket)
+        ends = [make(bucket) for bucket in self.buckets]
+        for bucket, end in zip(self.buckets, ends, strict=True):
+            self.convert(bucket, end.parts.count)
+        for p in [p for bucket in self.buckets for p in bucket]:
+            kept = worker(p, self.counts[p])
+            self._worker[p] = {name: self._piece(whole, p) for name, whole in kept.items()}
+            server[p] = {name: self._piece(whole, p) for name, whole in server[p].items()}
+        for bucket, end in zip(self.buckets, ends, strict=True):
             self._fill(end, bucket, end.sizes.device)
             like = torch.zeros((), dtype=end.dtype, device=end.sizes.device)
             left = self._gather(server, bucket, "residual", like)
@@ -220,12 +235,12 @@ class Residuals:
         self._live = {bucket: end for bucket, end in self._live.items() if keep.issuperset(bucket)}
         self._undo = {bucket: undo for bucket, undo in self._undo.items() if bucket in self._live}
         self.buckets = tuple(bucket for bucket in self.buckets if keep.issuperset(bucket))
-        for parts in (self._worker, self._server):
-            for parameter in parts.keys() - keep:
-                del parts[parameter]
+        for known in (self._worker, self._server, self.counts):
+            for parameter in known.keys() - keep:
+                del known[parameter]
 
-    def _dissolve(self, parameters: set[Tensor]) -> None:
-        """Takes apart the endpoints that hold any of these parameters."""
+    def dissolve(self, parameters: set[Tensor]) -> None:
+        """Takes apart the endpoints that hold any of these parameters; their next exchange makes new ones."""
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
             self._decide(bucket)
             self._undo.pop(bucket, None)
@@ -237,6 +252,7 @@ class Residuals:
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], device: torch.device) -> None:
         """Moves what the parameters left into the memories of their new endpoint."""
+        self.convert(parameters, end.parts.count)
         worker = end.uplink.memory.tensors()
         for name, flat in worker.items():
             flat.copy_(self._gather(self._worker, parameters, name, flat))

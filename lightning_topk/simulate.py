@@ -65,8 +65,7 @@ class Cluster:
         for end in self.endpoints:
             self.config.resize_(end, self.steps, epoch)
             end.rescale_(lr_ratio)
-        topology = self.config.topology
-        self.drive([exchange(e, g, topology, self.steps) for e, g in zip(self.endpoints, outputs, strict=True)])
+        self.drive([exchange(e, g, self.steps) for e, g in zip(self.endpoints, outputs, strict=True)])
         self.steps += 1
         return outputs
 

@@ -88,7 +88,7 @@ def trained(
 def undelivered(state, net: nn.Module, world: int) -> torch.Tensor:
     kept, zero = state.residuals.held(), lambda p: (torch.zeros(p.numel()),) * 2
     worker, server = (torch.cat([kept.get(p, zero(p))[side] for p in net.parameters()]) for side in (0, 1))
-    return mean_over_ranks(worker) * (world / state.workers) + mean_over_ranks(server) * world
+    return mean_over_ranks(worker) + mean_over_ranks(server) * world
 
 
 def check_same_bits(groups, settings, mode, world=3):

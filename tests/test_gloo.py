@@ -126,23 +126,32 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, s
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
     state = attach(ddp, config, local_world_size=local)
     buckets: list[list[int]] = []  # of this step: elements of every parameter
-    hook = state.launch
-    state.launch = lambda bucket: buckets.append([p.numel() for p in bucket.parameters()]) or hook(bucket)
+    exact: list[int] = []  # of which are not compressed
+    hook, names = state.launch, {p: name for name, p in net.named_parameters()}
+
+    def launch(bucket):
+        parameters = bucket.parameters()
+        buckets.append([p.numel() for p in parameters])
+        exact.append(sum(p.numel() for p in parameters if names[p] in settings.get("dense_parameters", ())))
+        return hook(bucket)
+
+    state.launch = launch
     produced, delivered, checks = 0.0, 0.0, []
     with CountedCollectives() as counted:
         for step in range(STEPS):
             produced = produced + mean_over_ranks(local_gradient(net, mode, rank, step))
             ddp.zero_grad()
             buckets.clear()
+            exact.clear()
             counted.bytes = 0
             loss_of(ddp, mode, rank, step).backward()
             sent = counted.bytes
             parameters = [len(b) for b in buckets] if mode == "find_unused_parameters" else None
-            plan = volume(config, buckets, world, rank, parameters=parameters, local=local)
+            plan = volume(config, buckets, world, rank, parameters=parameters, local=local, exact=exact)
             checks.append((state.report(), plan, sent, every_rank(gradient(net))))
             delivered = delivered + gradient(net).double()
     held = state.residuals.held()
-    worker = mean_over_ranks(torch.cat([held[p][0] for p in net.parameters()])) * (world / state.workers)
+    worker = mean_over_ranks(torch.cat([held[p][0] for p in net.parameters()]))
     server = mean_over_ranks(torch.cat([held[p][1] for p in net.parameters()])) * world
     state.close()
 
@@ -178,6 +187,107 @@ def test_laws_hold_on_nodes_of_several_ranks(groups, nodes, local, topology, bid
 @pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
 def test_other_topologies_tell_apart_what_leaves_a_node(groups, topology):
     groups(4).run(laws, topology, topology != "allgather", "several_buckets", {"local": 2})
+
+
+EXACT = ("first.bias", "last.bias", "last.weight", "scale")
+
+
+@pytest.mark.parametrize(
+    ("topology", "bidirectional", "local"), [("sharded", True, 1), ("allgather", False, 1), ("hierarchical", True, 2)]
+)
+@modes
+@pytest.mark.parametrize("scope", ["bucket", "model"])
+def test_laws_hold_beside_parameters_that_are_not_compressed(groups, topology, bidirectional, local, mode, scope):
+    groups(4).run(laws, topology, bidirectional, mode, {"local": local, "dense_parameters": EXACT, "scope": scope})
+
+
+def uncompressed(rank: int, world: int, mode: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net, **MODES[mode])
+    state = attach(ddp, ratio=0.01, dense_parameters=["*.bias", "scale"])
+    pairs = []
+    for step in range(4):
+        expected = mean_over_ranks(local_gradient(net, mode, rank, step))
+        ddp.zero_grad()
+        loss_of(ddp, mode, rank, step).backward()
+        pairs.append((gradient(net).double(), expected))
+    state.close()
+    exact = torch.cat([torch.full((p.numel(),), p.ndim == 1 and p.numel() > 0) for p in net.parameters()])
+    for got, expected in pairs:
+        torch.testing.assert_close(got[exact], expected[exact], atol=1e-7, rtol=1e-5)
+        assert not torch.allclose(got[~exact], expected[~exact], atol=1e-7, rtol=1e-5)
+
+
+@modes
+def test_dense_parameters_get_the_mean(groups, mode):
+    groups(3).run(uncompressed, mode)
+
+
+def chosen(rank: int, world: int, settings: dict, mode: str, local: int) -> tuple:
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DistributedDataParallel(net, **MODES[mode])
+    said: list[str] = []
+    state = attach(ddp, **settings, announce=said.append, local_world_size=local)
+    produced, delivered, checks = 0.0, 0.0, []
+    for step in range(8):
+        produced = produced + mean_over_ranks(local_gradient(net, mode, rank, step))
+        ddp.zero_grad()
+        loss_of(ddp, mode, rank, step).backward()
+        delivered = delivered + gradient(net).double()
+        checks.append(every_rank(gradient(net)))
+        report = state.report()
+    buckets = state.residuals.buckets
+    ways = [state._config_of(bucket) for bucket in buckets]
+    plans = [
+        volume(way, [[p.numel() for p in bucket]], world, rank, local=local)
+        for way, bucket in zip(ways, buckets, strict=True)
+    ]
+    held = state.residuals.held()
+    left = sum(
+        mean_over_ranks(torch.cat([held[p][side] for p in net.parameters()])) * (world if side else 1)
+        for side in (0, 1)
+    )
+    state.close()
+    for gradients in checks:
+        assert all(torch.equal(each, gradients[0]) for each in gradients), "agreement"
+    assert len(state._chosen) >= 1
+    if mode != "find_unused_parameters":
+        assert report.bytes["uplink"] == sum(plan.uplink for plan in plans)
+        assert report.bytes["inter_node"] == sum(plan.inter_node for plan in plans)
+    torch.testing.assert_close(delivered + left, produced, atol=1e-6, rtol=1e-5)
+    assert len(said) == (rank == 0)
+    return [(way.topology, way.ratio) for way in ways]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"topology": "auto", "ratio": 0.05}, {"topology": "auto", "ratio": "auto"}, {"ratio": "auto"}]
+)
+@pytest.mark.parametrize("local", [1, 2])
+@modes
+def test_all_ranks_choose_the_same_and_lose_nothing(groups, settings, local, mode):
+    first, *others = groups(4).run(chosen, settings, mode, local)
+    assert all(other == first for other in others)
+    if "topology" not in settings:
+        assert {topology for topology, _ in first} == {"sharded"}
+
+
+@pytest.mark.parametrize("way", ["dense", "sharded", "hierarchical"])
+def test_whatever_is_chosen_loses_nothing(groups, way):
+    groups(4).run(forced, way)
+
+
+def forced(rank: int, world: int, way: str) -> None:
+    """As if it had been measured to be the fastest, where the ranks of a node are of different opinions."""
+    from lightning_topk import choose
+
+    def trial(config, bucket, groups, meter):
+        return 0.1 * rank + (1.0 if config.topology == way else 2.0)
+
+    with mock.patch.object(choose, "trial", trial), mock.patch.object(choose, "PATIENCE", 100):
+        found = chosen(rank, world, {"topology": "auto"}, "several_buckets", 2)
+    assert {topology for topology, _ in found} == {way}
 
 
 @routes
@@ -227,7 +337,7 @@ def same_as_simulated(rank: int, world: int, topology: str, bidirectional: bool,
     for step in range(4):
         given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = given[rank].clone()
-        drive(exchange(end, mine, topology), groups, Meter())
+        drive(exchange(end, mine), groups, Meter())
         results.append((mine, simulated.step(given)[rank]))
     for real, imagined in results:
         assert torch.equal(real, imagined)
@@ -572,7 +682,7 @@ def regrouped(rank: int, world: int, topology: str, local: int = 1) -> None:
     config = TopKConfig(ratio=0.05, topology=topology)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (700, 1, 300, 64, 2000)]
     residuals, delivered, produced = Residuals(), {}, {}
-    residuals.place(local, rank % local)
+    residuals.rank = rank
     groups = Groups(dist.group.WORLD).divided(None, None, local, hierarchy=local > 1)
     for step, order in enumerate(([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [4, 2, 0])):
         for group in (order[:2], order[2:]):
@@ -587,12 +697,12 @@ def regrouped(rank: int, world: int, topology: str, local: int = 1) -> None:
             end = residuals.endpoint(bucket, make, torch.device("cpu"))
             g = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
             mean = mean_over_ranks(g)
-            drive(exchange(end, g, topology), groups, Meter())
+            drive(exchange(end, g), groups, Meter())
             for parts, whole in ((produced, mean), (delivered, g.double())):
                 for i, part in zip(group, whole.split([p.numel() for p in bucket]), strict=True):
                     parts[i] = parts.get(i, 0) + part
     held = residuals.held()
-    kept = [mean_over_ranks(local * w.double() + world * s.double()) for w, s in (held[p] for p in parameters)]
+    kept = [mean_over_ranks(w.double() + world * s.double()) for w, s in (held[p] for p in parameters)]
     for i, left in enumerate(kept):
         torch.testing.assert_close(delivered[i] + left, produced[i], atol=1e-5, rtol=1e-5)
 

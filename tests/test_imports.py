@@ -22,7 +22,7 @@ LAYERS = [
     {"exchange"},
     {"config"},
     {"collectives", "simulate", "undo", "plan"},
-    {"residuals"},
+    {"residuals", "choose"},
     {"checkpoint"},
     {"hook"},
     {"metrics", "strategy", "fabric"},
@@ -51,6 +51,7 @@ LAYERS = [
 ALLOWED = {
     "torch.distributed": {
         "collectives",
+        "choose",
         "checkpoint",
         "hook",
         "strategy",

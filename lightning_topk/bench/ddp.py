@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.bench.peers import ONE_BUCKET, PEERS
-from lightning_topk.config import TopKConfig
 from lightning_topk.hook import TopKState
 from lightning_topk.plan import volume
 
@@ -109,15 +108,16 @@ def timed(peer: str, options: dict[str, Any], rank: int, world: int) -> dict[str
         found["exchange"] = min(report.seconds for report in last)
         found["hidden"] = 1 - sum(r.exposed_seconds for r in last) / sum(r.seconds for r in last)
         found["counted"] = sum(r.bytes["uplink"] + r.bytes["downlink"] for r in last) / counted
-        buckets = [sum(p.numel() for p in bucket) for bucket in state.residuals.buckets]
-        plan = volume(TopKConfig(ratio=options["ratio"], wire=state.config.wire), buckets, world, rank)
+        buckets = [[p.numel() for p in bucket] for bucket in state.residuals.buckets]
+        plan = volume(state.config, buckets, world, rank, local=state.local)
         found["predicted"], found["buckets"] = plan.uplink + plan.downlink, len(buckets)
+        found["leaving"] = plan.inter_node
         state.close()
     return found
 
 
 def _sent() -> int:
-    """Bytes that left this host's interface so far; zero where hosts are not emulated."""
+    """Bytes that left this host's interface so far, of all its ranks; zero where hosts are not emulated."""
     return int(COUNTER.read_text()) if os.environ.get("GLOO_SOCKET_IFNAME") == "eth0" else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,13 +60,15 @@ def _naive(model: DistributedDataParallel, ratio: float) -> None:
     model.register_comm_hook(NaiveTopK(ratio), naive_topk_hook)
 
 
-def _ours(wire: str) -> Callable[[DistributedDataParallel, float], TopKState]:
-    return lambda model, ratio: attach(model, ratio=ratio, wire=wire, init_sync=False)
+def _ours(**settings: Any) -> Callable[[DistributedDataParallel, float], TopKState]:
+    return lambda model, ratio: attach(model, ratio=ratio, init_sync=False, **settings)
 
 
 PEERS: dict[str, Callable[[DistributedDataParallel, float], TopKState | None]] = {
-    "ours": _ours("bf16"),
-    "ours, int8": _ours("int8"),
+    "ours": _ours(),
+    "ours, int8": _ours(wire="int8"),
+    "ours, hierarchical": _ours(topology="hierarchical"),
+    "ours, auto": _ours(topology="auto"),
     "DDP": lambda model, ratio: None,
     "fp16 hook": _fp16,
     "PowerSGD 1": _power_sgd(1),
@@ -73,6 +76,9 @@ PEERS: dict[str, Callable[[DistributedDataParallel, float], TopKState | None]] =
     "naive top-k": _naive,
 }
 """Has a wrapped model exchange its gradients so; ours returns its state."""
+
+ON_NODES = {"ours, hierarchical"}
+"""Those that differ from the others only where a host has several ranks."""
 
 ONE_BUCKET = {"PowerSGD 1", "PowerSGD 4"}
 """PowerSGD's hook hangs on gloo with several buckets: it gets one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_topk.bench.hosts import check_peers, judge, steps
-from lightning_topk.bench.peers import PEERS
+from lightning_topk.bench.peers import ON_NODES, PEERS
 from lightning_topk.hosts import local
 from lightning_topk.reproduce.result import Result
 
@@ -16,7 +16,7 @@ def run(
     ratio: float = 0.001,
     bucket_cap_mb: float = 128,
     seconds: float = 5,
-    peers: Sequence[str] = tuple(PEERS),
+    peers: Sequence[str] | None = None,
 ) -> Result:
     """Times them.
 
@@ -26,11 +26,12 @@ def run(
         ratio: Kept fraction.
         bucket_cap_mb: DDP's. By default the model is one bucket: there is no backward to hide behind, so latency is paid once.
         seconds: Time for each peer, about.
-        peers: Which of :data:`lightning_topk.bench.peers.PEERS`.
+        peers: Which of :data:`lightning_topk.bench.peers.PEERS`. Default: all that make a difference.
 
     Raises:
         ValueError: A peer is unknown.
     """
+    peers = peers or [peer for peer in PEERS if peer not in ON_NODES]
     check_peers(peers)
     result = Result(
         "step",

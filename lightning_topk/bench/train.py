@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from lightning_topk import hosts
-from lightning_topk.bench.peers import ONE_BUCKET, PEERS
+from lightning_topk.bench.peers import ON_NODES, ONE_BUCKET, PEERS
 from lightning_topk.reproduce.result import Check, Result
 
 WARMUP = 4
@@ -75,7 +75,7 @@ def run(
         "steps": steps,
     }
     found: dict[str, dict[str, float]] = {}
-    for peer in tqdm(PEERS, desc="train", leave=False):
+    for peer in tqdm([peer for peer in PEERS if peer not in ON_NODES], desc="train", leave=False):
         arguments = ("lightning_topk.bench.train", json.dumps({**options, "peer": peer}))
         if rate:
             with hosts.emulate(workers, rate) as group:
