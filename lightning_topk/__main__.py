@@ -1,4 +1,4 @@
-"""Command line: ``python -m lightning_topk`` ``plan --params 25e6 --workers 4``, ``reproduce NAME`` or ``bench NAME``."""
+"""Command line: ``python -m lightning_topk`` ``plan``, ``reproduce NAME``, ``bench NAME`` or ``simulate``."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_topk.advice import Cluster, forecasts, parameter_sizes, sentence, table
 from lightning_topk.bench import BENCHES, bench
 from lightning_topk.config import TopKConfig
-from lightning_topk.plan import volume
+from lightning_topk.costs import Links, bytes_per_second, load_costs
 from lightning_topk.reproduce import CLAIMS, report, reproduce
+from lightning_topk.reproduce.result import markdown
 
 
 def main() -> None:
     """Runs the command that was asked for."""
     parser = argparse.ArgumentParser(prog="python -m lightning_topk", description="Top-k gradient exchange.")
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="bytes that a rank will send in a step, by topology")
-    plan.add_argument("--params", type=float, required=True, help="parameters of the model, such as 25e6")
-    plan.add_argument("--workers", type=int, required=True, help="number of ranks")
-    plan.add_argument(
-        "--ratio", type=float, default=0.001, help="fraction that each worker sends (default: %(default)s)"
-    )
-    plan.add_argument("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
-    plan.add_argument("--wire", default="bf16", help="format of values (default: %(default)s)")
+    _add_plan(commands)
     claims = commands.add_parser("reproduce", help="the claims of the papers, reproduced or refuted")
     claims.add_argument("names", nargs="*", choices=[*CLAIMS, []], metavar="NAME", help=", ".join(CLAIMS))
     claims.add_argument("--all", action="store_true", help="all of them")
@@ -54,9 +49,28 @@ def main() -> None:
         report(arguments.out)
         print(f"report: {arguments.out / 'report.md'}")
         return
-    if arguments.params < 1 or arguments.workers < 1:
-        parser.error("--params and --workers must be at least 1")
     print_plan(arguments)
+
+
+def _add_plan(commands: Any) -> None:
+    """Declares ``plan``."""
+    plan = commands.add_parser("plan", help="bytes, times and memory of every topology, before the run")
+    plan.add_argument("--model", help="of torchvision, such as resnet50")
+    plan.add_argument("--module", help="a class such as mine.models.Net, called without arguments")
+    plan.add_argument("--params", type=_count, help="parameters of the model, such as 25e6")
+    plan.add_argument("--nodes", "--workers", type=int, required=True, help="how many")
+    plan.add_argument("--gpus-per-node", type=int, default=1, help="ranks on each (default: %(default)s)")
+    plan.add_argument("--inter", default="10gbit", help="speed of a node's network (default: %(default)s)")
+    plan.add_argument(
+        "--intra", default="300gbyte", help="speed of a rank's link inside its node (default: %(default)s)"
+    )
+    plan.add_argument("--ratio", type=float, nargs="+", default=[0.001, 0.01], help="fractions that workers send")
+    plan.add_argument("--server-ratio", type=float, help="fraction that servers send (default: the same)")
+    plan.add_argument("--wire", default="bf16", help="format of values (default: %(default)s)")
+    plan.add_argument("--compute-ms", type=float, default=0, help="time of forward, backward and optimizer")
+    plan.add_argument("--bucket-cap-mb", type=float, default=25, help="DDP's buckets, MiB (default: %(default)s)")
+    plan.add_argument("--device", default="cuda", choices=["cpu", "cuda"], help="where gradients live")
+    plan.add_argument("--costs", type=Path, help="file of constants, instead of the one that bench costs wrote")
 
 
 def _add_bench(commands: Any) -> None:
@@ -72,6 +86,17 @@ def _add_bench(commands: Any) -> None:
             one.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where")
             one.add_argument("--ratios", type=float, nargs="+", default=[0.001, 0.01], help="kept fractions")
             one.add_argument("--threads", type=int, default=1, help="of the CPU")
+            continue
+        if name == "costs":
+            one.add_argument("--workers", type=int, default=4, help="processes at a time: the ranks of a node")
+            one.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where gradients live")
+            one.add_argument("--out", type=Path, help="file of constants, instead of the one that plan reads")
+            continue
+        if name == "model":
+            one.add_argument("--hosts", type=int, default=2, help="how many")
+            one.add_argument("--ranks", type=int, default=2, help="on each host")
+            one.add_argument("--rates", "--rate", nargs="+", default=["100mbit", "1gbit", "10gbit"], help="of links")
+            one.add_argument("--costs", type=Path, help="file of constants, instead of the one that bench costs wrote")
             continue
         one.add_argument("--ratio", type=float, default=0.001, help="kept fraction")
         cap = 25 if name == "train" else 128
@@ -111,22 +136,24 @@ def run_bench(arguments: argparse.Namespace) -> None:
 
 
 def print_plan(arguments: argparse.Namespace) -> None:
-    """Prints bytes of rank 0, the busiest, for every topology."""
-    print(f"{'topology':<15}{'direction':<16}{'uplink B':>14}{'downlink B':>14}{'dense B':>16}{'saving':>10}")
-    for topology in ("sharded", "single_server", "allgather"):
-        for bidirectional in (True, False):
-            if topology == "allgather" and bidirectional:
-                continue
-            config = TopKConfig(
-                ratio=arguments.ratio,
-                server_ratio=arguments.server_ratio if bidirectional else None,
-                bidirectional=bidirectional,
-                wire=arguments.wire,
-                topology=topology,
-            )
-            v = volume(config, [int(arguments.params)], arguments.workers)
-            direction = "bidirectional" if bidirectional else "unidirectional"
-            print(f"{topology:<15}{direction:<16}{v.uplink:>14,}{v.downlink:>14,}{v.dense:>16,}{v.saving:>9.1f}x")
+    """Prints what every topology will cost, and which to use; ends with a sentence if it cannot."""
+    try:
+        sizes = parameter_sizes(arguments.model, arguments.module, arguments.params)
+        if arguments.nodes < 1 or arguments.gpus_per_node < 1 or arguments.nodes * arguments.gpus_per_node < 2:
+            raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
+        links = Links(bytes_per_second(arguments.inter), bytes_per_second(arguments.intra))
+        costs = load_costs(arguments.device, arguments.costs)
+        cluster = Cluster(arguments.nodes, arguments.gpus_per_node, links, costs)
+        base = TopKConfig(server_ratio=arguments.server_ratio, wire=arguments.wire)
+        compute = arguments.compute_ms / 1000
+        found = forecasts(sizes, cluster, arguments.ratio, compute, base, arguments.bucket_cap_mb)
+    except ValueError as error:
+        raise SystemExit(f"plan: {error}") from error
+    print(
+        f"{sum(sizes):,} parameters, float32; {arguments.nodes} nodes of {arguments.gpus_per_node} ranks, {arguments.inter} between, "
+        f"{arguments.intra} inside.\nTimes are predictions; constants: {costs.source}.\n"
+    )
+    print(f"{markdown(table(found, compute))}\n\n{sentence(found, compute)}")
 
 
 if __name__ == "__main__":

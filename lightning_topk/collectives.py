@@ -130,6 +130,10 @@ def drive(exchange: Exchange, groups: Groups, meter: Meter) -> None:
 def perform(request: Request, group: dist.ProcessGroup, rank: int, world: int) -> Tensor | None:
     """Performs one request as a collective and returns its reply (see the request's class)."""
     payload = request.payload
+    if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
+        # gloo knows most collectives on the CPU only: there and back, and the host waits.
+        reply = perform(replace(request, payload=payload.cpu()), group, rank, world)
+        return None if reply is None else reply.to(payload.device)
     if isinstance(request, AllToAll):
         received = torch.empty_like(payload)
         dist.all_to_all_single(received, payload, group=group)

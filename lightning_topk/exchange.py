@@ -24,6 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -335,8 +336,9 @@ class Endpoint:
     """Scalar bool: whether what the last exchange delivered is finite; the same on every rank."""
 
     def __post_init__(self) -> None:
-        starts = self.sizes.cumsum(0) - self.sizes
-        self.starts = starts[self.sizes > 0]
+        ends = accumulate(self.parts.sizes)
+        starts = [end - size for end, size in zip(ends, self.parts.sizes, strict=True) if size]
+        self.starts = torch.tensor(starts, device=self.sizes.device)
         """``[parameters that have elements]`` int64: where each begins."""
 
     def spread(self, flags: Tensor) -> Tensor:
@@ -384,7 +386,10 @@ def hierarchical(end: Endpoint, g: Tensor) -> Exchange:
     assert end.reply is not None
     rows = reference.split_parts(g, end.parts)
     received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
-    part = received.view(g.dtype).to(end.dtype).sum(dim=0).div_(end.parts.count)
+    part, *others = received.view(g.dtype).to(end.dtype)
+    for other in others:
+        part += other
+    part /= end.parts.count
     replies = yield from _served(end, part, "peers")
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from lightning_topk.costs import bytes_per_second
+
 PORT = 29400
 MODULE_TIMEOUT = 600.0
 
@@ -30,10 +32,10 @@ def bits_per_second(rate: str) -> float:
     Raises:
         ValueError: It is not a number with ``kbit``, ``mbit`` or ``gbit``.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.lower())
-    if not found or float(found[1]) == 0:
+    found = re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate.lower())
+    if not found:
         raise ValueError(f"rate {rate!r} is none; write it like 100mbit, 1gbit or 2.5gbit.")
-    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+    return 8 * bytes_per_second(rate)
 
 
 class Hosts:

@@ -8,6 +8,8 @@ wire   bits and bytes against their entropy; encoding, decoding and aggregation
 step   steps of DDP with each of the peers, as processes on this host: no slow link
 hosts  the same on emulated hosts, whose links have a rate; bytes as the interfaces count them
 train  whole Trainer steps of a torchvision model, on this host or on emulated ones
+costs  the constants by which ``plan`` predicts times, measured here and stored
+model  how wrong those predictions are, on emulated hosts
 ===== =====================================================================================================
 
 Machines are noisy: what is judged are ratios of times taken in one run. What misses its target, and every peer that is faster, is
@@ -29,7 +31,7 @@ import torch
 from lightning_topk.plots import draw
 from lightning_topk.reproduce.result import Result, plain
 
-BENCHES = ["select", "wire", "step", "hosts", "train"]
+BENCHES = ["select", "wire", "step", "hosts", "train", "costs", "model"]
 """Names of the benches."""
 
 
