@@ -6,9 +6,11 @@ import argparse
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from lightning_topk import scale
 from lightning_topk.advice import Cluster, forecasts, parameter_sizes, sentence, table
 from lightning_topk.bench import BENCHES, bench
 from lightning_topk.config import TopKConfig
@@ -33,9 +35,13 @@ def main() -> None:
     )
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     _add_bench(commands)
+    _add_simulate(commands)
     arguments = parser.parse_args()
     if arguments.command == "bench":
         run_bench(arguments)
+        return
+    if arguments.command == "simulate":
+        run_simulate(arguments)
         return
     if arguments.command == "reproduce":
         names = CLAIMS if arguments.all else arguments.names
@@ -118,6 +124,39 @@ def _add_bench(commands: Any) -> None:
             one.add_argument("--workers", type=int, default=2, help="processes")
         if name == "train":
             one.add_argument("--rate", help="of the links of emulated hosts, such as 1gbit; else they share this host")
+
+
+def _add_simulate(commands: Any) -> None:
+    """Declares ``simulate``."""
+    one = commands.add_parser(
+        "simulate", help="many workers in one process", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    one.add_argument("--workers", type=int, default=64, help="simulated workers")
+    one.add_argument("--gpus-per-node", type=int, default=1, help="workers on each node")
+    one.add_argument("--ratio", type=float, default=0.001, help="fraction that workers send")
+    one.add_argument("--topology", default="sharded", choices=["sharded", "hierarchical", "single_server", "allgather"])
+    one.add_argument("--model", default="wide mlp", choices=["mlp", "wide mlp", "cnn", "lstm"], help="learns digits")
+    one.add_argument("--steps", type=int, default=60, help="of training")
+    one.add_argument("--lr", type=float, default=0.3, help="learning rate of SGD")
+    one.add_argument("--batch-size", type=int, default=10, help="examples a worker and step")
+    one.add_argument(
+        "--time-params", type=_count, default=25_000_000, help="parameters of the model in the plot of times"
+    )
+    one.add_argument("--device", default="cuda", choices=["cpu", "cuda"], help="whose constants predict times")
+    one.add_argument("--out", type=Path, default=Path("simulated"), help="folder for files")
+
+
+def run_simulate(arguments: argparse.Namespace) -> None:
+    """Simulates and prints; ends with a sentence if it cannot."""
+    options = {key: value for key, value in vars(arguments).items() if key not in ("command", "out")}
+    begin = time.perf_counter()
+    try:
+        result = scale.run(**options)
+    except (RuntimeError, ValueError) as error:
+        raise SystemExit(f"simulate: {error}") from error
+    result.seconds, result.command = time.perf_counter() - begin, " ".join(["simulate", *sys.argv[2:]])
+    result.write(arguments.out)
+    print(f"{result.text()}\n\nfiles: {arguments.out / 'simulate.json'}, {arguments.out / 'simulate.png'}")
 
 
 def _count(text: str) -> int:

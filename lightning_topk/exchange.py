@@ -264,9 +264,12 @@ def mean(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) -> Te
     exact = workers.bit_count() == 1  # then dividing first gives the same bits, and costs nothing
     if exact:
         value = value / workers
-    # Worker by worker: within one, no two values other than padding's zeros share a position, so the sum has one order.
-    for worker in range(workers):
-        total.scatter_add_(0, index[worker], value[worker])
+    if total.device.type == "cpu":  # where one entry is added after the other
+        total.scatter_add_(0, index.view(-1), value.view(-1))
+    else:
+        # Worker by worker: within one, no two values other than padding's zeros share a position, so the sum has one order.
+        for worker in range(workers):
+            total.scatter_add_(0, index[worker], value[worker])
     if exact:
         return total
     # Only what was written is divided; where several workers wrote, the same quotient is written as often.

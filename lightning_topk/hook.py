@@ -43,6 +43,7 @@ from lightning_topk.collectives import (
 )
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import Endpoint, exchange
+from lightning_topk.plan import Volume, volume
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Schedule
 from lightning_topk.undo import Steps, Undo
@@ -458,6 +459,19 @@ class TopKState:
         """What undoes the steps that the scaler skips, for a bucket's endpoint."""
         assert self._scaler is not None
         return Undo(end, parameters, Steps.of(self._scaler), self._last_optimizers)
+
+    def predicted(self) -> Volume:
+        """The bytes of the next step, if it exchanges the buckets of the last, as this rank sends them."""
+        total = Volume(0, 0, 0, 0, 0, 0)
+        for bucket in self.residuals.buckets:
+            config, sizes = self._config_of(bucket), [p.numel() for p in bucket]
+            exact = sum(p.numel() for p in bucket if p in self._exact) if config.topology != "dense" else 0
+            parameters = None if self._used is None else [len(bucket)]
+            when = self.residuals.steps, self._epoch()
+            total += volume(
+                config, [sizes], self.world, self.rank, bucket[0].itemsize, parameters, *when, self.local, [exact]
+            )
+        return total
 
     @property
     def nonfinite_steps(self) -> int:

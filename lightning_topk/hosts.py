@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from lightning_topk.costs import bytes_per_second
@@ -65,22 +65,11 @@ class Hosts:
             RuntimeError: One of them failed.
             TimeoutError: They did not end in time.
         """
-        started = []
-        world = len(self.names) * self.ranks
+        world, started = len(self.names) * self.ranks, []
         for rank in range(world):
-            name = self.names[rank // self.ranks]
-            enter = ["ip", "netns", "exec", name] if name else []
-            interface = {"GLOO_SOCKET_IFNAME": "eth0"} if name else {}
+            command = [sys.executable, "-m", module, str(rank), str(world), self.address, *arguments]
             local = {"LOCAL_WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(rank % self.ranks)}
-            started.append(
-                subprocess.Popen(
-                    [*enter, sys.executable, "-m", module, str(rank), str(world), self.address, *arguments],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env={**os.environ, **interface, **local, "OMP_NUM_THREADS": "1"},
-                )
-            )
+            started.append(self.start(rank // self.ranks, command, local))
         try:
             outputs = [process.communicate(timeout=timeout) for process in started]
         except subprocess.TimeoutExpired:
@@ -92,6 +81,25 @@ class Hosts:
             if process.returncode:
                 raise RuntimeError(f"{module} failed on one of {len(self.names)} hosts:\n{errors[-2000:]}")
         return [output for output, _ in outputs]
+
+    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Starts a process on a host, with its output in pipes.
+
+        Args:
+            host: Which one, from 0.
+            command: The command.
+            environment: Variables beside those of this process.
+        """
+        name = self.names[host]
+        enter = ["ip", "netns", "exec", name] if name else []
+        interface = {"GLOO_SOCKET_IFNAME": "eth0"} if name else {}
+        return subprocess.Popen(
+            [*enter, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **interface, "OMP_NUM_THREADS": "1", **environment},
+        )
 
     def sent_bytes(self) -> list[int]:
         """Bytes that left the interface of each emulated host so far."""

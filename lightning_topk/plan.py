@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class Volume:
     intra_node: int
     inter_node: int
     dense_inter_node: int
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @property
     def saving(self) -> float:

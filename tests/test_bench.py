@@ -66,6 +66,8 @@ def test_hosts_checks_bytes_against_the_interface(tmp_path):
     arguments = [
         "--hosts",
         "2",
+        "--ranks",
+        "2",
         "--rate",
         "1gbit",
         "--numel",
@@ -76,6 +78,7 @@ def test_hosts_checks_bytes_against_the_interface(tmp_path):
         "0",
         "--peers",
         "ours",
+        "ours, hierarchical",
         "DDP",
     ]
     done = subprocess.run(
@@ -101,8 +104,9 @@ def test_hosts_checks_bytes_against_the_interface(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "r.json").read_text())
     judged = {check["statement"]: check["holds"] for check in result["checks"]}
-    assert judged["bytes counted are bytes predicted, 1gbit"]
-    assert judged["the interface counts little more, 1gbit"]
+    for peer in ("ours", "ours, hierarchical"):
+        assert judged[f"bytes counted are bytes predicted, {peer}, 1gbit"]
+        assert judged[f"the interface counts little more, {peer}, 1gbit"]
     assert (tmp_path / "r.png").stat().st_size > 0
     assert "python -m lightning_topk bench hosts --hosts 2" in done.stdout
 

@@ -240,10 +240,7 @@ def chosen(rank: int, world: int, settings: dict, mode: str, local: int) -> tupl
         report = state.report()
     buckets = state.residuals.buckets
     ways = [state._config_of(bucket) for bucket in buckets]
-    plans = [
-        volume(way, [[p.numel() for p in bucket]], world, rank, local=local)
-        for way, bucket in zip(ways, buckets, strict=True)
-    ]
+    plan = state.predicted()
     held = state.residuals.held()
     left = sum(
         mean_over_ranks(torch.cat([held[p][side] for p in net.parameters()])) * (world if side else 1)
@@ -253,9 +250,8 @@ def chosen(rank: int, world: int, settings: dict, mode: str, local: int) -> tupl
     for gradients in checks:
         assert all(torch.equal(each, gradients[0]) for each in gradients), "agreement"
     assert len(state._chosen) >= 1
-    if mode != "find_unused_parameters":
-        assert report.bytes["uplink"] == sum(plan.uplink for plan in plans)
-        assert report.bytes["inter_node"] == sum(plan.inter_node for plan in plans)
+    assert report.bytes["uplink"] == plan.uplink
+    assert report.bytes["inter_node"] == plan.inter_node
     torch.testing.assert_close(delivered + left, produced, atol=1e-6, rtol=1e-5)
     assert len(said) == (rank == 0)
     return [(way.topology, way.ratio) for way in ways]

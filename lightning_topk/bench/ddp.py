@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.bench.peers import ONE_BUCKET, PEERS
 from lightning_topk.hook import TopKState
-from lightning_topk.plan import volume
 
 COLUMNS = 1024
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 WARMUPS = {"DDP": 1, "fp16 hook": 1, "naive top-k": 1}
 WARMUP = 4
-"""Steps that are not counted: DDP regroups its buckets after the first, PowerSGD starts with the third, residuals fill up."""
+"""Steps that are not counted: DDP regroups its buckets after the first, PowerSGD starts with the third, ours may measure, residuals
+fill up."""
 
 
 class _Given(torch.autograd.Function):
@@ -108,9 +108,8 @@ def timed(peer: str, options: dict[str, Any], rank: int, world: int) -> dict[str
         found["exchange"] = min(report.seconds for report in last)
         found["hidden"] = 1 - sum(r.exposed_seconds for r in last) / sum(r.seconds for r in last)
         found["counted"] = sum(r.bytes["uplink"] + r.bytes["downlink"] for r in last) / counted
-        buckets = [[p.numel() for p in bucket] for bucket in state.residuals.buckets]
-        plan = volume(state.config, buckets, world, rank, local=state.local)
-        found["predicted"], found["buckets"] = plan.uplink + plan.downlink, len(buckets)
+        plan = state.predicted()
+        found["predicted"], found["buckets"] = plan.uplink + plan.downlink, len(state.residuals.buckets)
         found["leaving"] = plan.inter_node
         state.close()
     return found

@@ -182,6 +182,7 @@ class Run:
         downlink_bytes: Bytes from a server to the workers, likewise.
         union: Entries that were delivered and not zero, step by step.
         seen: What ``observe`` returned, step by step.
+        curve: Step, training loss and accuracy, every so often.
     """
 
     loss: float
@@ -190,6 +191,7 @@ class Run:
     downlink_bytes: float
     union: list[int] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
 
 
 def train(
@@ -203,6 +205,8 @@ def train(
     momentum: float = 0.0,
     observe: Callable[[Cluster, list[Tensor]], Any] | None = None,
     images: Path | None = None,
+    local: int = 1,
+    points: int = 0,
 ) -> Run:
     """Trains by SGD with a constant learning rate, as the thesis does.
 
@@ -217,14 +221,17 @@ def train(
         momentum: The optimizer's own.
         observe: Called before each exchange with the cluster and the workers' gradients.
         images: A folder of images to learn, see :func:`image_folder`; default: :func:`digits`.
+        local: Workers on each simulated node.
+        points: How often to evaluate on the way.
     """
     problem = Problem(model, seed, None if images is None else image_folder(images))
     theta, velocity = problem.start, torch.zeros_like(problem.start)
-    cluster = Cluster(config, workers, len(theta))
+    sizes = tuple(parameter.numel() for parameter in problem.parameters)
+    cluster = Cluster(config, workers, len(theta), local=local, sizes=sizes)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run(float("inf"), 0.0, 0.0, 0.0)
-    for step in range(steps):
+    for step in tqdm(range(steps), desc=f"{workers} workers", unit="step", leave=False, disable=not points):
         batches = torch.randint(examples, (workers, batch), generator=generator)
         gradients = problem.gradients(theta, batches)
         if observe is not None:
@@ -233,6 +240,8 @@ def train(
         run.union.append(int(delivered.count_nonzero()))
         velocity = momentum * velocity + delivered
         theta = theta - lr * velocity
+        if points and (step + 1) % max(1, steps // points) == 0:
+            run.curve.append((step + 1, *problem.evaluate(theta)))
     if theta.isfinite().all():
         run.loss, run.accuracy = problem.evaluate(theta)
     run.uplink_bytes, run.downlink_bytes = (
