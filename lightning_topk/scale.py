@@ -131,7 +131,9 @@ def run(
         )
     )
     if unions:
-        result.panels.append(Panel("union of selections / k", "step", {"": (list(range(len(unions))), unions)}))
+        result.panels.append(
+            Panel("union of selections / k", "step", {here.topology: (list(range(len(unions))), unions)})
+        )
     result.panels += _times(result, time_params, ratio, device)
     return result
 

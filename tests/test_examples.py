@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
@@ -84,11 +83,3 @@ def test_accelerate_under_torchrun():
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses[-1] < losses[0] / 2
     assert "instead of" in output
-
-
-@pytest.mark.parametrize("workers", [1, 4])
-def test_the_plan_is_printed(workers):
-    output = example("-m", "lightning_topk", "plan", "--params", "25e6", "--workers", str(workers))
-    assert len(output.splitlines()) == 6
-    if workers == 4:
-        assert "65,532" in output

@@ -1,0 +1,200 @@
+"""What is predicted before a run: bytes as they are counted, times by a model, and what to use."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topk import __main__, scale
+from lightning_topk.advice import Cluster, forecasts, parameter_sizes, recommend, sentence
+from lightning_topk.bench import costs as bench_costs
+from lightning_topk.config import TopKConfig
+from lightning_topk.costs import (
+    CPU,
+    GPU,
+    Costs,
+    Links,
+    break_even,
+    bytes_per_second,
+    ddp_buckets,
+    exchange_seconds,
+    load_costs,
+    step_seconds,
+    store_costs,
+)
+from lightning_topk.hook import attach
+
+FREE = Costs(scan=0, encode=0, decode=0, copy=0, fixed=0, latency=0, byte=0, reduce=0, efficiency=1)
+"""A machine that computes in no time: only links count."""
+
+
+@pytest.mark.parametrize(
+    ("rate", "speed"), [("8bit", None), ("1gbit", 125e6), ("2.5Gbit", 312.5e6), ("600gbyte", 6e11), ("0mbit", None)]
+)
+def test_rates_are_bits_or_bytes(rate, speed):
+    if speed is None:
+        with pytest.raises(ValueError, match="write it like 100mbit"):
+            bytes_per_second(rate)
+    else:
+        assert bytes_per_second(rate) == speed
+
+
+def test_where_computing_is_free_an_exchange_takes_what_its_bytes_take():
+    links = Links(inter=1e6, intra=1e15)
+    dense = exchange_seconds(TopKConfig(topology="dense"), [1_000_000], 4, 1, links, FREE)
+    assert dense == pytest.approx(6.0)  # a ring of four sends one and a half gradients of 4 MB from each
+    sharded, hierarchical = (
+        exchange_seconds(TopKConfig(topology=topology), [1_000_000], 4, 2, links, FREE)
+        for topology in ("sharded", "hierarchical")
+    )
+    assert sharded / hierarchical == pytest.approx(7 / 4, rel=0.02)  # 4 + 3 payloads leave a node, or 2 + 2
+
+
+def test_break_even_is_where_both_take_the_same_time():
+    config, sizes, links = TopKConfig(), [25_000_000], Links(1e9, 1e12)
+    speed = break_even(config, sizes, 4, 1, links, CPU)
+    at = Links(speed, 1e12)
+    ours, dense = (exchange_seconds(each, sizes, 4, 1, at, CPU) for each in (config, config.dense))
+    assert ours == pytest.approx(dense, rel=0.01)
+    assert break_even(config, [10], 4, 1, links, CPU) < 1e5  # latency decides
+    assert break_even(config, sizes, 4, 1, links, FREE) == float("inf")
+
+
+def test_exchanges_hide_behind_backward():
+    buckets = [[100], [100]]
+    assert step_seconds(buckets, [0.0, 0.0], compute=3.0) == pytest.approx(3.0)
+    assert step_seconds(buckets, [1.0, 0.5], compute=3.0) == pytest.approx(3.5)  # gradients come at 2 and at 3
+    assert step_seconds(buckets, [2.0, 0.5], compute=3.0) == pytest.approx(4.5)
+    assert step_seconds(buckets, [2.0, 0.5], compute=0.0) == pytest.approx(2.5)
+
+
+def grouped(rank: int, world: int) -> tuple[list[list[int]], list[list[int]]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(9)], nn.Linear(300, 2000))
+    ddp = DistributedDataParallel(net, bucket_cap_mb=1)
+    state = attach(ddp, ratio=0.01)
+    for _ in range(3):
+        ddp(torch.randn(2, 300)).sum().backward()
+    found = [[p.numel() for p in bucket] for bucket in state.residuals.buckets]
+    state.close()
+    return found, ddp_buckets([p.numel() for p in net.parameters()], cap_mb=1)
+
+
+def test_buckets_are_those_that_ddp_builds(groups):
+    for found, expected in groups(2).run(grouped):
+        assert len(found) > 3
+        # DDP takes gradients in the order in which they come: a layer's bias may come before its weight.
+        assert [sorted(bucket) for bucket in found] == [sorted(bucket) for bucket in expected]
+
+
+def test_constants_are_stored_and_found_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_costs("cpu") == CPU
+    assert load_costs("cuda") == GPU
+    store_costs(FREE, tmp_path / "lightning_topk" / "costs-cpu.json")
+    assert load_costs("cpu") == FREE
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json holds no constants"):
+        load_costs("cpu", tmp_path / "other.json")
+
+
+def test_constants_are_fitted_to_what_was_timed():
+    links = Links(1e15, 1e15)
+    seconds = [exchange_seconds(config, [numel], 4, local, links, CPU) for config, numel, local in bench_costs.cases(4)]
+    found, error = bench_costs.fit(seconds, 4)
+    assert error < 1e-3
+    for name, value in found.items():
+        assert value == pytest.approx(getattr(CPU, name), rel=0.05), name
+
+
+def found_for(sizes, nodes, ranks, inter, compute=0.0, costs=GPU):
+    cluster = Cluster(nodes, ranks, Links(bytes_per_second(inter), 6e11), costs)
+    return forecasts(sizes, cluster, (0.001, 0.01), compute)
+
+
+def test_what_is_recommended_depends_on_the_links():
+    sizes = parameter_sizes(model="resnet50")
+    assert sum(sizes) == 25_557_032
+    slow = found_for(sizes, 4, 8, "10gbit")
+    assert recommend(slow).config.topology == "hierarchical"
+    assert "instead of" in sentence(slow, 0.0)
+    hidden = found_for(sizes, 4, 8, "400gbit", compute=0.5)
+    assert recommend(hidden).config.topology == "dense"
+    assert sentence(hidden, 0.5).startswith("Use DDPStrategy: a step takes 50")
+    assert "which backward hides" in sentence(hidden, 0.5)
+    assert all(each.residuals > 0 for each in slow[1:])
+    one, other = (next(e for e in slow if e.config.topology == t) for t in ("sharded", "hierarchical"))
+    assert other.residuals < one.residuals / 5  # a piece for each of eight
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(10, 10), nn.Linear(5, 5).requires_grad_(False)
+
+
+def test_a_module_of_ones_own_is_counted():
+    assert parameter_sizes(module="test_plan.Net") == [100, 10]
+    for path, words in (
+        ("test_plan.Nothing", "no attribute"),
+        ("nowhere.Net", "nowhere"),
+        ("builtins.dict", "no torch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parameter_sizes(module=path)
+    with pytest.raises(ValueError, match="one of --model, --module and --params"):
+        parameter_sizes(model="resnet18", params=3)
+
+
+def run(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning_topk", *arguments])
+    __main__.main()
+
+
+def test_the_plan_is_printed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run(monkeypatch, "plan", "--params", "25e6", "--workers", "4", "--ratio", "0.001", "--compute-ms", "100")
+    out = capsys.readouterr().out
+    assert "estimates for a GPU" in out
+    assert re.search(r"sharded 0\.001 +\| 131,064 +\| 131,064 +\| 1144\.5x", out)
+    assert "step ms" in out
+    assert "Use TopKStrategy(ratio=0.001" in out
+    with pytest.raises(SystemExit, match="one rank exchanges nothing"):
+        run(monkeypatch, "plan", "--params", "25e6", "--nodes", "1")
+    with pytest.raises(SystemExit, match="torchvision has no model 'resnet0'"):
+        run(monkeypatch, "plan", "--model", "resnet0", "--nodes", "2")
+
+
+@pytest.mark.parametrize(("topology", "local"), [("sharded", 1), ("hierarchical", 2), ("allgather", 1)])
+def test_many_workers_are_simulated(monkeypatch, capsys, tmp_path, topology, local):
+    arguments = [
+        "--workers",
+        "8",
+        "--gpus-per-node",
+        str(local),
+        "--topology",
+        topology,
+        "--model",
+        "mlp",
+        "--steps",
+        "8",
+    ]
+    run(monkeypatch, "simulate", *arguments, "--out", str(tmp_path))
+    assert f"8 workers, {topology} exchange" in capsys.readouterr().out
+    result = json.loads((tmp_path / "simulate.json").read_text())
+    if topology != "allgather":
+        (union,) = result["tables"]["Union of the workers' selections over one selection"]
+        assert 1 < union["last"] <= union["workers"] == 8 // local
+    assert (tmp_path / "simulate.png").stat().st_size > 0
+    assert len(result["panels"]) == 4 + (topology != "allgather")
+
+
+def test_workers_that_make_up_no_nodes_are_refused():
+    with pytest.raises(ValueError, match="9 ranks do not make up nodes of 2"):
+        scale.run(workers=9, gpus_per_node=2, topology="hierarchical")
