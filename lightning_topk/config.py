@@ -256,13 +256,8 @@ class TopKConfig:
         sizes, clip_norm = sizes or (numel,), None if self.clip_norm is None else self.clip_norm / math.sqrt(world)
         parts, given, workers = Parts(sizes), dtype, world
         if self.topology == "hierarchical":
-            parts = Parts(sizes, local)
-            numel, rank, world, given = (
-                parts.numel,
-                rank // local,
-                world // local,
-                torch.promote_types(dtype, torch.float32),
-            )
+            parts, given = Parts(sizes, local), torch.promote_types(dtype, torch.float32)
+            numel, rank, world = parts.numel, rank // local, world // local
         layout, up, down = self.codecs(numel, world, selector=selector)
         delivered, dtype = dtype, torch.promote_types(dtype, torch.float32)
 
