@@ -265,7 +265,7 @@ def mean(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) -> Te
     if exact:
         value = value / workers
     if total.device.type == "cpu":  # where one entry is added after the other
-        total.scatter_add_(0, index.view(-1), value.view(-1))
+        total.scatter_add_(0, index.reshape(-1), value.reshape(-1))
     else:
         # Worker by worker: within one, no two values other than padding's zeros share a position, so the sum has one order.
         for worker in range(workers):

@@ -1,6 +1,4 @@
-"""Training on one GPU: NCCL with one rank, gloo with several, the side stream, a real GradScaler, SyncBatchNorm. The rest is tested on
-CPUs.
-"""
+"""Training on one GPU: NCCL with one rank, gloo with several, the side stream, a real GradScaler, SyncBatchNorm."""
 
 from __future__ import annotations
 
