@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_topk import scale
-from lightning_topk.advice import Cluster, forecasts, parameter_sizes, sentence, table
+from lightning_topk.advice import Hardware, forecasts, parameter_sizes, sentence, table
 from lightning_topk.bench import BENCHES, bench
 from lightning_topk.config import TopKConfig
 from lightning_topk.costs import Links, bytes_per_second, load_costs
@@ -182,10 +182,10 @@ def print_plan(arguments: argparse.Namespace) -> None:
             raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
         links = Links(bytes_per_second(arguments.inter), bytes_per_second(arguments.intra))
         costs = load_costs(arguments.device, arguments.costs)
-        cluster = Cluster(arguments.nodes, arguments.gpus_per_node, links, costs)
+        hardware = Hardware(arguments.nodes, arguments.gpus_per_node, links, costs)
         base = TopKConfig(server_ratio=arguments.server_ratio, wire=arguments.wire)
         compute = arguments.compute_ms / 1000
-        found = forecasts(sizes, cluster, arguments.ratio, compute, base, arguments.bucket_cap_mb)
+        found = forecasts(sizes, hardware, arguments.ratio, compute, base, arguments.bucket_cap_mb)
     except ValueError as error:
         raise SystemExit(f"plan: {error}") from error
     print(

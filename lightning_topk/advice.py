@@ -9,16 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from lightning_topk.choose import SLACK
 from lightning_topk.config import TopKConfig
 from lightning_topk.costs import Costs, Links, break_even, ddp_buckets, exchange_seconds, step_seconds
 from lightning_topk.plan import Volume, volume
 
-SLACK = 1.05
-"""How much more time a larger ratio, or none, may take than the fastest."""
-
 
 @dataclass(frozen=True)
-class Cluster:
+class Hardware:
     """Where a model shall train.
 
     Args:
@@ -111,7 +109,7 @@ def _imported(path: str) -> nn.Module:
 
 def forecasts(
     sizes: Sequence[int],
-    cluster: Cluster,
+    hardware: Hardware,
     ratios: Sequence[float] = (0.001, 0.01),
     compute: float = 0.0,
     base: TopKConfig | None = None,
@@ -121,7 +119,7 @@ def forecasts(
 
     Args:
         sizes: Elements of each parameter, in the model's order.
-        cluster: Where it trains.
+        hardware: Where it trains.
         ratios: Kept fractions.
         compute: Seconds of forward, backward and optimizer; zero if unknown.
         base: Other settings.
@@ -129,7 +127,7 @@ def forecasts(
     """
     base, buckets = base or TopKConfig(), ddp_buckets(sizes, bucket_cap_mb)
     topologies = ["sharded", "hierarchical", "single_server", "allgather"]
-    if not 1 < cluster.ranks < cluster.world:
+    if not 1 < hardware.ranks < hardware.world:
         topologies.remove("hierarchical")
     ways = [base.dense]
     for topology in topologies:
@@ -137,12 +135,12 @@ def forecasts(
         server = base.server_ratio if bidirectional else None
         way = {"topology": topology, "bidirectional": bidirectional, "server_ratio": server}
         ways += [replace(base, **way, ratio=ratio) for ratio in ratios]  # type: ignore[arg-type]
-    return [_forecast(way, buckets, cluster, compute) for way in ways]
+    return [_forecast(way, buckets, hardware, compute) for way in ways]
 
 
-def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], cluster: Cluster, compute: float) -> Forecast:
-    world, local, costs = cluster.world, cluster.ranks, cluster.costs
-    took = [exchange_seconds(config, bucket, world, local, cluster.links, costs) for bucket in buckets]
+def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float) -> Forecast:
+    world, local, costs = hardware.world, hardware.ranks, hardware.costs
+    took = [exchange_seconds(config, bucket, world, local, hardware.links, costs) for bucket in buckets]
     residuals = 0
     for bucket in buckets if config.topology != "dense" else ():
         end = config.endpoint(sum(bucket), 0, world, torch.float32, torch.device("meta"), tuple(bucket), local)
@@ -152,7 +150,7 @@ def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], cluster: Clu
         volume(config, buckets, world, local=local),
         sum(took),
         step_seconds(buckets, took, compute),
-        break_even(config, [size for bucket in buckets for size in bucket], world, local, cluster.links, costs),
+        break_even(config, [size for bucket in buckets for size in bucket], world, local, hardware.links, costs),
         residuals,
     )
 
@@ -176,20 +174,20 @@ def sentence(found: Sequence[Forecast], compute: float) -> str:
         compute: Seconds of forward, backward and optimizer; zero if unknown.
     """
     dense, best = found[0], recommend(found)
-    what = "a step" if compute else "the exchanges of a step"
+    what, take = ("a step", "takes") if compute else ("the exchanges of a step", "take")
     fastest = min(found[1:], key=lambda each: each.step)
     if best is dense:
         hidden = ", which backward hides" if compute and dense.step <= SLACK * compute else ""
         return (
-            f"Use DDPStrategy: {what} takes {1000 * dense.step:.1f} ms with all-reduce{hidden}, and {1000 * fastest.step:.1f} ms with "
+            f"Use DDPStrategy: {what} {take} {1000 * dense.step:.1f} ms with all-reduce{hidden}, and {1000 * fastest.step:.1f} ms with "
             f"the fastest compression ({fastest.name}), which loses a part of the gradient for a while."
         )
     settings = {"ratio": best.config.ratio, "topology": best.config.topology}
     words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-    return (
-        f"Use TopKStrategy({words}): {what} takes {1000 * best.step:.1f} ms instead of {1000 * dense.step:.1f} ms with all-reduce, "
-        f"since a node sends {best.volume.inter_node:,} B over the network instead of {dense.volume.inter_node:,} B."
-    )
+    said = f"Use TopKStrategy({words}): {what} {take} {1000 * best.step:.1f} ms instead of {1000 * dense.step:.1f} ms with all-reduce"
+    if not dense.volume.inter_node:
+        return f"{said}, inside the one node there is."
+    return f"{said}, since a node sends {best.volume.inter_node:,} B over the network instead of {dense.volume.inter_node:,} B."
 
 
 def table(found: Sequence[Forecast], compute: float) -> list[dict[str, object]]:

@@ -26,7 +26,7 @@ TRIALS = 4
 SLACK = 1.05
 """How much more time a larger ratio, or all-reduce, may take than the fastest: both lose less of the gradient."""
 PROBE_BYTES = 1 << 20
-"""Of the all-reduce from whose time longer ones are estimated."""
+"""Of the all-reduce from whose time longer ones are estimated: a quarter of a second at 100 Mbit/s."""
 PATIENCE = 0.5
 """Seconds that an all-reduce may take, by that estimate, to be tried whole."""
 
@@ -44,12 +44,19 @@ class Choice:
     words: str
 
 
-def choose(config: TopKConfig, buckets: Sequence[Sequence[Tensor]], groups: Groups, meter: Meter) -> Choice:
+def choose(
+    config: TopKConfig,
+    buckets: Sequence[Sequence[Tensor]],
+    exact: Sequence[Sequence[int]],
+    groups: Groups,
+    meter: Meter,
+) -> Choice:
     """Measures and chooses; a collective.
 
     Args:
         config: The settings, of which something is automatic.
         buckets: The parameters of each bucket.
+        exact: Which of them, by number, are not compressed.
         groups: The process groups.
         meter: Takes note of the bytes sent, as ``broadcast``: they are no gradients.
 
@@ -62,8 +69,8 @@ def choose(config: TopKConfig, buckets: Sequence[Sequence[Tensor]], groups: Grou
     scratch = Meter()
     link = dense_cost(PROBE_BYTES, device, groups.all, scratch)
     seconds = []
-    for bucket in buckets:
-        tried = [trial(way, bucket, groups, scratch) for way in ways]
+    for bucket, uncompressed in zip(buckets, exact, strict=True):
+        tried = [trial(way, bucket, groups, scratch, uncompressed) for way in ways]
         dense = link.seconds([sum(p.nbytes for p in bucket)])
         if dense < PATIENCE:
             dense = trial(config.dense, bucket, groups, scratch)
@@ -74,7 +81,9 @@ def choose(config: TopKConfig, buckets: Sequence[Sequence[Tensor]], groups: Grou
     return judge(config, ways, [sum(p.numel() for p in bucket) for bucket in buckets], slowest.tolist())
 
 
-def trial(config: TopKConfig, bucket: Sequence[Tensor], groups: Groups, meter: Meter) -> float:
+def trial(
+    config: TopKConfig, bucket: Sequence[Tensor], groups: Groups, meter: Meter, exact: Sequence[int] = ()
+) -> float:
     """Seconds of an exchange of a made-up gradient; the median of several.
 
     Args:
@@ -82,10 +91,11 @@ def trial(config: TopKConfig, bucket: Sequence[Tensor], groups: Groups, meter: M
         bucket: The parameters.
         groups: The process groups.
         meter: Takes note of the bytes sent.
+        exact: Which of the parameters, by number, are not compressed.
     """
     like, sizes = bucket[0], tuple(p.numel() for p in bucket)
     rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
-    end = config.endpoint(sum(sizes), rank, world, like.dtype, like.device, sizes, groups.local)
+    end = config.endpoint(sum(sizes), rank, world, like.dtype, like.device, sizes, groups.local, exact)
     config.resize_(end, step=0, epoch=0)
     given = torch.randn(sum(sizes), device=like.device, dtype=like.dtype)
     took = []

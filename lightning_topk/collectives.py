@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -44,12 +44,14 @@ class Groups:
         node: Those of this node; None if that makes no difference.
         peers: Those of the same local rank on every node; None if that makes no difference.
         local: Ranks of a node.
+        partial: Whether there are other ranks beside these.
     """
 
     all: dist.ProcessGroup
     node: dist.ProcessGroup | None = None
     peers: dist.ProcessGroup | None = None
     local: int = 1
+    partial: bool = False
 
     @classmethod
     def make(cls, parent: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
@@ -60,7 +62,7 @@ class Groups:
             timeout: After which a collective that some rank does not join fails. Default: the backend's own.
         """
         ranks = None if parent is None else dist.get_process_group_ranks(parent)
-        return cls(_new_group(ranks, parent, timeout))
+        return cls(_new_group(ranks, parent, timeout), partial=parent is not None)
 
     def divided(
         self, parent: dist.ProcessGroup | None, timeout: timedelta | None, local: int, hierarchy: bool
@@ -76,9 +78,9 @@ class Groups:
         if not hierarchy:
             return replace(self, local=local)
         ranks, mine = dist.get_process_group_ranks(self.all), dist.get_rank(self.all)
-        first = mine - mine % local
-        node = _new_group(ranks[first : first + local], parent, timeout)
-        peers = _new_group(ranks[mine % local :: local], parent, timeout)
+        nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
+        node = _own_group(nodes, mine // local, parent, timeout)
+        peers = _own_group([ranks[each::local] for each in range(local)], mine % local, parent, timeout)
         return replace(self, node=node, peers=peers, local=local)
 
     def among(self, who: Among) -> dist.ProcessGroup:
@@ -88,19 +90,35 @@ class Groups:
         return group
 
     def destroy(self) -> None:
-        """Gives them up."""
-        for group in (self.peers, self.node, self.all):
-            if group is not None:
-                dist.destroy_process_group(group)
+        """Gives them up, but for those of some of the ranks only: torch 2.9 would give the next one the same name."""
+        if not self.partial:
+            for group in (self.peers, self.node, self.all):
+                if group is not None:
+                    dist.destroy_process_group(group)
 
 
 def _new_group(
     ranks: list[int] | None, parent: dist.ProcessGroup | None, timeout: timedelta | None
 ) -> dist.ProcessGroup:
     backend = None if parent is None else dist.get_backend(parent)
-    group = dist.new_group(ranks, timeout, backend, use_local_synchronization=ranks is not None)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    group = dist.new_group(ranks, timeout, backend, use_local_synchronization=parent is not None)
+    return cast("dist.ProcessGroup", group)
+
+
+def _own_group(
+    members: Sequence[list[int]], mine: int, parent: dist.ProcessGroup | None, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """One of several groups, of which every rank is in one. Where all ranks are here, all create all, in the same order."""
+    if parent is not None:
+        return _new_group(members[mine], parent, timeout)
+    return [_new_group(each, None, timeout) for each in members][mine]
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, picklable. A collective."""
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, value, group=group)
+    return rows
 
 
 def drive(exchange: Exchange, groups: Groups, meter: Meter) -> None:
@@ -169,8 +187,7 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
     Raises:
         ValueError: Two ranks differ; it shows both values.
     """
-    rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, dict(mine), group=group)
+    rows = gathered(dict(mine), group)
     for rank, row in enumerate(rows):
         for name in [*rows[0], *(name for name in row if name not in rows[0])]:
             first, other = rows[0].get(name, "missing"), row.get(name, "missing")

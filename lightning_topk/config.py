@@ -83,7 +83,8 @@ class TopKConfig:
             check_name("selector", self.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
         check_name("wire", self.wire, WIRES)
         check_name("topology", self.topology, [*EXCHANGES, "auto"])
-        patterns = (self.dense_parameters,) if isinstance(self.dense_parameters, str) else tuple(self.dense_parameters)
+        given = self.dense_parameters
+        patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"dense_parameters={self.dense_parameters!r} must be a pattern of names, or several.")
         object.__setattr__(self, "dense_parameters", patterns)
@@ -136,7 +137,7 @@ class TopKConfig:
     @property
     def automatic(self) -> bool:
         """Whether something is to be chosen by measuring."""
-        return "auto" in (self.topology, self.ratio)
+        return "auto" in (self.topology, self.ratio) and self.topology != "dense"
 
     def candidates(self, world: int, local: int) -> list[TopKConfig]:
         """The settings with all that is automatic chosen, in every way but dense.
@@ -158,12 +159,14 @@ class TopKConfig:
     def on(self, world: int, local: int) -> TopKConfig:
         """The settings for ranks on nodes: a hierarchy of one node is dense, one of nodes with one rank is sharded.
 
+        With momentum on the workers, a hierarchy of one node is sharded too.
+
         Args:
             world: Number of ranks.
             local: Ranks of each node; ranks of a node are consecutive.
 
         Raises:
-            ValueError: The ranks do not make up whole nodes, or dense exchange contradicts a setting.
+            ValueError: The ranks do not make up whole nodes.
         """
         if world % local:
             raise ValueError(
@@ -172,7 +175,9 @@ class TopKConfig:
             )
         if self.topology != "hierarchical" or 1 < local < world:
             return self
-        return replace(self, topology="dense" if local == world > 1 else "sharded")
+        if local == world > 1 and not self.momentum:  # which is applied where something is kept
+            return self.dense
+        return replace(self, topology="sharded")
 
     def summary(self) -> dict[str, Any]:
         """The settings as words and numbers, which can be compared between processes: functions by what they return."""

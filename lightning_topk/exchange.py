@@ -388,6 +388,7 @@ def hierarchical(end: Endpoint, g: Tensor) -> Exchange:
     """The ranks of a node exchange as one worker, each a part of the gradient: dense inside, sparse between nodes."""
     assert end.reply is not None
     rows = reference.split_parts(g, end.parts)
+    rows[:, :1].masked_fill_(~ops.is_finite(g), torch.nan)  # then no part of this node's gradient is sent
     received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
     part, *others = received.view(g.dtype).to(end.dtype)
     for other in others:
@@ -405,13 +406,26 @@ def hierarchical(end: Endpoint, g: Tensor) -> Exchange:
 
 
 def dense(end: Endpoint, g: Tensor) -> Exchange:
-    """The mean itself, by all-reduce: nothing is compressed and nothing is kept."""
-    if end.uplink.memory.waiting:
-        g.copy_(end.uplink.memory.compensate(g, ops.is_finite(g)))
+    """The mean itself, by all-reduce: nothing is compressed and nothing is kept. Sums are in the bucket's dtype, as in DDP."""
+    if end.uplink.memory.tensors():
+        _join_leftover(end.uplink.memory, g)
+    if end.uplink.measure:
+        energy = torch.linalg.vector_norm(g, dtype=torch.float64).square()
+        end.uplink.energy, end.uplink.selected = torch.stack([energy, torch.zeros_like(energy)]), g.count_nonzero()
     total = yield AllReduce(g.div_(end.world), "uplink")
     end.finite = ops.is_finite(total)
     if total.data_ptr() != g.data_ptr():
         g.copy_(total)
+
+
+def _join_leftover(memory: Memory, g: Tensor) -> None:
+    """Adds what other settings have left to a gradient that is sent whole."""
+    finite = ops.is_finite(g)
+    poison = torch.zeros_like(g[:1]).masked_fill_(~finite, torch.nan)
+    a = memory.compensate(reference.zero_unless_(g, finite), finite)
+    g.copy_(a).add_(poison)
+    nothing = g[:0]
+    memory.keep(nothing.long(), nothing, nothing)
 
 
 def single_server(end: Endpoint, g: Tensor) -> Exchange:
@@ -509,7 +523,7 @@ def _of_exact(end: Endpoint, g: Tensor) -> Exchange:
     assert end.finite is not None
     end.finite = end.finite & ops.is_finite(total)
     for place, part in zip(places, total.split([len(place) for place in places]), strict=True):
-        place.copy_(part)
+        place += part  # where other settings had kept something back, that was delivered
 
 
 def _to(x: Tensor, device: torch.device) -> Tensor:

@@ -57,7 +57,7 @@ class TopKStrategy(DDPStrategy):
 
     def __init__(
         self,
-        ratio: Ratio = 0.001,
+        ratio: Ratio | Literal["auto"] = 0.001,
         residual_checkpoint: Literal["mean", "full", "none"] = "mean",
         epoch: int = 0,
         local_world_size: int | None = None,

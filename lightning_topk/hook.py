@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk import checkpoint
 from lightning_topk.checkpoint import Mode
-from lightning_topk.choose import choose
+from lightning_topk.choose import PROBE_BYTES, choose
 from lightning_topk.collectives import (
     DenseCost,
     Future,
@@ -39,17 +39,15 @@ from lightning_topk.collectives import (
     check_agreement,
     dense_cost,
     drive,
+    gathered,
     lane_for,
 )
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.plan import Volume, volume
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Schedule
 from lightning_topk.undo import Steps, Undo
-
-PROBE_BYTES = 1 << 20
-"""Of the all-reduce by which a link is measured: a quarter of a second at 100 Mbit/s."""
 
 
 @dataclass
@@ -148,6 +146,7 @@ class TopKState:
                 "call torch.distributed.init_process_group first."
             )
         self.config = _one_config(config, settings)
+        check_count("local_world_size", local_world_size)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self.config.lr_ratio and optimizers is None:
             raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
@@ -180,6 +179,7 @@ class TopKState:
         self._unchanged = 0
         self._exact: set[Tensor] = set()
         self._chosen: dict[tuple[Tensor, ...], TopKConfig] = {}
+        self._choice: dict[tuple[Tensor, ...], TopKConfig] = {}  # that will be in force from the next step on
         self._announce = announce or logging.getLogger("lightning_topk").info
         self.meter = Meter()
         self.measure = False
@@ -195,11 +195,11 @@ class TopKState:
         group = self.groups.all
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
-        self.local = local_world_size or _local_world_size(process_group)
-        """Ranks of a node."""
         try:
-            summary = {**self.config.summary(), "local_world_size": self.local}
+            summary = {**self.config.summary(), "local_world_size": local_world_size}
             check_agreement(summary, "Pass the same settings on every rank.", group)
+            self.local = local_world_size or _local_world_size(self.config, group)
+            """Ranks of a node."""
             self.config = self.config.on(self.world, self.local)
         except ValueError:
             self.close()
@@ -272,6 +272,11 @@ class TopKState:
         """A backward pass has its first bucket ready."""
         self._waiting.clear()  # what a backward pass that failed has left
         self._buckets.clear()
+        if self._choice and not self.residuals.undecided:
+            # Not before: what was sent for a step that the scaler then skipped would not come back.
+            self.residuals.dissolve({parameter for bucket in self._choice for parameter in bucket})
+            self._chosen |= self._choice
+            self._choice = {}
         self._lr_ratio = self._follow_learning_rate()
         self._follow_optimizers()
 
@@ -299,7 +304,8 @@ class TopKState:
         final: tuple[tuple[Tensor, ...], ...] = ()
         if last:
             self._unchanged = self._unchanged + 1 if _same(self._buckets, self.residuals.buckets) else 0
-            final = tuple(self._buckets) if self._unchanged > self.static_graph else ()
+            settled = self._unchanged > self.static_graph and not self.residuals.resumed
+            final = tuple(self._buckets) if settled and not self._choice else ()
         self._lane.submit(partial(self._exchange_all, buffers, groups, jobs, last, final, ready), promises)
 
     def _used_of(self, parameters: tuple[Tensor, ...]) -> Tensor | None:
@@ -357,7 +363,7 @@ class TopKState:
             self._failed_steps = self._failed_steps + torch.stack(self._failed).any()
             self._failed.clear()
         if self.config.automatic:
-            self._choose([bucket for bucket in final if bucket not in self._chosen and any(p.numel() for p in bucket)])
+            self._choose([bucket for bucket in final if bucket not in self._chosen and self._compressed(bucket)])
         return results
 
     def _choose(self, buckets: Sequence[tuple[Tensor, ...]]) -> None:
@@ -365,15 +371,29 @@ class TopKState:
         assert self.groups is not None
         if not buckets or self.world == 1:
             return
-        choice = choose(self.config, buckets, self.groups, self.meter)
-        self._chosen |= dict(zip(buckets, choice.configs, strict=True))
-        self.residuals.dissolve({parameter for bucket in buckets for parameter in bucket})
+        try:
+            choice = choose(
+                self.config, buckets, [self._exact_in(bucket) for bucket in buckets], self.groups, self.meter
+            )
+        except Exception as error:
+            raise RuntimeError(
+                f"lightning_topk: measuring how buckets are best exchanged failed on rank {self.rank} of {self.world}: {error}"
+            ) from error
+        self._choice = dict(zip(buckets, choice.configs, strict=True))
         if self.rank == 0:
             self._announce(choice.words)
 
+    def _compressed(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether there is anything in a bucket that may be compressed."""
+        return any(p.numel() and p not in self._exact for p in parameters)
+
+    def _exact_in(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Which parameters of a bucket, by number, are not to be compressed."""
+        return [number for number, p in enumerate(parameters) if p in self._exact]
+
     def _config_of(self, parameters: tuple[Tensor, ...]) -> TopKConfig:
         """How a bucket is exchanged: before the choice, if there is one, by all-reduce."""
-        if self._exact.issuperset(parameters):
+        if not self._compressed(parameters):
             return self.config.dense
         return self._chosen.get(parameters, self.config.dense) if self.config.automatic else self.config
 
@@ -408,7 +428,7 @@ class TopKState:
     def make_endpoint(self, parameters: tuple[Tensor, ...]) -> Endpoint:
         """The endpoint of a bucket of parameters, with empty memories."""
         sizes, config, like = tuple(p.numel() for p in parameters), self._config_of(parameters), parameters[0]
-        exact = [number for number, p in enumerate(parameters) if p in self._exact and config.topology != "dense"]
+        exact = [] if config.topology == "dense" else self._exact_in(parameters)
         return config.endpoint(
             sum(sizes), self.rank, self.world, like.dtype, like.device, sizes, self.local, exact=exact
         )
@@ -418,13 +438,14 @@ class TopKState:
         self.meter.bytes["dense"] += 2 * (self.world - 1) * nbytes // self.world
         self._report.elements += end.layout.numel
         self._report.sizes.append(nbytes)
-        self._report.kept += min(end.uplink.codec.kept * end.layout.shards, end.layout.numel)
+        exact = sum(stop - begin for begin, stop in end.exact) // end.parts.count
+        self._report.kept += min(end.uplink.codec.kept * end.layout.shards + exact, end.layout.numel)
         # On the device until the report, so that the host does not wait here.
         assert end.finite is not None
         self._failed.append(~end.finite)
         self._energy += [(side, link.energy) for side, link in enumerate(end.links) if link.energy is not None]
         if end.uplink.energy is not None and end.uplink.selected is not None:
-            self._selected.append(end.uplink.selected)
+            self._selected.append(end.uplink.selected + exact)
 
     def _follow_learning_rate(self) -> float:
         """The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``."""
@@ -465,7 +486,7 @@ class TopKState:
         total = Volume(0, 0, 0, 0, 0, 0)
         for bucket in self.residuals.buckets:
             config, sizes = self._config_of(bucket), [p.numel() for p in bucket]
-            exact = sum(p.numel() for p in bucket if p in self._exact) if config.topology != "dense" else 0
+            exact = 0 if config.topology == "dense" else sum(sizes[number] for number in self._exact_in(bucket))
             parameters = None if self._used is None else [len(bucket)]
             when = self.residuals.steps, self._epoch()
             total += volume(
@@ -586,9 +607,17 @@ class TopKState:
         self._lane = self.groups = None
 
 
-def _local_world_size(group: dist.ProcessGroup | None) -> int:
-    """What torchrun says of the ranks on a node; 1 if it says nothing, or if the group is only some of the ranks."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if group is None else 1
+def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
+    """What torchrun says of the ranks on a node; 1 if it says nothing, or something that does not fit these ranks."""
+    told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group)
+    if len(set(told)) == 1 and len(told) % told[0] == 0:
+        return int(told[0])
+    if config.topology == "hierarchical":
+        raise ValueError(
+            f"topology='hierarchical' needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is {told} on {len(told)} ranks. "
+            "Pass local_world_size=, or topology='sharded'."
+        )
+    return 1
 
 
 def _same(buckets: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:

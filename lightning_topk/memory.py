@@ -37,11 +37,6 @@ class Memory(ABC):
     def add_(self, x: Tensor) -> None:
         """Adds ``x`` ``[numel]`` to what the next ``compensate`` joins."""
 
-    @property
-    @abstractmethod
-    def waiting(self) -> bool:
-        """Whether the next ``compensate`` may join anything."""
-
     @abstractmethod
     def scale_(self, factor: float) -> None:
         """Multiplies what is kept."""
@@ -96,11 +91,6 @@ class Residual(Memory):
     def add_(self, x: Tensor) -> None:
         """See :meth:`Memory.add_`."""
         self.residual.add_(x)
-
-    @property
-    def waiting(self) -> bool:
-        """See :attr:`Memory.waiting`."""
-        return True
 
     def scale_(self, factor: float) -> None:
         """See :meth:`Memory.scale_`."""
@@ -168,6 +158,19 @@ class MomentumResidual(Residual):
         return {"residual": self.residual, "velocity": self.velocity}
 
 
+class Leftover(Residual):
+    """What other settings have left, under settings that keep nothing: it joins the next vector, and no more is kept."""
+
+    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
+        """See :meth:`Memory.compensate`."""
+        self._finite = finite
+        return super().compensate(x, finite)
+
+    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
+        """See :meth:`Memory.keep`. Forgets, unless nothing was sent."""
+        self.residual.masked_fill_(self._finite, 0)
+
+
 class NoMemory(Memory):
     """No error feedback: what is not sent is lost. For comparison with the papers.
 
@@ -177,14 +180,11 @@ class NoMemory(Memory):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._extra: Tensor | None = None
 
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """See :meth:`Memory.compensate`."""
         a = x.to(self.dtype, copy=True)
         x.zero_()
-        if self._extra is not None and finite:
-            a, self._extra = a + self._extra, None
         return a
 
     def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
@@ -192,12 +192,7 @@ class NoMemory(Memory):
 
     def add_(self, x: Tensor) -> None:
         """See :meth:`Memory.add_`."""
-        self._extra = x.to(self.dtype) if self._extra is None else self._extra + x
-
-    @property
-    def waiting(self) -> bool:
-        """See :attr:`Memory.waiting`."""
-        return self._extra is not None
+        raise NotImplementedError("nothing is kept here; what other settings have left needs a Leftover.")
 
     def scale_(self, factor: float) -> None:
         """See :meth:`Memory.scale_`."""

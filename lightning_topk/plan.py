@@ -80,10 +80,8 @@ def volume(
         sizes, counts, whole = [sum(sizes, ())], [sum(counts)] * bool(counts), [sum(whole)]
     asked: list[Request] = []
     for each, uncompressed in zip(sizes, whole, strict=True):
-        if uncompressed:
-            asked.append(AllReduce(_bytes(uncompressed * itemsize), "uplink"))
-        if uncompressed < sum(each):
-            asked += requests(config, each, world, local, itemsize, step, epoch)
+        way = config.dense if uncompressed == sum(each) else config
+        asked += requests(way, each, world, local, itemsize, step, epoch, uncompressed)
     asked += [AllGather(_bytes(-(-count // 8)), "uplink") for count in counts]
     sent = {"uplink": 0, "downlink": 0}
     inside = outside = dense = dense_outside = 0
@@ -107,6 +105,7 @@ def requests(
     itemsize: int = 4,
     step: int = 0,
     epoch: int = 0,
+    exact: int = 0,
 ) -> list[Request]:
     """What the exchange of one bucket will ask for, with payloads of the right size and no content.
 
@@ -118,15 +117,18 @@ def requests(
         itemsize: Bytes of an element of the gradient.
         step: Gradients exchanged before this one, for schedules.
         epoch: Epochs completed, for schedules.
+        exact: Elements that are not compressed.
     """
     config = config.on(world, local)
     if config.topology == "dense":
         return [AllReduce(_bytes(sum(sizes) * itemsize), "uplink")]
+    first: list[Request] = [AllReduce(_bytes(exact * itemsize), "uplink")] if exact else []
     if config.topology == "hierarchical":
         part, nodes = Parts(tuple(sizes), local).numel, world // local
         _, up, down = config.codecs(part, nodes, step, epoch)
         assert down is not None
         return [
+            *first,
             AllToAll(_bytes(local, part * itemsize), "uplink", "node"),
             AllToAll(_bytes(nodes, up.nbytes), "uplink", "peers"),
             AllGather(_bytes(down.nbytes), "downlink", "peers"),
@@ -134,10 +136,10 @@ def requests(
         ]
     _, up, down = config.codecs(sum(sizes), world, step, epoch)
     if config.topology == "allgather" or down is None:
-        return [AllGather(_bytes(up.nbytes), "uplink")]
+        return [*first, AllGather(_bytes(up.nbytes), "uplink")]
     if config.topology == "single_server":
-        return [Gather(_bytes(up.nbytes), "uplink"), Broadcast(_bytes(down.nbytes), "downlink")]
-    return [AllToAll(_bytes(world, up.nbytes), "uplink"), AllGather(_bytes(down.nbytes), "downlink")]
+        return [*first, Gather(_bytes(up.nbytes), "uplink"), Broadcast(_bytes(down.nbytes), "downlink")]
+    return [*first, AllToAll(_bytes(world, up.nbytes), "uplink"), AllGather(_bytes(down.nbytes), "downlink")]
 
 
 def _bytes(*shape: int) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_topk.exchange import Endpoint
 from lightning_topk.layout import Parts
+from lightning_topk.memory import Leftover
 from lightning_topk.ops import reference
 from lightning_topk.undo import Undo
 
@@ -129,6 +130,11 @@ class Residuals:
             for memory in parts.values():
                 memory.update({name: part.cpu() for name, part in memory.items()})
 
+    @property
+    def undecided(self) -> bool:
+        """Whether something was sent for a step of which the scaler has not said yet whether it is taken."""
+        return any(undo.open for undo in self._undo.values())
+
     def _decide(self, bucket: tuple[Tensor, ...]) -> None:
         if bucket in self._undo:
             self._undo[bucket].decide()
@@ -219,14 +225,16 @@ class Residuals:
             self._worker[p] = {name: self._piece(whole, p) for name, whole in kept.items()}
             server[p] = {name: self._piece(whole, p) for name, whole in server[p].items()}
         for bucket, end in zip(self.buckets, ends, strict=True):
-            self._fill(end, bucket, end.sizes.device)
-            like = torch.zeros((), dtype=end.dtype, device=end.sizes.device)
-            left = self._gather(server, bucket, "residual", like)
             if not end.servers_keep:
-                end.uplink.memory.add_(left)  # the mean over the workers is the whole again
-            elif end.downlink is not None:
+                for p in bucket:  # the mean over the workers is the whole again
+                    kept = self._worker[p]
+                    kept["residual"] = server[p]["residual"] + kept.get("residual", 0)
+            self._fill(end, bucket, end.sizes.device)
+            if end.servers_keep and end.downlink is not None:
+                like = torch.zeros((), dtype=end.dtype, device=end.sizes.device)
+                whole = self._gather(server, bucket, "residual", like)
                 for served in end.downlink.memory.tensors().values():
-                    served.copy_(reference.shard_rows(left, end.layout)[end.shard])
+                    served.copy_(reference.shard_rows(whole, end.layout)[end.shard])
             self._live[bucket] = end
 
     def retain(self, parameters: Iterable[Tensor]) -> None:
@@ -253,13 +261,13 @@ class Residuals:
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], device: torch.device) -> None:
         """Moves what the parameters left into the memories of their new endpoint."""
         self.convert(parameters, end.parts.count)
+        known = [side.get(p, {}) for side in (self._worker, self._server) for p in parameters]
+        if not end.uplink.memory.tensors() and any(bool(kept.any()) for each in known for kept in each.values()):
+            end.uplink.memory = Leftover(end.layout.numel, end.dtype, device)
         worker = end.uplink.memory.tensors()
         for name, flat in worker.items():
             flat.copy_(self._gather(self._worker, parameters, name, flat))
         like = torch.zeros((), dtype=end.dtype, device=device)
-        if not worker and any(self._worker.get(parameter) for parameter in parameters):
-            # The new settings keep nothing: what was kept joins the next gradient.
-            end.uplink.memory.add_(self._gather(self._worker, parameters, "residual", like))
         for parameter in parameters:
             self._worker[parameter] = {}  # what the new settings keep no more would be stale
         self._scatter(self._worker, parameters, worker)
@@ -268,7 +276,8 @@ class Residuals:
             for served in [] if end.downlink is None else end.downlink.memory.tensors().values():
                 served.copy_(reference.shard_rows(left, end.layout)[end.shard])
                 left -= _to_bucket(served, end)
-            end.uplink.memory.add_(left.mul_(end.world))
+            if worker:
+                end.uplink.memory.add_(left.mul_(end.world))
         for parameter in parameters:
             self._server.pop(parameter, None)
 

@@ -90,6 +90,7 @@ class Undo:
     def __init__(
         self, end: Endpoint, parameters: Sequence[Tensor], steps: Steps, optimizers: Sequence[Optimizer]
     ) -> None:
+        self._begun = False
         self.outcomes: dict[Optimizer, Outcome] = {}
         """What became of the first step of each optimizer since the last decision."""
         steps.guarded.add(self)
@@ -104,12 +105,18 @@ class Undo:
                 owned = torch.tensor(owners, device=end.sizes.device) == number
                 self._masks[optimizers[number]] = _masks(end, end.spread(owned))
 
+    @property
+    def open(self) -> bool:
+        """Whether a pass has begun whose step is still to come."""
+        return self._begun and not self.outcomes.keys() >= self._masks.keys()
+
     def begin(self, renew: bool) -> None:
         """Begins a pass, after :meth:`decide`.
 
         Args:
             renew: Whether the memories were changed meanwhile, by something that stays.
         """
+        self._begun = True
         if not self._before:
             self._before = [now.clone() for now in self._now]
         elif renew:
@@ -118,6 +125,7 @@ class Undo:
 
     def decide(self) -> None:
         """Puts back what belongs to a step that was skipped, and keeps what belongs to one that was taken."""
+        self._begun = self.open
         for optimizer, masks in self._masks.items():
             skipped = self.outcomes.get(optimizer)
             if skipped is None:

@@ -41,10 +41,17 @@ BAD = [
     ({"selector": "best"}, ValueError, r"selector='best' is unknown; it must be one of 'topk'.* or an instance"),
     ({"selector": 3}, TypeError, r"selector=3 is a int"),
     ({"wire": "fp8"}, ValueError, r"wire='fp8' is unknown; it must be one of 'fp32', 'bf16'"),
+    ({"ratio": "best"}, TypeError, r"ratio='best' is a str.*or \"auto\""),
+    ({"dense_parameters": 5}, TypeError, r"dense_parameters=5 must be a pattern of names, or several"),
+    ({"topology": "dense", "momentum": 0.9}, ValueError, r"momentum=0\.9 .* with topology='dense' gradients may be"),
+    ({"topology": "auto", "momentum": 0.9}, ValueError, r"with topology='auto'"),
+    ({"dense_parameters": "*.bias", "momentum": 0.9}, ValueError, r"with dense_parameters=\('\*\.bias',\)"),
     ({"topology": "ring"}, ValueError, r"topology='ring' is unknown; it must be one of 'sharded', 'single_server'"),
     ({"topology": "allgather"}, ValueError, r"bidirectional=True does not go with topology='allgather'.*Pass"),
 ]
 BAD_FOR_DDP = [
+    ({"local_world_size": 0}, ValueError, r"local_world_size=0 must be at least 1"),
+    ({"local_world_size": "2"}, TypeError, r"local_world_size='2' is a str"),
     ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=.*TopKStrategy installs its own"),
     ({"ddp_comm_state": object()}, ValueError, r"ddp_comm_state="),
     ({"ddp_comm_wrapper": print}, ValueError, r"ddp_comm_wrapper="),

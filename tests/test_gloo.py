@@ -261,7 +261,7 @@ def chosen(rank: int, world: int, settings: dict, mode: str, local: int) -> tupl
     "settings", [{"topology": "auto", "ratio": 0.05}, {"topology": "auto", "ratio": "auto"}, {"ratio": "auto"}]
 )
 @pytest.mark.parametrize("local", [1, 2])
-@modes
+@pytest.mark.parametrize("mode", ["several_buckets", "static_graph", "find_unused_parameters"])
 def test_all_ranks_choose_the_same_and_lose_nothing(groups, settings, local, mode):
     first, *others = groups(4).run(chosen, settings, mode, local)
     assert all(other == first for other in others)
@@ -278,7 +278,7 @@ def forced(rank: int, world: int, way: str) -> None:
     """As if it had been measured to be the fastest, where the ranks of a node are of different opinions."""
     from lightning_topk import choose
 
-    def trial(config, bucket, groups, meter):
+    def trial(config, bucket, groups, meter, exact=()):
         return 0.1 * rank + (1.0 if config.topology == way else 2.0)
 
     with mock.patch.object(choose, "trial", trial), mock.patch.object(choose, "PATIENCE", 100):
@@ -712,6 +712,40 @@ def test_residuals_follow_their_parameters_from_bucket_to_bucket(groups, world, 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (3, 2)])
 def test_so_do_those_of_nodes(groups, nodes, local):
     groups(nodes * local).run(regrouped, "hierarchical", local)
+
+
+def made_again(rank: int, world: int) -> None:
+    """Torch 2.9 names groups of some of the ranks by how many groups there are, and a late rank would find old addresses."""
+    for _ in range(3):
+        if rank == 1:
+            time.sleep(0.3)
+        state = TopKState(topology="hierarchical", local_world_size=2)
+        dist.all_reduce(torch.ones(1), group=state.groups.node)
+        dist.all_reduce(torch.ones(1), group=state.groups.peers)
+        state.close()
+
+
+def test_groups_are_made_again_after_they_were_given_up(groups):
+    groups(4).run(made_again)
+
+
+def told(rank: int, world: int, sizes: list[int], settings: dict) -> tuple[int, str]:
+    """What comes of torchrun's LOCAL_WORLD_SIZE."""
+    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(sizes[rank])}):
+        try:
+            state = TopKState(**settings)
+        except ValueError as error:
+            return 0, str(error)
+    state.close()
+    return state.local, ""
+
+
+@pytest.mark.parametrize(("sizes", "local"), [([2] * 4, 2), ([4] * 4, 4), ([8] * 4, 1), ([3, 3, 3, 1], 1)])
+def test_what_torchrun_says_of_nodes_is_taken_where_it_fits(groups, sizes, local):
+    assert groups(4).run(told, sizes, {}) == [(local, "")] * 4
+    if local == 1:
+        for _, message in groups(4).run(told, sizes, {"topology": "hierarchical"}):
+            assert "needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is [" in message
 
 
 def misplaced(rank: int, world: int) -> list[str]:

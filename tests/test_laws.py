@@ -317,7 +317,9 @@ def test_gradients_at_the_edge_of_float32_leave_finite_residuals():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1e-6, 200.0])
 @wires
-@everywhere
+@pytest.mark.parametrize(
+    ("topology", "bidirectional"), [*ROUTES, ("hierarchical", True)]
+)  # dense rounds sums, as DDP does
 def test_other_dtypes_agree_and_conserve(topology, bidirectional, wire, scale, dtype):
     workers, numel = 3, 1500
     config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
@@ -400,3 +402,33 @@ def test_what_leaves_a_node_is_what_the_plan_says():
         sent = sum(plan.uplink + plan.downlink for plan in plans)
         assert sum(plan.intra_node + plan.inter_node for plan in plans[::3]) == sent
         assert plans[0].inter_node > 0
+
+
+@pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
+def test_what_was_kept_of_a_parameter_that_is_now_exact_is_delivered(topology):
+    cluster = Cluster(TopKConfig(ratio=0.5, wire="fp32", topology=topology), 4, 20, local=2, sizes=(10, 10))
+    like = (torch.float32, torch.device("cpu"), (10, 10), 2)
+    cluster.endpoints = [cluster.config.endpoint(20, rank, 4, *like, exact=[0]) for rank in range(4)]
+    for end in cluster.endpoints:
+        end.uplink.memory.residual.fill_(100.0)
+    given = [torch.ones(20)] * 4
+    delivered = sum(cluster.step(given)[0] for _ in range(9))
+    assert torch.equal(delivered[:10], torch.full((10,), 109.0))
+    torch.testing.assert_close(delivered + undelivered(cluster), torch.full((20,), 109.0))
+
+
+def test_a_node_with_a_nan_sends_nothing_of_its_gradient():
+    cluster = Cluster(TopKConfig(ratio=0.05, topology="hierarchical"), 4, 1000, local=2)
+    cluster.step(gradients(4, 1000, 0))
+    before = [end.uplink.memory.tensors()["residual"].clone() for end in cluster.endpoints]
+    given = gradients(4, 1000, 1)
+    given[0][3] = float("nan")
+    cluster.step(given)
+    for rank in (0, 1):  # the two parts of the first node
+        assert torch.equal(cluster.endpoints[rank].uplink.memory.tensors()["residual"], before[rank])
+
+
+def test_momentum_on_the_workers_is_applied_on_one_node_too():
+    config = TopKConfig(topology="hierarchical", momentum=0.9)
+    assert config.on(4, 4).topology == "sharded"
+    assert TopKConfig(topology="hierarchical", ratio="auto").on(4, 4).automatic is False

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import __main__, scale
-from lightning_topk.advice import Cluster, forecasts, parameter_sizes, recommend, sentence
+from lightning_topk.advice import Hardware, forecasts, parameter_sizes, recommend, sentence
 from lightning_topk.bench import costs as bench_costs
 from lightning_topk.config import TopKConfig
 from lightning_topk.costs import (
@@ -114,8 +114,8 @@ def test_constants_are_fitted_to_what_was_timed():
 
 
 def found_for(sizes, nodes, ranks, inter, compute=0.0, costs=GPU):
-    cluster = Cluster(nodes, ranks, Links(bytes_per_second(inter), 6e11), costs)
-    return forecasts(sizes, cluster, (0.001, 0.01), compute)
+    hardware = Hardware(nodes, ranks, Links(bytes_per_second(inter), 6e11), costs)
+    return forecasts(sizes, hardware, (0.001, 0.01), compute)
 
 
 def test_what_is_recommended_depends_on_the_links():
