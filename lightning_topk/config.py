@@ -135,6 +135,21 @@ class TopKConfig:
             _check_number("clip_norm", self.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
 
     @property
+    def by_plan(self) -> bool:
+        """Whether a schedule must be told how many steps are planned."""
+        return any(isinstance(r, Schedule) and r.by_plan for r in (self.ratio, self.server_ratio))
+
+    def planned(self, steps: float) -> TopKConfig:
+        """The settings of a run of so many optimizer steps, infinite if it has no end.
+
+        Raises:
+            ValueError: A schedule is a share of a run that has no end.
+        """
+        ratios = {"ratio": self.ratio, "server_ratio": self.server_ratio}
+        planned: dict[str, Any] = {k: r.planned(steps) for k, r in ratios.items() if isinstance(r, Schedule)}
+        return replace(self, **planned)
+
+    @property
     def automatic(self) -> bool:
         """Whether something is to be chosen by measuring."""
         return "auto" in (self.topology, self.ratio) and self.topology != "dense"

@@ -12,15 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topk.checkpoint import EMPTY, KEY
+from lightning_topk.checks import check_ddp_options, check_known, check_momentum, check_same_model
 from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.hook import (
     TopKState,
     attach,
-    check_ddp_options,
-    check_known,
-    check_momentum,
-    check_same_model,
     own_memory_,
 )
 from lightning_topk.schedule import Ratio
@@ -47,6 +44,7 @@ class TopKStrategy(DDPStrategy):
             :class:`lightning_topk.TopKStrategy`.
         epoch: The epoch, for schedules by epochs; set ``strategy.epoch`` when a new one begins.
         local_world_size: Ranks of a node, consecutive ones. Default: Fabric's processes on a node.
+        planned_steps: Optimizer steps of the whole run, for schedules by share.
         **settings: The other arguments of :class:`lightning_topk.TopKConfig`, and those of Fabric's DDPStrategy and of torch's
             DistributedDataParallel.
 
@@ -61,6 +59,7 @@ class TopKStrategy(DDPStrategy):
         residual_checkpoint: Literal["mean", "full", "none"] = "mean",
         epoch: int = 0,
         local_world_size: int | None = None,
+        planned_steps: int | None = None,
         **settings: Any,
     ) -> None:
         ours = {each.name for each in fields(TopKConfig)}
@@ -69,6 +68,7 @@ class TopKStrategy(DDPStrategy):
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
+        self._planned_steps = check_count("planned_steps", planned_steps)
         options = {name: value for name, value in settings.items() if name not in ours}
         check_known("TopKStrategy", options, [TopKStrategy.__init__, DDPStrategy.__init__], ours)
         check_ddp_options(options)
@@ -106,6 +106,7 @@ class TopKStrategy(DDPStrategy):
             scaler=getattr(self.precision, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
+            planned_steps=self._planned_steps,
         )
         self.topk_states.append(state)
         if self._resumed:

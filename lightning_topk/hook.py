@@ -6,9 +6,7 @@ returns a future at once, so that backward goes on while bytes travel.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
-import difflib
 import fnmatch
-import inspect
 import logging
 import operator
 import os
@@ -29,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk import checkpoint
 from lightning_topk.checkpoint import Mode
+from lightning_topk.checks import check_ddp_options, check_momentum, check_parameters
 from lightning_topk.choose import PROBE_BYTES, choose
 from lightning_topk.collectives import (
     DenseCost,
@@ -119,12 +118,13 @@ class TopKState:
             are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         announce: Is told, on rank 0, what was chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``,
             at level INFO.
+        planned_steps: Optimizer steps of the whole run, for schedules by share.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: Ranks have different settings or do not make up whole nodes, ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs
-            without ``epoch``, or a bad setting.
+            without ``epoch`` or by share without ``planned_steps``, or a bad setting.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class TopKState:
         scaler: torch.amp.GradScaler | None = None,
         local_world_size: int | None = None,
         announce: Callable[[str], None] | None = None,
+        planned_steps: float | None = None,
         **settings: Any,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -147,6 +148,10 @@ class TopKState:
             )
         self.config = _one_config(config, settings)
         check_count("local_world_size", local_world_size)
+        if self.config.by_plan:
+            if planned_steps is None:
+                raise ValueError("a schedule goes by a share of the planned steps: pass planned_steps=, or use steps=.")
+            self.config = self.config.planned(planned_steps)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self.config.lr_ratio and optimizers is None:
             raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
@@ -660,6 +665,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     local_world_size: int | None = None,
     announce: Callable[[str], None] | None = None,
+    planned_steps: float | None = None,
     **settings: Any,
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
@@ -679,6 +685,7 @@ def attach(
         scaler: See :class:`TopKState`.
         local_world_size: See :class:`TopKState`.
         announce: See :class:`TopKState`.
+        planned_steps: See :class:`TopKState`.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Returns:
@@ -720,6 +727,7 @@ def attach(
         scaler=scaler,
         local_world_size=local_world_size,
         announce=announce,
+        planned_steps=planned_steps,
     )
     try:
         state.name({parameter: name for name, parameter in model.module.named_parameters()})
@@ -746,66 +754,6 @@ def attach(
     return state
 
 
-def check_ddp_options(options: Mapping[str, Any]) -> None:
-    """Refuses options of DDP by which gradients would pass the hook by.
-
-    Args:
-        options: Keyword arguments of DistributedDataParallel. Judged by value, since some callers pass every default.
-
-    Raises:
-        ValueError: An option bypasses the hook.
-    """
-    reasons = {
-        "mixed_precision": "DDP then casts gradients beside the hook. Use the Trainer's precision, or autocast",
-        "skip_all_reduce_unused_params": "ranks would then exchange different buckets and hang. Leave it out",
-        "delay_all_reduce_named_params": "these parameters' gradients would bypass the hook. Leave it out",
-    }
-    for name, reason in reasons.items():
-        value = options.get(name)
-        if value is not None and value is not False and value != []:
-            raise ValueError(f"{name}={value!r} does not go with top-k exchange: {reason}.")
-
-
-def check_known(
-    name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]], more: Iterable[str]
-) -> None:
-    """Refuses arguments that nobody takes.
-
-    Args:
-        name: Whose arguments they are, for the message.
-        options: The arguments.
-        takers: Functions that take some of them, besides DistributedDataParallel.
-        more: Other names that are taken.
-
-    Raises:
-        TypeError: An argument is unknown.
-    """
-    takers = (*takers, DistributedDataParallel.__init__)
-    known = {*more, *(parameter for taker in takers for parameter in inspect.signature(taker).parameters)}
-    known -= {"self", "kwargs", "ddp_kwargs", "settings", "module", "device_ids"}
-    for option in options:
-        if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise TypeError(
-                f"{name} got an unknown argument {option}={options[option]!r}; {hint}Allowed are its own arguments and those "
-                "of DDPStrategy and DistributedDataParallel."
-            )
-
-
-def check_same_model(module: torch.nn.Module) -> None:
-    """Compares the model of all ranks. A collective.
-
-    Raises:
-        ValueError: Two ranks have different parameters; it shows both.
-    """
-    shapes = {
-        name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
-        for name, p in module.named_parameters()
-    }
-    check_agreement(shapes, "Build the same model on every rank.")
-
-
 def own_memory_(module: torch.nn.Module) -> None:
     """Gives a CPU model memory of its own.
 
@@ -815,38 +763,6 @@ def own_memory_(module: torch.nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
-
-
-def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers with momentum of their own when momentum is applied before compression.
-
-    Raises:
-        ValueError: Momentum would be applied twice.
-    """
-    if not config.momentum:
-        return
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            own = group.get("momentum") or (group.get("betas") or (0,))[0]
-            if own:
-                raise ValueError(
-                    f"momentum={config.momentum!r} is applied on the workers, before compression, but "
-                    f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
-                    "torch.optim.SGD(..., momentum=0), or leave momentum out of the strategy."
-                )
-
-
-def check_parameters(module: torch.nn.Module) -> None:
-    """Refuses parameters whose gradients have no largest entries to choose.
-
-    Raises:
-        ValueError: The module has a complex parameter.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not parameter.is_floating_point():
-            raise ValueError(
-                f"{name} has dtype {parameter.dtype}; only real floating-point gradients can be compressed."
-            )
 
 
 def tree_broadcast_sends(rank: int, world: int) -> int:

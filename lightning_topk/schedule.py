@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Schedule(ABC):
@@ -14,6 +15,15 @@ class Schedule(ABC):
     def by_epoch(self) -> bool:
         """Whether the epoch matters."""
         return False
+
+    @property
+    def by_plan(self) -> bool:
+        """Whether it must be told how many steps are planned before it can say anything."""
+        return False
+
+    def planned(self, steps: float) -> Schedule:
+        """The schedule of a run of so many optimizer steps, infinite if it has no end."""
+        return self
 
     @abstractmethod
     def at(self, step: int, epoch: int) -> float:
@@ -32,8 +42,9 @@ class ExponentialWarmup(Schedule):
     Args:
         ratio: The ratio after the warm-up, in (0, 1].
         start: The ratio at the beginning, in (0, 1].
-        steps: Length of the warm-up in optimizer steps. Give this or ``epochs``.
+        steps: Length of the warm-up in optimizer steps. Give this, ``epochs`` or ``share``.
         epochs: Length in epochs; the ratio then changes between epochs only.
+        share: Length as a share of all planned steps, in (0, 1]. The Trainer knows these; elsewhere pass ``planned_steps=``.
 
     Raises:
         ValueError: A ratio is not in (0, 1], or not exactly one positive length is given.
@@ -43,24 +54,49 @@ class ExponentialWarmup(Schedule):
     start: float = 0.25
     steps: int | None = None
     epochs: int | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("ratio", "start"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"ExponentialWarmup: {name}={getattr(self, name)!r} must be in (0, 1].")
-        if (self.steps is None) == (self.epochs is None) or (self.steps or self.epochs or 0) < 1:
+        lengths = [length for length in (self.steps, self.epochs, self.share) if length is not None]
+        if len(lengths) != 1 or (self.share is None and lengths[0] < 1):
             raise ValueError(
-                f"ExponentialWarmup: give either steps or epochs, at least 1; got steps={self.steps!r}, "
-                f"epochs={self.epochs!r}."
+                f"ExponentialWarmup: give one of steps and epochs, at least 1, and share; got steps={self.steps!r}, "
+                f"epochs={self.epochs!r}, share={self.share!r}."
             )
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ValueError(f"ExponentialWarmup: share={self.share!r} of the planned steps must be in (0, 1].")
 
     @property
     def by_epoch(self) -> bool:
         """See :attr:`Schedule.by_epoch`."""
         return self.epochs is not None
 
+    @property
+    def by_plan(self) -> bool:
+        """See :attr:`Schedule.by_plan`."""
+        return self.share is not None
+
+    def planned(self, steps: float) -> Schedule:
+        """See :meth:`Schedule.planned`.
+
+        Raises:
+            ValueError: It goes by share, and the run has no end.
+        """
+        if self.share is None:
+            return self
+        if math.isinf(steps):
+            raise ValueError(
+                f"{self!r} is a share of a run that has no end. Give the Trainer max_steps or max_epochs, or the schedule steps=."
+            )
+        return replace(self, share=None, steps=max(1, round(self.share * steps)))
+
     def at(self, step: int, epoch: int) -> float:
         """See :meth:`Schedule.at`."""
+        if self.share is not None:
+            raise ValueError(f"{self!r} is a share of the planned steps, which nobody told: pass planned_steps=.")
         now, length = (step, self.steps) if self.epochs is None else (epoch, self.epochs)
         assert length is not None
         progress = min(now, length) / length

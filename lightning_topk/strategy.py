@@ -19,15 +19,12 @@ from lightning_topk._lightning import (
     rank_zero_info,
 )
 from lightning_topk.checkpoint import EMPTY, KEY, absent, collect
+from lightning_topk.checks import check_ddp_options, check_known, check_momentum, check_same_model
 from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.hook import (
     TopKState,
     attach,
-    check_ddp_options,
-    check_known,
-    check_momentum,
-    check_same_model,
     own_memory_,
 )
 from lightning_topk.residuals import Residuals
@@ -179,11 +176,17 @@ class TopKStrategy(DDPStrategy):
             scaler=getattr(self.precision_plugin, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
+            planned_steps=self._planned_steps(),
         )
 
         if self._resumed is not None:
             self.topk_state.load_state_dict(self._resumed)
             self._resumed = None
+
+    def _planned_steps(self) -> float | None:
+        """The Trainer's optimizer steps, if a schedule wants to know: asking sets the data up."""
+        module = self.lightning_module
+        return module.trainer.estimated_stepping_batches if module is not None and self.config.by_plan else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks; every rank calls it. Weights-only checkpoints hold none."""

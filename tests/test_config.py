@@ -155,14 +155,28 @@ def test_schedules_descend_geometrically_and_then_stay():
     [
         ({"ratio": 0, "steps": 3}, r"ratio=0 must be in"),
         ({"ratio": 0.1, "start": 2, "steps": 3}, r"start=2 must be in"),
-        ({"ratio": 0.1}, r"give either steps or epochs"),
-        ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"give either steps or epochs"),
+        ({"ratio": 0.1}, r"give one of steps and epochs"),
+        ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"give one of steps and epochs"),
+        ({"ratio": 0.1, "share": 0}, r"share=0 of the planned steps must be in"),
         ({"ratio": 0.1, "steps": 0}, r"at least 1"),
     ],
 )
 def test_bad_schedules_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ExponentialWarmup(**arguments)
+
+
+def test_a_schedule_may_be_a_share_of_the_planned_steps():
+    schedule = ExponentialWarmup(0.001, share=0.25)
+    assert schedule.planned(400) == ExponentialWarmup(0.001, steps=100)
+    config = TopKConfig(ratio=schedule, server_ratio=ExponentialWarmup(0.01, steps=7))
+    assert config.by_plan
+    assert config.planned(400).ratio.at(100, 0) == pytest.approx(0.001)
+    assert config.planned(400).server_ratio == config.server_ratio
+    with pytest.raises(ValueError, match="a share of a run that has no end"):
+        config.planned(float("inf"))
+    with pytest.raises(ValueError, match="which nobody told: pass planned_steps="):
+        config.codecs(1000, 4)
 
 
 def test_a_function_of_the_step_is_a_schedule_and_is_watched():

@@ -17,7 +17,8 @@ from test_precision import loss_of, net_of_four_layers
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import collectives
-from lightning_topk.hook import attach, check_same_model
+from lightning_topk.checks import check_same_model
+from lightning_topk.hook import attach
 
 
 def configured(rank: int, world: int, settings: list[dict]) -> str:

@@ -22,7 +22,7 @@ LAYERS = [
     {"exchange"},
     {"config"},
     {"collectives", "simulate", "undo", "plan"},
-    {"residuals", "choose", "costs"},
+    {"residuals", "choose", "costs", "checks"},
     {"advice"},
     {"checkpoint"},
     {"hook"},

@@ -264,6 +264,16 @@ def test_schedules_follow_the_trainers_epochs(tmp_path):
     assert ratios == pytest.approx([0.5, 0.5, 0.0707, 0.0707, 0.01, 0.01], rel=0.03)
 
 
+def test_a_warm_up_takes_its_share_of_the_planned_steps(tmp_path):
+    strategy = TopKStrategy(ratio=ExponentialWarmup(0.01, start=0.5, share=2 / 3), start_method="forkserver")
+    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
+    planned = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 4, "accumulate_grad_batches": 2}
+    fit(tmp_path, strategy=strategy, logger=logger, log_every_n_steps=1, **planned)
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    ratios = [float(row["topk/ratio"]) for row in rows if row["topk/ratio"]]
+    assert ratios == pytest.approx([0.5, 0.188, 0.0707, 0.0266, 0.01, 0.01], rel=0.03)
+
+
 @pytest.mark.parametrize("name", presets)
 def test_every_preset_trains_and_ranks_agree(tmp_path, name):
     strategy = TopKStrategy(**presets[name], start_method="forkserver")
