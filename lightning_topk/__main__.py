@@ -15,7 +15,7 @@ from lightning_topk.advice import Hardware, forecasts, parameter_sizes, sentence
 from lightning_topk.bench import BENCHES, bench
 from lightning_topk.config import TopKConfig
 from lightning_topk.costs import Links, bytes_per_second, load_costs
-from lightning_topk.reproduce import CLAIMS, report, reproduce
+from lightning_topk.reproduce import CLAIMS, EXPERIMENTS, report, reproduce
 from lightning_topk.reproduce.result import markdown
 
 
@@ -25,13 +25,17 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands)
     claims = commands.add_parser("reproduce", help="the claims of the papers, reproduced or refuted")
-    claims.add_argument("names", nargs="*", choices=[*CLAIMS, []], metavar="NAME", help=", ".join(CLAIMS))
+    claims.add_argument(
+        "names", nargs="*", choices=[*CLAIMS, *EXPERIMENTS, []], metavar="NAME", help=", ".join([*CLAIMS, *EXPERIMENTS])
+    )
     claims.add_argument("--all", action="store_true", help="all of them")
     claims.add_argument(
-        "--data", type=Path, help="images for convergence: train/<class>/*, test/<class>/*; takes hours"
+        "--data", type=Path, help="images for convergence and recipes: train/<class>/*, test/<class>/*; takes hours"
     )
     claims.add_argument(
-        "--steps", type=int, help="length of convergence's runs (default: 200 on digits, 1000 on images)"
+        "--steps",
+        type=int,
+        help="length of the runs of convergence (default: 200 on digits, 1000 on images) and recipes",
     )
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     _add_bench(commands)
@@ -48,10 +52,11 @@ def main() -> None:
         if not names:
             claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
         options = {key: getattr(arguments, key) for key in ("data", "steps") if getattr(arguments, key) is not None}
-        if options and "convergence" not in names:
-            claims.error(f"--{' and --'.join(options)}: for convergence only")
+        trained = ("convergence", *EXPERIMENTS)
+        if options and not set(trained) & set(names):
+            claims.error(f"--{' and --'.join(options)}: for {' and '.join(trained)} only")
         for name in names:
-            reproduce(name, arguments.out, **(options if name == "convergence" else {}))
+            reproduce(name, arguments.out, **(options if name in trained else {}))
         report(arguments.out)
         print(f"report: {arguments.out / 'report.md'}")
         return

@@ -31,6 +31,7 @@ class Cluster:
         dtype: dtype of the gradient.
         local: Workers on each node.
         sizes: Elements of each parameter of the gradient. Default: there is one.
+        exact: Which of them, by number, are not compressed.
     """
 
     def __init__(
@@ -41,10 +42,13 @@ class Cluster:
         dtype: torch.dtype = torch.float32,
         local: int = 1,
         sizes: tuple[int, ...] | None = None,
+        exact: Sequence[int] = (),
     ) -> None:
         self.config, self.local = config.on(world, local), local
         cpu = torch.device("cpu")
-        self.endpoints = [self.config.endpoint(numel, rank, world, dtype, cpu, sizes, local) for rank in range(world)]
+        self.endpoints = [
+            self.config.endpoint(numel, rank, world, dtype, cpu, sizes, local, exact) for rank in range(world)
+        ]
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
         """Bytes that each worker has sent to others so far, by direction."""
         self.steps = 0

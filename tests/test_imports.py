@@ -38,7 +38,7 @@ LAYERS = [
         "reproduce.saving",
         "reproduce.speedup",
     },
-    {"reproduce.tuning", "scale"},
+    {"reproduce.tuning", "reproduce.recipes", "scale"},
     {"reproduce"},
     {"bench.timing", "bench.memory", "bench.peers"},
     {"bench.select", "bench.wire", "bench.ddp", "bench.train", "bench.costs", "bench.model"},

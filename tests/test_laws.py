@@ -50,11 +50,12 @@ def cluster_of(config: TopKConfig, workers: int, numel: int, dtype: torch.dtype 
 
 
 def undelivered(cluster: Cluster) -> torch.Tensor:
-    total = torch.zeros(sum(cluster.endpoints[0].parts.sizes))
+    dtype = cluster.endpoints[0].dtype
+    total = torch.zeros(sum(cluster.endpoints[0].parts.sizes), dtype=dtype)
     for rank, end in enumerate(cluster.endpoints):
-        mine = end.uplink.memory.tensors().get("residual", torch.zeros(())) / end.world
+        mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
         mine = mine + _served(end).get("residual", 0)
-        rows = torch.zeros(end.parts.count, end.parts.numel)
+        rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)
         join_parts(rows, end.parts, whole)

@@ -93,13 +93,14 @@ def launched(group: hosts.Hosts, way: str, script: str, folder: str) -> list[tup
                 slurm = {f"SLURM_{key}": str(value) for key, value in {**task, **names}.items()}
                 started.append(group.start(node, [sys.executable, script, folder, "no"], {**base, **slurm}))
     try:
-        outputs = [process.communicate(timeout=150) for process in started]
+        outputs = [process.communicate(timeout=400) for process in started]
     finally:
         for process in started:
             process.kill()
     return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
 
 
+@pytest.mark.timeout(900)
 def test_every_way_to_launch_two_nodes_gives_the_same_bits_and_a_rank_that_dies_costs_nothing(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

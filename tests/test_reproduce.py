@@ -25,6 +25,7 @@ from lightning_topk.reproduce import (
     counterexample,
     distribution,
     problem,
+    recipes,
     report,
     saving,
     speedup,
@@ -191,6 +192,27 @@ def test_predicted_bytes_are_those_that_leave_the_interface():
         assert payload < seen < payload * 1.1 + 60_000  # gloo's set-up and TCP's headers
     left = subprocess.check_output(["ip", "netns", "list"], text=True).split()
     assert not {*group.names, f"ltk{os.getpid() % 100000}s"} & set(left)
+
+
+def test_recipes_go_on_where_they_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(recipes, "DIGITS", (recipes.Task("mlp", 2, 6, 0.1),))
+    monkeypatch.setattr(recipes, "SEEDS", 1)
+    chosen = ("dense", "plain", "1-D dense", "warm-up 50 %", "lr ratio", "momentum correction")
+    monkeypatch.setattr(recipes, "RECIPES", {name: recipes.RECIPES[name] for name in chosen})
+    monkeypatch.setattr(recipes, "run_all", alone)
+    first = recipes.run(out=tmp_path)
+    assert len((tmp_path / "recipes.jsonl").read_text().splitlines()) == len(chosen)
+    monkeypatch.setattr(recipes, "run_all", lambda jobs, *_: {} if not jobs else pytest.fail(f"again: {list(jobs)}"))
+    assert recipes.run(out=tmp_path).tables == first.tables
+    (rows,) = first.tables.values()
+    saving = {row["recipe"]: float(row["saving"].rstrip("x")) for row in rows}
+    assert saving["dense"] == 1 < saving["warm-up 50 %"] < saving["plain"]
+
+
+def alone(jobs, title, note):
+    """Runs jobs here: what they were told by a test is not told to other processes."""
+    for key, job in jobs.items():
+        note(key, job())
 
 
 def test_the_command_wants_a_name():

@@ -17,18 +17,22 @@ from lightning_topk.reproduce.result import Result
 
 CLAIMS = ["counterexample", "saving", "bound", "distribution", "operators", "convergence", "tuning", "speedup"]
 """Names of the commands."""
+EXPERIMENTS = ["recipes"]
+"""Commands that hold our own settings against each other, and take long: ``--all`` leaves them out."""
 
 
 def reproduce(name: str, out: Path, **options: Any) -> Result:
     """Runs one reproduction; prints it, and writes its JSON and picture.
 
     Args:
-        name: One of :data:`CLAIMS`.
+        name: One of :data:`CLAIMS` or :data:`EXPERIMENTS`.
         out: Where files go.
         **options: Arguments of that reproduction's ``run``.
     """
     torch.set_num_threads(1)  # many small tensors; and one core is what every reader has
     begin = time.perf_counter()
+    if name in EXPERIMENTS:  # which write what they have as they go
+        options["out"] = out
     result: Result = importlib.import_module(f"lightning_topk.reproduce.{name}").run(**options)
     result.seconds = time.perf_counter() - begin
     result.write(out)

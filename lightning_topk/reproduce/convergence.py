@@ -10,7 +10,7 @@ from lightning_topk.config import TopKConfig, presets
 from lightning_topk.plots import Panel
 from lightning_topk.reproduce.parallel import run_all
 from lightning_topk.reproduce.problem import Problem, Run, image_folder, train
-from lightning_topk.reproduce.result import Check, Result, Row
+from lightning_topk.reproduce.result import Check, Result, Row, spread
 from lightning_topk.schedule import ExponentialWarmup
 
 RATIO = 0.01
@@ -152,11 +152,6 @@ def mean_loss(runs: list[Run]) -> float:
 def mean_accuracy(runs: list[Run]) -> float:
     """Mean over seeds, percent."""
     return sum(one.accuracy for one in runs) / len(runs)
-
-
-def spread(values: list[float], style: str) -> str:
-    """Mean and half the range."""
-    return f"{sum(values) / len(values):{style}} ± {(max(values) - min(values)) / 2:{style}}"
 
 
 def summary(runs: list[Run]) -> Row:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -180,6 +182,7 @@ class Run:
         accuracy: Final accuracy on held-out data, percent.
         uplink_bytes: Bytes from a worker to the servers, mean over workers and steps.
         downlink_bytes: Bytes from a server to the workers, likewise.
+        dense_bytes: Bytes that a ring all-reduce would send from a rank in a step.
         union: Entries that were delivered and not zero, step by step.
         seen: What ``observe`` returned, step by step.
         curve: Step, training loss and accuracy, every so often.
@@ -189,6 +192,7 @@ class Run:
     accuracy: float
     uplink_bytes: float
     downlink_bytes: float
+    dense_bytes: float = 0.0
     union: list[int] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     curve: list[tuple[int, float, float]] = field(default_factory=list)
@@ -207,8 +211,9 @@ def train(
     images: Path | None = None,
     local: int = 1,
     points: int = 0,
+    cosine: bool = False,
 ) -> Run:
-    """Trains by SGD with a constant learning rate, as the thesis does.
+    """Trains by SGD with a constant learning rate, as the thesis does, or with one that falls to zero.
 
     Args:
         model: A key of :data:`MODELS`.
@@ -223,23 +228,28 @@ def train(
         images: A folder of images to learn, see :func:`image_folder`; default: :func:`digits`.
         local: Workers on each simulated node.
         points: How often to evaluate on the way.
+        cosine: Whether the learning rate falls to zero, along half a cosine.
     """
     problem = Problem(model, seed, None if images is None else image_folder(images))
     theta, velocity = problem.start, torch.zeros_like(problem.start)
     sizes = tuple(parameter.numel() for parameter in problem.parameters)
-    cluster = Cluster(config, workers, len(theta), local=local, sizes=sizes)
+    names = [name for name, _ in problem.net.named_parameters()]
+    exact = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
+    cluster = Cluster(config, workers, len(theta), local=local, sizes=sizes, exact=exact)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
-    run = Run(float("inf"), 0.0, 0.0, 0.0)
+    run, last = Run(float("inf"), 0.0, 0.0, 0.0), lr
     for step in tqdm(range(steps), desc=f"{workers} workers", unit="step", leave=False, disable=not points):
         batches = torch.randint(examples, (workers, batch), generator=generator)
         gradients = problem.gradients(theta, batches)
         if observe is not None:
             run.seen.append(observe(cluster, gradients))
-        delivered = cluster.step(gradients, epoch=step // epoch_steps)[0]
+        rate = lr * (1 + math.cos(math.pi * step / steps)) / 2 if cosine else lr
+        following = last / rate if config.lr_ratio and step else 1.0
+        delivered, last = cluster.step(gradients, epoch=step // epoch_steps, lr_ratio=following)[0], rate
         run.union.append(int(delivered.count_nonzero()))
         velocity = momentum * velocity + delivered
-        theta = theta - lr * velocity
+        theta = theta - rate * velocity
         if points and (step + 1) % max(1, steps // points) == 0:
             run.curve.append((step + 1, *problem.evaluate(theta)))
     if theta.isfinite().all():
@@ -247,4 +257,5 @@ def train(
     run.uplink_bytes, run.downlink_bytes = (
         sum(cluster.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink")
     )
+    run.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
     return run

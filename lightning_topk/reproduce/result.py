@@ -106,6 +106,11 @@ class Result:
             draw(self.panels, folder / f"{self.name}.png")
 
 
+def spread(values: list[float], style: str) -> str:
+    """Mean and half the range."""
+    return f"{sum(values) / len(values):{style}} ± {(max(values) - min(values)) / 2:{style}}"
+
+
 def plain(value: Any) -> Any:
     """The value with numbers that JSON does not know, infinity and NaN, as words."""
     if isinstance(value, dict):
