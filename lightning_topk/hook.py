@@ -613,13 +613,15 @@ class TopKState:
 
 
 def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
-    """What torchrun says of the ranks on a node; 1 if it says nothing, or something that does not fit these ranks."""
+    """What torchrun says of the ranks on a node; 1 if it says nothing, or nothing that fits these ranks."""
     told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group)
-    if len(set(told)) == 1 and len(told) % told[0] == 0:
+    everyone = len(told) == dist.get_world_size()
+    if everyone and len(set(told)) == 1 and len(told) % told[0] == 0:
         return int(told[0])
     if config.topology == "hierarchical":
         raise ValueError(
-            f"topology='hierarchical' needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is {told} on {len(told)} ranks. "
+            f"topology='hierarchical' needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is {told} on {len(told)} of "
+            f"{dist.get_world_size()} ranks. "
             "Pass local_world_size=, or topology='sharded'."
         )
     return 1
