@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -196,7 +197,7 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
 
 
 def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelta | None, device: torch.device) -> None:
-    """Connects the ranks without the addresses of those that died, if torchrun has restarted them; else does nothing.
+    """Connects the ranks without the addresses of those that died, where torchrun restarts them; else does nothing.
 
     torch 2.15 gives restarted workers the store of the last attempt: whoever comes first would read the other rank's old
     address in it, and fail to connect.
@@ -208,19 +209,43 @@ def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelt
         timeout: Of collectives. Default: torch's, 30 minutes.
         device: This rank's.
     """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or dist.is_initialized():
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
         return
     timeout = timeout or default_pg_timeout
     store, *_ = next(rendezvous("env://", rank, world, timeout=timeout))
+    life = _name_of_this_life(store, rank, world, timeout)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"restart {restarts}", store),  # type: ignore[attr-defined]  # it is exported at run time
+        store=dist.PrefixStore(life, store),  # type: ignore[attr-defined]  # it is exported at run time
         rank=rank,
         world_size=world,
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
+
+
+def _name_of_this_life(store: Any, rank: int, world: int, timeout: timedelta) -> str:
+    """A name that the living ranks agree on, and that no earlier life of theirs had.
+
+    The store outlives the ranks, and no rank knows how often the others were restarted: torchrun counts on every node by itself. So each
+    says hello with a word of its own, and rank 0 answers whatever it reads, be it of the dead, until all the living have replied.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank:
+        store.set(f"hello {rank}", mine)
+        store.wait([f"answer {rank} {mine}"], timeout)
+        life: str = store.get(f"answer {rank} {mine}").decode()
+        store.set(f"heard {rank} {life}", "")
+        return life
+    silent = set(range(1, world))
+    while silent:
+        for other in [other for other in silent if store.check([f"hello {other}"])]:
+            store.set(f"answer {other} {store.get(f'hello {other}').decode()}", mine)
+        silent = {other for other in silent if not store.check([f"heard {other} {mine}"])}
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(silent)} did not connect within {timeout}.")
+        time.sleep(0.01)
+    return mine
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ def test_the_main_job_saves_40_times_and_stays_within_2_points_of_ddp(tmp_path):
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_trains_a_resnet_through_one_server(tmp_path):
     for part, count in (("train", 8), ("test", 4)):
         for name in ("cat", "dog"):
@@ -55,6 +56,7 @@ def test_a_folder_of_images_trains_a_resnet_through_one_server(tmp_path):
     assert re.search(r"topk +\d+\.\d\d%", output)
 
 
+@pytest.mark.slow
 def test_presets_train_the_classifier_one_after_the_other():
     names = ["dgc", "parameter_server"]  # each costs seconds of starting up; test_lightning trains all of them
     output = example("examples/train_classifier.py", "--max-epochs=4", "--preset", *names)

@@ -203,6 +203,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_fabric_connects_again_after_torchrun_restarts_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FABRIC)

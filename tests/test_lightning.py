@@ -394,6 +394,7 @@ def test_lightning_cli_configures_the_strategy_by_yaml():
     assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
 
 
+@pytest.mark.slow
 def test_lightning_cli_takes_the_strategy_from_the_command_line():
     output = command(
         [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=2",

@@ -100,6 +100,7 @@ def launched(group: hosts.Hosts, way: str, script: str, folder: str) -> list[tup
     return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_way_to_launch_two_nodes_gives_the_same_bits_and_a_rank_that_dies_costs_nothing(tmp_path):
     script = tmp_path / "script.py"

@@ -114,6 +114,7 @@ def test_a_resnet_learns_from_a_folder_of_images(images):
     assert run.loss < before
 
 
+@pytest.mark.slow
 def test_convergence_runs_on_a_folder_of_images(images, monkeypatch):
     for name, value in {
         "GRID": (0.1,),
