@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from test_gloo import every_rank, flat_gradient, mean_over_ranks
-from test_laws import routes
+from test_laws import ON_NODES, routes
 from test_lightning import Model, fit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -102,6 +102,13 @@ def test_a_skipped_step_leaves_all_residuals_as_they_were(groups, topology, bidi
 )
 def test_so_it_does_in_every_scope_and_memory_and_with_fused_optimizers(groups, topology, bidirectional, settings):
     groups(2).run(skipped, topology, bidirectional, "inf", settings, True)
+
+
+@pytest.mark.parametrize(("topology", "bidirectional"), [*ON_NODES, ("auto", True)])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("more", [{}, {"dense_parameters": "*bias"}])
+def test_so_it_does_on_nodes_and_while_the_exchange_is_being_chosen(groups, topology, bidirectional, fused, more):
+    groups(4).run(skipped, topology, bidirectional, "inf", {"local_world_size": 2, **more}, fused)
 
 
 def two_optimizers(rank: int, world: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_laws import ROUTES, SELECTED, WIRES, undelivered
+from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, undelivered
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import volume
@@ -21,7 +21,7 @@ VALUES = st.one_of(
 @st.composite
 def systems(draw):
     """A configuration, a world, and gradients for three steps."""
-    topology, bidirectional = draw(st.sampled_from(ROUTES))
+    topology, bidirectional = draw(st.sampled_from([*ROUTES, *(way for way in ON_NODES if way[0] != "dense")]))
     ratios = st.floats(1e-4, 1.0)
     config = TopKConfig(
         ratio=draw(ratios),
@@ -32,10 +32,17 @@ def systems(draw):
         selector=draw(st.sampled_from(SELECTED)),
     )
     world, numel = draw(st.integers(1, 6)), draw(st.integers(1, 700))
+    if topology == "hierarchical":
+        world = 2 * max(2, world)  # nodes of two; one node would be dense
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     few = draw(st.lists(VALUES, min_size=1, max_size=12))
     seed = draw(st.integers(0, 2**16))
     return config, world, numel, dtype, few, seed
+
+
+def local_of(config: TopKConfig) -> int:
+    """Ranks of a node."""
+    return 2 if config.topology == "hierarchical" else 1
 
 
 @given(systems())
@@ -43,7 +50,7 @@ def systems(draw):
 def test_the_laws_hold(system):
     config, world, numel, dtype, few, seed = system
     generator = torch.Generator().manual_seed(seed)
-    cluster = Cluster(config, world, numel, dtype)
+    cluster = Cluster(config, world, numel, dtype, local_of(config))
     produced, delivered, largest = torch.zeros(numel).double(), torch.zeros(numel).double(), 1e-6
     for step in range(3):
         noise = torch.randn(world, numel, generator=generator)
@@ -56,7 +63,7 @@ def test_the_laws_hold(system):
         largest = max(largest, float(torch.stack(given_).double().abs().max()))
         assert all(torch.equal(each, received[0]) for each in received), "agreement"
         for rank in range(world):
-            plan = volume(config, [numel], world, rank, step=step)
+            plan = volume(config, [numel], world, rank, dtype.itemsize, step=step, local=local_of(config))
             for way in before:
                 assert cluster.sent_bytes[way][rank] - before[way][rank] == getattr(plan, way), "prediction, fixed size"
     for end in cluster.endpoints:
@@ -72,7 +79,7 @@ def test_the_laws_hold(system):
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_gradient_that_is_not_finite_leaves_finite_residuals_and_reaches_all(system):
     config, world, numel, dtype, _, seed = system
-    cluster = Cluster(config, world, numel, dtype)
+    cluster = Cluster(config, world, numel, dtype, local_of(config))
     generator = torch.Generator().manual_seed(seed)
     cluster.step(list(torch.randn(world, numel, generator=generator).to(dtype)))
     spoilt = torch.randn(world, numel, generator=generator).to(dtype)
