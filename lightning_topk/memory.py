@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from lightning_topk import ops
 from lightning_topk.ops import reference
 
 
@@ -82,7 +83,7 @@ class Residual(Memory):
         # stop to look, and mends what was selected.
         limit = torch.finfo(self.residual.dtype).max
         if value.device.type == "cpu":
-            if not value.isfinite().all():
+            if not ops.is_finite(value):
                 self.residual.clamp_(-limit, limit)
         else:
             self.residual.index_copy_(0, index, self.residual.index_select(0, index).clamp_(-limit, limit))

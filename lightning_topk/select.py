@@ -132,6 +132,11 @@ class Threshold(Selector):
         """
 
 
+def _none(condition: Tensor) -> bool:
+    """Whether ``condition`` is known to hold nowhere: a GPU is not asked, since the host would wait for its answer."""
+    return condition.device.type == "cpu" and not condition.any()
+
+
 class GaussianK(Threshold):
     """Gaussian_k of Shi et al. 2019 (algorithm 1): the threshold that k of S normal entries would pass, corrected thrice.
 
@@ -143,10 +148,11 @@ class GaussianK(Threshold):
         std, mean = torch.std_mean(rows, dim=1, keepdim=True, correction=0)
         quantile = NormalDist().inv_cdf(1 - k / rows.shape[1] / 2)
         threshold: Tensor = (mean + quantile * std).abs_()
-        magnitude = rows.abs()
         for _ in range(3):
-            count = (magnitude > threshold).sum(dim=1, keepdim=True)
+            count = ops.count_reaching(rows, threshold)
             factor = torch.where(3 * count < 2 * k, 0.5, torch.where(3 * count > 4 * k, 1.5, 1.0))
+            if _none(factor != 1):
+                break
             threshold = threshold * factor.to(threshold.dtype)
         return threshold
 
@@ -169,12 +175,13 @@ class SampledK(Threshold):
         """See :meth:`Threshold.threshold`."""
         size = rows.shape[1]
         stride = max(1, min(int(1 / self.fraction), k // 100))
-        magnitude = rows.abs()
-        sample = magnitude[:, self.step * 7919 % stride :: stride]
+        sample = rows[:, self.step * 7919 % stride :: stride].abs()
         rank = max(1, min(sample.shape[1], round(sample.shape[1] * k / size)))
         threshold = sample.topk(rank, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
         for _ in range(10):
-            few = (magnitude >= threshold).sum(dim=1, keepdim=True) < k
+            few = ops.count_reaching(rows, threshold) < k
+            if _none(few):
+                break
             threshold = torch.where(few, 0.8 * threshold, threshold)
         return threshold
 
@@ -187,11 +194,13 @@ class TrimmedK(Threshold):
 
     def threshold(self, rows: Tensor, k: int) -> Tensor:
         """See :meth:`Threshold.threshold`."""
-        magnitude = rows.abs()
-        mean, largest = magnitude.mean(dim=1, keepdim=True), magnitude.amax(dim=1, keepdim=True)
-        threshold = mean + 0.8 * (largest - mean)
+        mean = torch.linalg.vector_norm(rows, 1, dim=1, keepdim=True) / rows.shape[1]
+        largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
+        threshold: Tensor = mean + 0.8 * (largest - mean)
         for r in (0.6, 0.4, 0.2, 0.0):
-            few = (magnitude >= threshold).sum(dim=1, keepdim=True) < k
+            few = ops.count_reaching(rows, threshold) < k
+            if _none(few):
+                break
             threshold = torch.where(few, mean + r * (largest - mean), threshold)
         return threshold
 

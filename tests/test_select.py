@@ -107,6 +107,7 @@ def test_the_fast_threshold_selection_is_the_reference(name, k):
         threshold = torch.full((4, 1), level)
         fast = cpu.over_threshold_index(rows, threshold, k)
         assert torch.equal(fast, reference.over_threshold_index(rows, threshold, k))
+        assert torch.equal(cpu.count_reaching(rows, threshold), reference.count_reaching(rows, threshold))
 
 
 def test_a_bad_sample_fraction_is_refused():

@@ -60,6 +60,13 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return cpu.topk_index(rows, k) if rows.device.type == "cpu" else reference.topk_index(rows, k)
 
 
+def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
+    """See :func:`lightning_topk.ops.reference.count_reaching`."""
+    version = cpu if rows.device.type == "cpu" else reference
+    count: Tensor = version.count_reaching(rows, threshold)
+    return count
+
+
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     """See :func:`lightning_topk.ops.reference.over_threshold_index`."""
     version = cpu if rows.device.type == "cpu" else reference

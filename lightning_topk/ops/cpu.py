@@ -58,6 +58,23 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.from_numpy(np.concatenate(chosen))
 
 
+def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
+    """The same as :func:`lightning_topk.ops.reference.count_reaching`, without a temporary of the rows' size.
+
+    Args:
+        rows: ``[R, S]`` on the CPU, finite.
+        threshold: ``[R, 1]``, at least 0.
+
+    Returns:
+        ``[R, 1]`` int64.
+    """
+    counts = [
+        sum(int(torch.count_nonzero(part.abs() >= limit)) for part in row.split(CHUNK))
+        for row, limit in zip(rows, threshold, strict=True)
+    ]
+    return torch.tensor(counts).unsqueeze(1)
+
+
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     """The same as :func:`lightning_topk.ops.reference.over_threshold_index`, in one pass over the rows.
 
@@ -72,9 +89,9 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     chosen = torch.full((rows.shape[0], k), -1)
     for row, index, limit in zip(rows, chosen, threshold, strict=True):
         values = row.contiguous().numpy()
-        found = _scan(values, None, limit.numpy())
+        found, there = _scan(values, None, limit.numpy())
         if len(found) > k:
-            found = found[_largest(np.abs(values[found]), k)]
+            found = found[_largest(np.abs(there), k)]
         index[: len(found)] = torch.from_numpy(found)
     return chosen
 
@@ -105,14 +122,12 @@ def _choose(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: int) 
     sum is looked through again with a lower threshold, at last with the least: then all that is not zero is known.
     """
     for threshold in _thresholds(kept, given, layout, k):
-        flat = _scan(kept, given, threshold)
+        shards = _by_shard(*_scan(kept, given, threshold), layout)
         given = None
-        shards = _by_shard(flat, layout)
         if threshold == _least(kept.dtype) or all(len(places) >= k for places, _ in shards):
             break
     index, value = np.empty((layout.shards, k), np.int64), np.empty((layout.shards, k), kept.dtype)
-    for shard, (places, candidates) in enumerate(shards):
-        sums = kept[candidates]
+    for shard, (places, sums) in enumerate(shards):
         if len(places) < k:  # the first zeros join what is not zero
             zeros = np.setdiff1d(np.arange(k), places, assume_unique=True)[: k - len(places)]
             places, sums = np.concatenate([places, zeros]), np.concatenate([sums, np.zeros(len(zeros), sums.dtype)])
@@ -148,13 +163,13 @@ def _least(dtype: np.dtype[Any]) -> Any:
     return np.finfo(dtype).smallest_subnormal
 
 
-def _scan(kept: np.ndarray, given: np.ndarray | None, threshold: Any) -> np.ndarray:
-    """Moves ``given``, if there is any, into ``kept``; returns the ascending positions where that reaches a magnitude.
+def _scan(kept: np.ndarray, given: np.ndarray | None, threshold: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Moves ``given``, if there is any, into ``kept``; returns ascending positions where that reaches a magnitude, and it there.
 
     Chunks are dealt to as many threads as torch uses: NumPy's loops run beside each other.
     """
 
-    def scan(chunks: range) -> list[np.ndarray]:
+    def scan(chunks: range) -> list[tuple[np.ndarray, np.ndarray]]:
         above, below = np.empty((2, CHUNK), bool)
         found = []
         for start in chunks:
@@ -167,23 +182,27 @@ def _scan(kept: np.ndarray, given: np.ndarray | None, threshold: Any) -> np.ndar
             high, low = above[: len(chunk)], below[: len(chunk)]
             np.greater_equal(chunk, threshold, out=high)
             np.less_equal(chunk, -threshold, out=low)
-            found.append(np.flatnonzero(np.logical_or(high, low, out=high)) + start)
+            places = np.flatnonzero(np.logical_or(high, low, out=high))
+            found.append((places + start, chunk[places]))
         return found
 
     chunks = range(0, len(kept), CHUNK)
     threads = min(torch.get_num_threads(), len(chunks) // 8)
     if threads < 2:
-        return np.concatenate(scan(chunks))
-    part = -(-len(chunks) // threads)
-    with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(scan, [chunks[start : start + part] for start in range(0, len(chunks), part)])
-        return np.concatenate([positions for part in found for positions in part])
+        found = scan(chunks)
+    else:
+        part = -(-len(chunks) // threads)
+        with ThreadPoolExecutor(threads) as pool:
+            parts = pool.map(scan, [chunks[start : start + part] for start in range(0, len(chunks), part)])
+            found = [each for part in parts for each in part]
+    places, values = zip(*found, strict=True)
+    return np.concatenate(places), np.concatenate(values)
 
 
-def _by_shard(flat: np.ndarray, layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of ascending positions in a bucket, those in each shard: as positions in the shard, and as they were."""
+def _by_shard(flat: np.ndarray, value: np.ndarray, layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of ascending positions in a bucket and values, those in each shard, with their positions there."""
     if layout.shards == 1:
-        return [(flat, flat)]
+        return [(flat, value)]
     # NumPy divides by one number fast, in narrow integers twice so; it has no such remainder.
     flat = flat.astype(np.uint32 if layout.numel <= 2**32 else np.uint64)
     block = flat // flat.dtype.type(layout.block)
@@ -192,7 +211,7 @@ def _by_shard(flat: np.ndarray, layout: Layout) -> list[tuple[np.ndarray, np.nda
     places = flat - (block - turn) * flat.dtype.type(layout.block)
     order = np.argsort(shard, kind="stable")
     ends = np.cumsum(np.bincount(shard, minlength=layout.shards))
-    return [(places[part], flat[part]) for part in np.split(order, ends[:-1])]
+    return [(places[part], value[part]) for part in np.split(order, ends[:-1])]
 
 
 def _largest(magnitude: np.ndarray, k: int) -> np.ndarray:
@@ -220,7 +239,8 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
     positions = index.numpy()
     rows, k = positions.shape
     highs = np.zeros((rows, reference.elias_fano_high_bits(universe, k, low)), bool)
-    np.put_along_axis(highs, (positions >> low) + np.arange(k), True, axis=1)
+    for high, row in zip(highs, positions, strict=True):
+        high[(row >> low) + np.arange(k)] = True
     lows = _pack(positions & ((1 << low) - 1), low)
     return torch.from_numpy(np.concatenate([lows, np.packbits(highs, axis=1, bitorder="little")], axis=1))
 
@@ -247,25 +267,31 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     places = np.flatnonzero(highs.view(bool))
     if len(places) != rows * k:
         raise ValueError(f"{rows} payloads hold {len(places)} positions instead of {rows * k}: they were damaged.")
-    high = places.reshape(rows, k) - np.arange(rows)[:, None] * high_bits - np.arange(k)
-    return torch.from_numpy((high << low) + _unpack(packed[:, :low_bytes], k, low))
+    numbers = places.reshape(rows, k)
+    for row, high in enumerate(numbers):
+        high -= np.arange(row * high_bits, row * high_bits + k)
+    numbers <<= low
+    numbers += _unpack(packed[:, :low_bytes], k, low)
+    return torch.from_numpy(numbers)
 
 
 def _pack(numbers: np.ndarray, width: int) -> np.ndarray:
-    """Numbers ``[R, n]`` below ``2**width``, width <= 56, as bits one after the other, ``[R, ceil(n width / 8)]`` uint8.
+    """Numbers ``[R, n]`` below ``2**width``, width < 64, as bits one after the other, ``[R, ceil(n width / 8)]`` uint8.
 
-    Eight numbers are ``width`` whole bytes. Each of the eight is shifted to its bit and falls on at most eight bytes there.
+    Eight numbers are ``width`` whole bytes. Each of the eight is shifted to its bit in the words that hold them.
     """
     rows, n = numbers.shape
     groups = -(-n // 8)
     eights = np.zeros((rows, groups * 8), np.uint64)
     eights[:, :n] = numbers
-    packed = np.zeros((rows, groups, width + 8), np.uint8)  # the last eight bytes are room for the shifts
+    words = np.zeros((width // 8 + 1, rows, groups), "<u8")
     for place in range(8):
-        byte, bit = divmod(place * width, 8)
-        shifted = eights[:, place::8] << np.uint64(bit)
-        for part in range((bit + width + 7) // 8):
-            packed[:, :, byte + part] |= (shifted >> np.uint64(8 * part)).astype(np.uint8)
+        number = np.ascontiguousarray(eights[:, place::8])
+        word, bit = divmod(place * width, 64)
+        words[word] |= number << np.uint64(bit)
+        if bit + width > 64:
+            words[word + 1] |= number >> np.uint64(64 - bit)
+    packed = np.ascontiguousarray(np.moveaxis(words, 0, 2)).view(np.uint8)
     return packed[:, :, :width].reshape(rows, -1)[:, : -(-n * width // 8)]
 
 

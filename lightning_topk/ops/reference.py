@@ -54,7 +54,7 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
         shard = torch.arange(layout.shards, device=index.device).unsqueeze(1)
     block = layout.block
     offset = index & (block - 1) if block.bit_count() == 1 else index % block  # a division costs ten times as much
-    flat = (index - offset) * layout.shards + (shard * block + offset)
+    flat = (index - offset).mul_(layout.shards).add_(offset.add_(shard * block))
     return flat.clamp_(max=layout.numel - 1)
 
 
@@ -162,6 +162,19 @@ def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
     rows = shard_rows(e, layout)
     index = topk_index(rows, k)
     return index, rows.gather(1, index)
+
+
+def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
+    """How many entries of each row reach a threshold in magnitude.
+
+    Args:
+        rows: ``[R, S]``, a floating dtype, finite.
+        threshold: ``[R, 1]``, at least 0.
+
+    Returns:
+        ``[R, 1]`` int64.
+    """
+    return (rows.abs() >= threshold).sum(dim=1, keepdim=True)
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
