@@ -18,7 +18,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.costs import Links, bytes_per_second, exchange_seconds, load_costs
 from lightning_topk.plan import volume
 from lightning_topk.plots import Panel
-from lightning_topk.reproduce.problem import Problem, train
+from lightning_topk.reproduce.problem import Optimizer, Problem, train
 from lightning_topk.reproduce.result import Result
 from lightning_topk.simulate import Cluster
 
@@ -91,9 +91,11 @@ def run(
     here = config.on(workers, gpus_per_node)
     sizes = [parameter.numel() for parameter in Problem(model, 0).parameters]
     begin, union = time.perf_counter(), _Union()
-    sparse = train(model, config, workers, steps, lr, 0, batch_size, observe=union, local=gpus_per_node, points=20)
+    sparse = train(
+        model, config, workers, steps, Optimizer(lr), 0, batch_size, observe=union, local=gpus_per_node, points=20
+    )
     took = (time.perf_counter() - begin) / steps
-    dense = train(model, config.dense, workers, steps, lr, 0, batch_size, points=20)
+    dense = train(model, config.dense, workers, steps, Optimizer(lr), 0, batch_size, points=20)
     plan = volume(config, [sizes], workers, local=gpus_per_node)
     peers = workers // gpus_per_node if here.topology == "hierarchical" else workers
     exchanged = volume_of_a_worker(here, sizes, workers, gpus_per_node)

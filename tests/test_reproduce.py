@@ -78,7 +78,7 @@ def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
 def test_simulated_training_learns(model):
     start = problem.Problem(model, seed=0)
     before, _ = start.evaluate(start.start)
-    run = problem.train(model, TopKConfig(ratio=0.1), workers=2, steps=30, lr=0.3, seed=0)
+    run = problem.train(model, TopKConfig(ratio=0.1), 2, 30, problem.Optimizer(0.3), seed=0)
     assert run.loss < before
     assert len(run.union) == 30
     sent = volume(TopKConfig(ratio=0.1), [len(start.start)], world=2)
@@ -88,7 +88,7 @@ def test_simulated_training_learns(model):
 def test_simulated_gradients_are_autograds():
     mlp = problem.Problem("mlp", seed=0)
     batches = torch.tensor([[0, 1, 2], [3, 4, 5]])
-    images, labels = problem.digits().images, problem.digits().labels
+    images, labels = problem.digits().examples, problem.digits().labels
     for batch, gradient in zip(batches, mlp.gradients(mlp.start, batches), strict=True):
         mlp.net.zero_grad()
         torch.nn.functional.cross_entropy(mlp.net(images[batch]), labels[batch]).backward()
@@ -108,9 +108,9 @@ def images(tmp_path):
 
 def test_a_resnet_learns_from_a_folder_of_images(images):
     data = problem.image_folder(images)
-    assert data.images.shape == data.held_images.shape == (10, 3, 32, 32)
+    assert data.examples.shape == data.held_examples.shape == (10, 3, 32, 32)
     before, _ = problem.Problem("resnet20", 0, data).evaluate(problem.Problem("resnet20", 0, data).start)
-    run = problem.train("resnet20", TopKConfig(ratio=0.1), workers=2, steps=25, lr=0.05, seed=0, batch=5, images=images)
+    run = problem.train("resnet20", TopKConfig(ratio=0.1), 2, 25, problem.Optimizer(0.05), 0, 5, images=images)
     assert run.loss < before
 
 

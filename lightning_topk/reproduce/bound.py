@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_topk.config import TopKConfig
 from lightning_topk.layout import Layout, kept_count
 from lightning_topk.plots import Panel
-from lightning_topk.reproduce.problem import train
+from lightning_topk.reproduce.problem import Optimizer, train
 from lightning_topk.reproduce.result import Check, Result
 from lightning_topk.select import TopK
 from lightning_topk.simulate import Cluster
@@ -90,7 +90,15 @@ def trained() -> dict[str, Tensor]:
                 return None
             return gradients[0] + cluster.endpoints[0].uplink.memory.tensors()["residual"]
 
-        run = train(model, TopKConfig(ratio=0.01, bidirectional=False), 8, steps=300, lr=0.1, seed=0, observe=see)
+        run = train(
+            model,
+            TopKConfig(ratio=0.01, bidirectional=False),
+            8,
+            steps=300,
+            optimizer=Optimizer(0.1),
+            seed=0,
+            observe=see,
+        )
         vectors = [u for u in run.seen if u is not None]
         found |= {f"{model}, step {step}": u for step, u in zip((20, 100, 299), vectors, strict=True)}
     return found

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_topk.config import TopKConfig, presets
 from lightning_topk.plots import Panel
 from lightning_topk.reproduce.parallel import run_all
-from lightning_topk.reproduce.problem import Problem, Run, image_folder, train
+from lightning_topk.reproduce.problem import Optimizer, Problem, Run, image_folder, train
 from lightning_topk.reproduce.result import Check, Result, Row, spread
 from lightning_topk.schedule import ExponentialWarmup
 
@@ -55,7 +55,7 @@ def run(data: Path | None = None, steps: int | None = None) -> Result:
             TopKConfig(**settings_of(system, RATIO, steps)),
             workers,
             steps,
-            lr,
+            Optimizer(lr),
             seed,
             batch,
             images=data,
@@ -107,7 +107,7 @@ def _thesis_rows(result: Result) -> None:
     """Adds the rows and verdicts of SGD, uni and bi at N = 20 and 100."""
     lengths = {20: 150, 100: 100}
     jobs = {
-        (workers, name, lr, seed): partial(train, "mlp", TopKConfig(**settings), workers, steps, lr, seed)
+        (workers, name, lr, seed): partial(train, "mlp", TopKConfig(**settings), workers, steps, Optimizer(lr), seed)
         for workers, steps in lengths.items()
         for name, settings in THESIS.items()
         for lr in THESIS_GRID

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.plots import Panel
-from lightning_topk.reproduce.problem import train
+from lightning_topk.reproduce.problem import Optimizer, train
 from lightning_topk.reproduce.result import Check, Result, Row
 from lightning_topk.simulate import Cluster
 
@@ -30,7 +30,7 @@ def run() -> Result:
             return gradients[0], gradients[0] + cluster.endpoints[0].uplink.memory.tensors()["residual"]
 
         config = TopKConfig(ratio=0.01, bidirectional=False, topology="allgather")
-        seen = train(model, config, 4, steps=max(STEPS) + 1, lr=0.1, seed=0, observe=see).seen
+        seen = train(model, config, 4, steps=max(STEPS) + 1, optimizer=Optimizer(0.1), seed=0, observe=see).seen
         for name, side in (("g", 0), ("g + e", 1)):
             panel = Panel(f"{model}: {name}, in standard deviations", "value / std", ylog=True)
             for step, pair in zip(STEPS, (pair for pair in seen if pair is not None), strict=True):

@@ -15,7 +15,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.plan import volume
 from lightning_topk.plots import Panel
 from lightning_topk.reproduce.parallel import run_all
-from lightning_topk.reproduce.problem import Problem, train
+from lightning_topk.reproduce.problem import Optimizer, Problem, train
 from lightning_topk.reproduce.result import Check, Result
 
 COUNTS = [2, 4, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256]
@@ -72,7 +72,7 @@ def _union(model: str, ratio: float, workers: int) -> float:
     config = TopKConfig(
         ratio=ratio, bidirectional=False, topology="single_server", wire="fp32", error_feedback="worker"
     )
-    last = train(model, config, workers, steps=60, lr=0.1, seed=0).union[-20:]
+    last = train(model, config, workers, steps=60, optimizer=Optimizer(0.1), seed=0).union[-20:]
     return sum(last) / len(last)
 
 

@@ -10,7 +10,7 @@ from lightning_topk.plan import volume
 from lightning_topk.plots import Panel
 from lightning_topk.reproduce.convergence import edge, mean_accuracy, mean_loss, tune
 from lightning_topk.reproduce.parallel import run_all
-from lightning_topk.reproduce.problem import train
+from lightning_topk.reproduce.problem import Optimizer, train
 from lightning_topk.reproduce.result import Check, Result
 
 GRID = (0.3, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
@@ -37,7 +37,9 @@ def run() -> Result:
         "servers have room for all that the workers can send them (N k entries, whether or not they overlap).",
     )
     jobs = {
-        (system, lr, seed): partial(train, "mlp", TopKConfig(**{"ratio": RATIO} | settings), WORKERS, STEPS, lr, seed)
+        (system, lr, seed): partial(
+            train, "mlp", TopKConfig(**{"ratio": RATIO} | settings), WORKERS, STEPS, Optimizer(lr), seed
+        )
         for system, settings in systems.items()
         for lr in GRID
         for seed in range(SEEDS)
