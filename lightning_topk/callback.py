@@ -44,6 +44,7 @@ class CompressionMonitor(Callback):
     ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
     ``topk/saving``                dense bytes over uplink + downlink bytes
     ``topk/ratio``                 fraction of the gradient for which this worker's payloads have room
+    ``topk/average_ratio``         the same, on average since fit began
     ``topk/selected_ratio``        fraction that the worker's selector really chose, at log steps
     ``topk/bound``                 (1 - k/d)², the error that top-k of a bell-shaped vector does not exceed
     ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
@@ -73,6 +74,8 @@ class CompressionMonitor(Callback):
         self.per_layer = per_layer
         self._total = ExchangeVolume(sync_on_compute=False)
         self._steps = 0
+        self._kept = self._elements = 0  # room in payloads, and elements exchanged, so far
+        self._ratio = 0.0  # of the last step
         self._measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
         self._timed: list[float] = []  # seconds of the exchanges of a step, of the first ones
 
@@ -88,6 +91,7 @@ class CompressionMonitor(Callback):
         """Starts the totals at zero."""
         self._total.reset()
         self._steps, self._measured, self._timed = 0, [], []
+        self._kept = self._elements = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Has the exchange measure its error if this step will be logged."""
@@ -119,7 +123,10 @@ class CompressionMonitor(Callback):
         for name, total in self._total.compute().items():
             if name.endswith("_bytes"):
                 values[name if name == "total_bytes" else f"total_{name}"] = total
-        values["ratio"] = torch.tensor(report.kept / report.elements)
+        self._kept, self._elements = self._kept + report.kept, self._elements + report.elements
+        self._ratio = report.kept / report.elements
+        values["ratio"] = torch.tensor(self._ratio)
+        values["average_ratio"] = torch.tensor(self._kept / self._elements)
         if state.measure:
             values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
             values["selected_ratio"] = torch.tensor(report.selected / report.elements)
@@ -163,7 +170,8 @@ class CompressionMonitor(Callback):
         volume = {name: float(value) for name, value in self._total.compute().items()}
         words = [
             f"lightning_topk: {self._steps} steps sent {volume['uplink_bytes']:,.0f} B up and {volume['downlink_bytes']:,.0f} B "
-            f"down instead of {volume['dense_bytes']:,.0f} B ({volume['saving']:.1f}x less)"
+            f"down instead of {volume['dense_bytes']:,.0f} B ({volume['saving']:.1f}x less)",
+            f"density {self._kept / max(1, self._elements):.3g} on average, {self._ratio:.3g} at the end",
         ]
         if self._measured:
             errors, seconds, exposed = zip(*self._measured, strict=True)

@@ -84,7 +84,7 @@ def choose(
 def trial(
     config: TopKConfig, bucket: Sequence[Tensor], groups: Groups, meter: Meter, exact: Sequence[int] = ()
 ) -> float:
-    """Seconds of an exchange of a made-up gradient; the median of several.
+    """Seconds of an exchange of a made-up gradient, at the density that schedules end with; the median of several.
 
     Args:
         config: The settings, with nothing automatic.
@@ -93,7 +93,7 @@ def trial(
         meter: Takes note of the bytes sent.
         exact: Which of the parameters, by number, are not compressed.
     """
-    like, sizes = bucket[0], tuple(p.numel() for p in bucket)
+    config, like, sizes = config.settled, bucket[0], tuple(p.numel() for p in bucket)
     rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
     end = config.endpoint(sum(sizes), rank, world, like.dtype, like.device, sizes, groups.local, exact)
     config.resize_(end, step=0, epoch=0)
@@ -146,7 +146,7 @@ def _in_words(
 ) -> str:
     kinds: dict[str, list[int]] = {}
     for number, (_, way) in enumerate(chosen):
-        name = "all-reduce" if way.topology == "dense" else f"{way.topology} exchange at ratio {way.ratio}"
+        name = "all-reduce" if way.topology == "dense" else f"{way.topology} exchange at ratio {way.settled.ratio}"
         kinds.setdefault(name, []).append(number)
     parts = []
     for name, numbers in kinds.items():

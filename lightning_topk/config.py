@@ -15,12 +15,15 @@ import torch
 from lightning_topk.exchange import EXCHANGES, Endpoint, FusedLink, Link
 from lightning_topk.layout import Layout, Parts, kept_count
 from lightning_topk.memory import Memory, MomentumResidual, NoMemory, Residual
-from lightning_topk.schedule import ExponentialWarmup, Ratio, Schedule, ratio_at
+from lightning_topk.schedule import LATE, CosineWarmup, ExponentialWarmup, Ratio, Schedule, ratio_at
 from lightning_topk.select import SELECTORS, RandK, Selector, TopK
 from lightning_topk.wire import WIRES, Codec
 
 AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 """Those among which ``ratio="auto"`` chooses."""
+
+START = 0.05
+"""The density with which the default recipe begins: over a whole run a fiftieth of the bytes of dense training, or less."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class TopKConfig:
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
+        recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers are what the run ends
+            with; it begins with :data:`START` and descends along half a cosine. ``"plain"``: they are constant, as in the papers.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -71,8 +76,10 @@ class TopKConfig:
     momentum_masking: bool = True
     clip_norm: float | None = None
     lr_ratio: bool = False
+    recipe: str = "default"
 
     def __post_init__(self) -> None:
+        check_name("recipe", self.recipe, ("default", "plain"))
         if self.ratio != "auto":
             _check_ratio("ratio", self.ratio, ', or "auto"')
         for name in ("bidirectional", "momentum_masking", "lr_ratio"):
@@ -139,15 +146,33 @@ class TopKConfig:
         """Whether a schedule must be told how many steps are planned."""
         return any(isinstance(r, Schedule) and r.by_plan for r in (self.ratio, self.server_ratio))
 
+    @property
+    def warms(self) -> bool:
+        """Whether the recipe has the density descend, if the number of steps is known."""
+        if self.recipe == "plain" or self.topology == "dense" or isinstance(self.ratio, str | Schedule):
+            return False
+        return not callable(self.ratio) and self.ratio < START
+
     def planned(self, steps: float) -> TopKConfig:
-        """The settings of a run of so many optimizer steps, infinite if it has no end.
+        """The settings of a run of so many optimizer steps, infinite if it has no end: with what the recipe makes of them.
 
         Raises:
             ValueError: A schedule is a share of a run that has no end.
         """
-        ratios = {"ratio": self.ratio, "server_ratio": self.server_ratio}
-        planned: dict[str, Any] = {k: r.planned(steps) for k, r in ratios.items() if isinstance(r, Schedule)}
+        ratios: dict[str, Any] = {"ratio": self.ratio, "server_ratio": self.server_ratio}
+        if self.warms and steps < math.inf:
+            for name, ratio in ratios.items():
+                if isinstance(ratio, Real):
+                    ratios[name] = CosineWarmup(float(ratio), max(float(ratio), START), share=1.0)
+        planned: dict[str, Any] = {name: r.planned(steps) for name, r in ratios.items() if isinstance(r, Schedule)}
         return replace(self, **planned)
+
+    @property
+    def settled(self) -> TopKConfig:
+        """The settings with which schedules end."""
+        ratios = {"ratio": self.ratio, "server_ratio": self.server_ratio}
+        ends: dict[str, Any] = {name: r.at(LATE, LATE) for name, r in ratios.items() if isinstance(r, Schedule)}
+        return replace(self, **ends)
 
     @property
     def automatic(self) -> bool:
@@ -394,7 +419,7 @@ def check_count(name: str, value: Any) -> int | None:
     return value
 
 
-presets: Mapping[str, Mapping[str, Any]] = {
+_SYSTEMS: dict[str, dict[str, Any]] = {
     "dense": {"ratio": 1.0, "bidirectional": False, "wire": "fp32", "error_feedback": False},
     "topk": {"topology": "allgather", "bidirectional": False},
     "bidirectional_topk": {"bidirectional": True},
@@ -412,7 +437,8 @@ presets: Mapping[str, Mapping[str, Any]] = {
     "trimmed": {"selector": "trimmed", "topology": "allgather", "bidirectional": False},
     "parameter_server": {"topology": "single_server", "bidirectional": True},
 }
-"""The systems of the papers, as arguments of :class:`TopKConfig` and of the strategies.
+presets: Mapping[str, Mapping[str, Any]] = {name: {"recipe": "plain", **system} for name, system in _SYSTEMS.items()}
+"""The systems of the papers, literally, as arguments of :class:`TopKConfig` and of the strategies.
 
 ``dense``: Dense-SGD, through the exchange. ``topk``, ``gaussiank``, ``trimmed``: TopK-SGD of Shi et al. 2019, by all-gather, with
 that selector. ``randk``: the same random positions everywhere. ``dgc``: DGC-SGD of Lin et al. 2018, whole; set the optimizer's momentum

@@ -19,9 +19,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import AllGather, AllReduce, Request
 from lightning_topk.layout import Parts
 from lightning_topk.plan import requests
-
-LATE = 1_000_000
-"""A step, and an epoch, after which schedules have ended."""
+from lightning_topk.schedule import LATE
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ returns a future at once, so that backward goes on while bytes travel.
 
 import fnmatch
 import logging
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,6 +48,11 @@ from lightning_topk.plan import Volume, volume
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Schedule
 from lightning_topk.undo import Steps, Undo
+
+ENDLESS = (
+    "lightning_topk: nobody told how many steps are planned, so that the density is constant. Short runs learn better with the default "
+    "recipe's warm-up: give the Trainer max_steps or max_epochs, or pass planned_steps=. recipe='plain' wants none."
+)
 
 
 @dataclass
@@ -118,7 +124,8 @@ class TopKState:
             are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         announce: Is told, on rank 0, what was chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``,
             at level INFO.
-        planned_steps: Optimizer steps of the whole run, for schedules by share.
+        planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which has no warm-up
+            without; where ranks expect different numbers, the least.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Raises:
@@ -148,10 +155,8 @@ class TopKState:
             )
         self.config = _one_config(config, settings)
         check_count("local_world_size", local_world_size)
-        if self.config.by_plan:
-            if planned_steps is None:
-                raise ValueError("a schedule goes by a share of the planned steps: pass planned_steps=, or use steps=.")
-            self.config = self.config.planned(planned_steps)
+        if self.config.by_plan and planned_steps is None:
+            raise ValueError("a schedule goes by a share of the planned steps: pass planned_steps=, or use steps=.")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self.config.lr_ratio and optimizers is None:
             raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
@@ -201,6 +206,10 @@ class TopKState:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
         try:
+            steps = min(gathered(math.inf if planned_steps is None else planned_steps, group))
+            if self.config.warms and math.isinf(steps) and self.rank == 0:
+                self._announce(ENDLESS)
+            self.config = self.config.planned(steps)
             summary = {**self.config.summary(), "local_world_size": local_world_size}
             check_agreement(summary, "Pass the same settings on every rank.", group)
             self.local = local_world_size or _local_world_size(self.config, group)

@@ -36,8 +36,8 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True)
-class ExponentialWarmup(Schedule):
-    """A geometric descent from ``start`` to ``ratio``, constant afterwards (Lin et al. 2018, section 3.3).
+class Warmup(Schedule):
+    """A descent from ``start`` to ``ratio``, constant afterwards.
 
     Args:
         ratio: The ratio after the warm-up, in (0, 1].
@@ -57,17 +57,18 @@ class ExponentialWarmup(Schedule):
     share: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ratio", "start"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"ExponentialWarmup: {name}={getattr(self, name)!r} must be in (0, 1].")
+        name = type(self).__name__
+        for each in ("ratio", "start"):
+            if not 0 < getattr(self, each) <= 1:
+                raise ValueError(f"{name}: {each}={getattr(self, each)!r} must be in (0, 1].")
         lengths = [length for length in (self.steps, self.epochs, self.share) if length is not None]
         if len(lengths) != 1 or (self.share is None and lengths[0] < 1):
             raise ValueError(
-                f"ExponentialWarmup: give one of steps and epochs, at least 1, and share; got steps={self.steps!r}, "
+                f"{name}: give one of steps and epochs, at least 1, and share; got steps={self.steps!r}, "
                 f"epochs={self.epochs!r}, share={self.share!r}."
             )
         if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(f"ExponentialWarmup: share={self.share!r} of the planned steps must be in (0, 1].")
+            raise ValueError(f"{name}: share={self.share!r} of the planned steps must be in (0, 1].")
 
     @property
     def by_epoch(self) -> bool:
@@ -99,12 +100,35 @@ class ExponentialWarmup(Schedule):
             raise ValueError(f"{self!r} is a share of the planned steps, which nobody told: pass planned_steps=.")
         now, length = (step, self.steps) if self.epochs is None else (epoch, self.epochs)
         assert length is not None
-        progress = min(now, length) / length
+        return self.shape(min(now, length) / length)
+
+    @abstractmethod
+    def shape(self, progress: float) -> float:
+        """The ratio when a share ``progress`` of the warm-up is over."""
+
+
+class ExponentialWarmup(Warmup):
+    """A geometric descent (Lin et al. 2018, section 3.3)."""
+
+    def shape(self, progress: float) -> float:
+        """See :meth:`Warmup.shape`."""
         return float(self.start * (self.ratio / self.start) ** progress)
+
+
+class CosineWarmup(Warmup):
+    """A descent along half a cosine, as learning rates often take it."""
+
+    def shape(self, progress: float) -> float:
+        """See :meth:`Warmup.shape`."""
+        return self.ratio + (self.start - self.ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
 Ratio = float | Schedule | Callable[[int], float]
 """A constant, a schedule, or any function of the step."""
+
+
+LATE = 1_000_000_000
+"""A step, and an epoch, by which every schedule has ended."""
 
 
 def ratio_at(ratio: Ratio, step: int, epoch: int) -> float:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk._lightning import (
     PACKAGE,
     DDPStrategy,
+    MisconfigurationException,
     StrategyRegistry,
     TrainerFn,
     TrainerStatus,
@@ -71,6 +72,9 @@ class TopKStrategy(DDPStrategy):
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
+        recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with; it begins with
+            :data:`lightning_topk.config.START` and descends along half a cosine over all steps of the Trainer. ``"plain"``: they are
+            constant, as in the papers.
         residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
             run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the
             same bits; ``"none"`` saves none, and resumes with residuals of zero.
@@ -98,6 +102,7 @@ class TopKStrategy(DDPStrategy):
         momentum_masking: bool = True,
         clip_norm: float | None = None,
         lr_ratio: bool = False,
+        recipe: Literal["default", "plain"] = "default",
         residual_checkpoint: Literal["mean", "full", "none"] = "mean",
         local_world_size: int | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -117,6 +122,7 @@ class TopKStrategy(DDPStrategy):
             momentum_masking=momentum_masking,
             clip_norm=clip_norm,
             lr_ratio=lr_ratio,
+            recipe=recipe,
         )
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
         self._residual_checkpoint = residual_checkpoint
@@ -184,9 +190,16 @@ class TopKStrategy(DDPStrategy):
             self._resumed = None
 
     def _planned_steps(self) -> float | None:
-        """The Trainer's optimizer steps, if a schedule wants to know: asking sets the data up."""
+        """The Trainer's optimizer steps, if a schedule wants to know: asking sets the data up. None where it cannot tell."""
         module = self.lightning_module
-        return module.trainer.estimated_stepping_batches if module is not None and self.config.by_plan else None
+        if module is None or not (self.config.by_plan or self.config.warms):
+            return None
+        try:
+            return module.trainer.estimated_stepping_batches
+        except MisconfigurationException:  # accumulation by a schedule
+            if self.config.by_plan:
+                raise
+            return None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks; every rank calls it. Weights-only checkpoints hold none."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import pickle
 
 import pytest
 import torch
 
-from lightning_topk.config import TopKConfig, presets
+from lightning_topk.config import START, TopKConfig, presets
 from lightning_topk.layout import Layout
 from lightning_topk.plan import volume
 from lightning_topk.schedule import ExponentialWarmup
@@ -177,6 +178,45 @@ def test_a_schedule_may_be_a_share_of_the_planned_steps():
         config.planned(float("inf"))
     with pytest.raises(ValueError, match="which nobody told: pass planned_steps="):
         config.codecs(1000, 4)
+
+
+def test_the_default_recipe_descends_to_the_ratio_over_the_planned_steps():
+    config = TopKConfig(server_ratio=0.002)
+    assert config.warms
+    planned = config.planned(100)
+    assert not planned.warms
+    densities = [planned.ratio.at(step, 0) for step in range(120)]
+    assert densities[0] == START
+    assert densities[50] == pytest.approx((START + 0.001) / 2)
+    assert densities[99:] == pytest.approx([0.001] * 21, abs=2e-5)
+    assert densities == sorted(densities, reverse=True)
+    assert planned.server_ratio.at(0, 0) == START
+    assert planned.settled == config
+    assert config.planned(math.inf) == config  # nothing to plan with
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recipe": "plain"},
+        {"ratio": START},
+        {"ratio": lambda step: 0.1},
+        {"ratio": ExponentialWarmup(0.001, steps=3)},
+        {"ratio": "auto"},
+        {"topology": "dense"},
+        *presets.values(),
+    ],
+)
+def test_the_recipe_leaves_alone_what_is_plain_dense_or_scheduled(settings):
+    config = TopKConfig(**settings)
+    assert not config.warms
+    assert config.planned(100).summary() == config.summary()
+
+
+def test_the_default_recipe_saves_fifty_times_the_bytes_of_a_whole_run():
+    config = TopKConfig().planned(300)
+    total = sum((volume(config, [1_000_000], 8, step=step) for step in range(300)), start=volume(config, [], 8))
+    assert total.saving > 50
 
 
 def test_a_function_of_the_step_is_a_schedule_and_is_watched():

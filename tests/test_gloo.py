@@ -748,6 +748,26 @@ def test_what_torchrun_says_of_nodes_is_taken_where_it_fits(groups, sizes, local
             assert "needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is [" in message
 
 
+def planned(rank: int, world: int) -> tuple[list[float | bool], list[str]]:
+    """The densities at step 50 (True if it is constant), and what was announced."""
+    told: list[str] = []
+    states = [
+        TopKState(planned_steps=100 if rank else 200, announce=told.append),
+        TopKState(planned_steps=None if rank else 200),
+        TopKState(announce=told.append),
+    ]
+    found = [state.config.warms or state.config.ratio.at(50, 0) for state in states]
+    for state in states:
+        state.close()
+    return found, told
+
+
+def test_the_least_of_the_ranks_plans_counts(groups):
+    for rank, (found, told) in enumerate(groups(2).run(planned)):
+        assert found == [TopKConfig().planned(100).ratio.at(50, 0), TopKConfig().planned(200).ratio.at(50, 0), True]
+        assert len(told) == (rank == 0)
+
+
 def misplaced(rank: int, world: int) -> list[str]:
     messages = []
     ddp = DistributedDataParallel(nn.Linear(3, 3))

@@ -28,7 +28,7 @@ LAYERS = [
     {"hook"},
     {"metrics", "strategy", "fabric"},
     {"callback", "plots", "hosts"},
-    {"reproduce.result", "reproduce.problem", "reproduce.step", "reproduce.parallel"},
+    {"reproduce.result", "reproduce.problem", "reproduce.step", "reproduce.parallel", "reproduce.variants"},
     {
         "reproduce.bound",
         "reproduce.convergence",

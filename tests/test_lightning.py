@@ -55,7 +55,7 @@ ELEMENTS = 32 * 64 + 64 + 64 * 2 + 2
 
 def fit(tmp_path, model=None, strategy=None, callbacks=(), **options):
     """Trains with two workers that are forked from a server which has imported everything already."""
-    strategy = strategy or TopKStrategy(start_method="forkserver")
+    strategy = strategy or TopKStrategy(recipe="plain", start_method="forkserver")
     trainer = L.Trainer(
         default_root_dir=tmp_path,
         strategy=strategy,
@@ -68,6 +68,8 @@ def fit(tmp_path, model=None, strategy=None, callbacks=(), **options):
 
 def test_a_registered_name_trains_and_every_key_returns_after_spawn(tmp_path):
     _, logged = fit(tmp_path, strategy="topk_spawn")
+    assert logged["topk/average_ratio"] > logged["topk/ratio"]  # the default recipe's warm-up
+    _, logged = fit(tmp_path)
     plan = volume(TopKConfig(), [ELEMENTS], world=2)
     assert set(logged) >= KEYS
     assert logged["topk/uplink_bytes"] == plan.uplink
@@ -187,7 +189,7 @@ def test_layers_histograms_and_a_summary_on_request(tmp_path):
     logger = Writer(tmp_path, name="", version="")
     trainer = L.Trainer(
         default_root_dir=tmp_path,
-        strategy=TopKStrategy(ratio=0.1, start_method="forkserver"),
+        strategy=TopKStrategy(ratio=0.1, recipe="plain", start_method="forkserver"),
         callbacks=[CompressionMonitor(per_layer=True), Summary()],
         log_every_n_steps=2,
         **QUIET | {"logger": logger, "max_steps": 4},
@@ -211,7 +213,7 @@ def test_layers_histograms_and_a_summary_on_request(tmp_path):
 
 
 def test_one_worker_trains_and_sends_nothing(tmp_path):
-    strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
+    strategy = TopKStrategy(ratio=0.1, recipe="plain", start_method="forkserver")
     _, logged = fit(tmp_path, strategy=strategy, devices=1)
     assert logged["topk/total_bytes"] == 0
     assert logged["topk/saving"] == 1
@@ -239,7 +241,7 @@ class Manual(Model):
 
 
 def test_manual_optimization_with_two_optimizers(tmp_path):
-    strategy = TopKStrategy(start_method="forkserver", find_unused_parameters=True)
+    strategy = TopKStrategy(recipe="plain", start_method="forkserver", find_unused_parameters=True)
     _, logged = fit(tmp_path, Manual(), strategy=strategy, max_steps=6)
     elements = ELEMENTS + 32 * 2 + 2
     plan = volume(TopKConfig(), [elements], world=2, parameters=[6])
@@ -272,6 +274,43 @@ def test_a_warm_up_takes_its_share_of_the_planned_steps(tmp_path):
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     ratios = [float(row["topk/ratio"]) for row in rows if row["topk/ratio"]]
     assert ratios == pytest.approx([0.5, 0.188, 0.0707, 0.0266, 0.01, 0.01], rel=0.03)
+
+
+def ratios_of(tmp_path, strategy, **options):
+    """The density of each step."""
+    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
+    _, logged = fit(tmp_path, strategy=strategy, logger=logger, log_every_n_steps=1, **options)
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    return logged, [float(row["topk/ratio"]) for row in rows if row["topk/ratio"]]
+
+
+def test_the_default_recipe_descends_over_the_run(tmp_path):
+    strategy = TopKStrategy(ratio=0.01, start_method="forkserver")
+    logged, ratios = ratios_of(tmp_path, strategy, max_steps=8)
+    config = TopKConfig(ratio=0.01).planned(8)
+    kept = [2 * config.codecs(ELEMENTS, 2, step)[1].kept / ELEMENTS for step in range(8)]
+    assert ratios == pytest.approx(kept)
+    assert logged["topk/average_ratio"] == pytest.approx(sum(kept) / 8)
+    sent = [volume(config, [ELEMENTS], 2, step=step) for step in range(8)]
+    assert logged["topk/total_bytes"] == sum(each.uplink + each.downlink for each in sent)
+
+
+def test_a_run_without_an_end_has_no_warm_up_and_says_so(tmp_path, caplog):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            trainer.should_stop = trainer.global_step == 2
+
+    strategy = TopKStrategy(ratio=0.01)
+    with caplog.at_level("INFO"):
+        trainer = L.Trainer(
+            default_root_dir=tmp_path,
+            strategy=strategy,
+            callbacks=[Stop()],
+            **{**QUIET, "devices": 1, "max_steps": -1},
+            max_epochs=-1,
+        )
+        trainer.fit(Model())
+    assert "nobody told how many steps are planned" in caplog.text
 
 
 @pytest.mark.parametrize("name", presets)
