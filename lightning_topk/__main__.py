@@ -18,6 +18,9 @@ from lightning_topk.costs import Links, bytes_per_second, load_costs
 from lightning_topk.reproduce import CLAIMS, EXPERIMENTS, report, reproduce
 from lightning_topk.reproduce.result import markdown
 
+TRAINED = ("convergence", *EXPERIMENTS)
+"""Commands whose runs may be of other data, or shorter."""
+
 
 def main() -> None:
     """Runs the command that was asked for."""
@@ -37,6 +40,8 @@ def main() -> None:
         type=int,
         help="length of the runs of convergence (default: 200 on digits, 1000 on images) and recipes",
     )
+    claims.add_argument("--models", nargs="+", help="of recipes: only these")
+    claims.add_argument("--recipes", nargs="+", help="of recipes: only these, and dense")
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     _add_bench(commands)
     _add_simulate(commands)
@@ -51,12 +56,13 @@ def main() -> None:
         names = CLAIMS if arguments.all else arguments.names
         if not names:
             claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
-        options = {key: getattr(arguments, key) for key in ("data", "steps") if getattr(arguments, key) is not None}
-        trained = ("convergence", *EXPERIMENTS)
-        if options and not set(trained) & set(names):
-            claims.error(f"--{' and --'.join(options)}: for {' and '.join(trained)} only")
+        takers = {"data": TRAINED, "steps": TRAINED, "models": EXPERIMENTS, "recipes": EXPERIMENTS}
+        options = {key: getattr(arguments, key) for key in takers if getattr(arguments, key) is not None}
+        for key in options:
+            if not set(takers[key]) & set(names):
+                claims.error(f"--{key}: for {' and '.join(takers[key])} only")
         for name in names:
-            reproduce(name, arguments.out, **(options if name in trained else {}))
+            reproduce(name, arguments.out, **{key: value for key, value in options.items() if name in takers[key]})
         report(arguments.out)
         print(f"report: {arguments.out / 'report.md'}")
         return

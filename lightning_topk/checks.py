@@ -90,7 +90,7 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
                 raise ValueError(
                     f"momentum={config.momentum!r} is applied on the workers, before compression, but "
                     f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
-                    "torch.optim.SGD(..., momentum=0), or leave momentum out of the strategy."
+                    "torch.optim.SGD(..., momentum=0) or AdamW(..., betas=(0, 0.999)), or leave momentum out of the strategy."
                 )
 
 

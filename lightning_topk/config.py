@@ -56,7 +56,7 @@ class TopKConfig:
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers are what the run ends
-            with; it begins with :data:`START` and descends along half a cosine. ``"plain"``: they are constant, as in the papers.
+            with; it begins with a ratio of :data:`START` and descends along half a cosine. ``"plain"``: they are constant, as in the papers.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -161,9 +161,10 @@ class TopKConfig:
         """
         ratios: dict[str, Any] = {"ratio": self.ratio, "server_ratio": self.server_ratio}
         if self.warms and steps < math.inf:
+            rise = START / ratios["ratio"]
             for name, ratio in ratios.items():
-                if isinstance(ratio, Real):
-                    ratios[name] = CosineWarmup(float(ratio), max(float(ratio), START), share=1.0)
+                if isinstance(ratio, Real):  # a server's too, so that the two keep their proportion
+                    ratios[name] = CosineWarmup(float(ratio), min(1.0, rise * float(ratio)), share=1.0)
         planned: dict[str, Any] = {name: r.planned(steps) for name, r in ratios.items() if isinstance(r, Schedule)}
         return replace(self, **planned)
 

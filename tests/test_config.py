@@ -190,7 +190,7 @@ def test_the_default_recipe_descends_to_the_ratio_over_the_planned_steps():
     assert densities[50] == pytest.approx((START + 0.001) / 2)
     assert densities[99:] == pytest.approx([0.001] * 21, abs=2e-5)
     assert densities == sorted(densities, reverse=True)
-    assert planned.server_ratio.at(0, 0) == START
+    assert planned.server_ratio.at(0, 0) == 2 * START  # in proportion
     assert planned.settled == config
     assert config.planned(math.inf) == config  # nothing to plan with
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -21,7 +22,7 @@ from lightning_topk.reproduce.parallel import run_all
 from lightning_topk.reproduce.problem import MODELS, TEXT, Optimizer, train
 from lightning_topk.reproduce.result import Check, Result, Row, spread
 from lightning_topk.reproduce.variants import Adaptive, Decaying, Differences, OwnShards, PowerSGD
-from lightning_topk.schedule import ExponentialWarmup
+from lightning_topk.schedule import ExponentialWarmup, Warmup
 from lightning_topk.simulate import Cluster
 
 RATIO = 0.001
@@ -71,10 +72,10 @@ TASKS = (
     Task("wide mlp", 8, 300, 0.1),
     Task("cnn", 8, 300, 0.03),
     Task("lstm", 8, 300, 0.1),
-    Task("char lstm", 8, 300, 0.003, batch=8, within=0.01),
-    Task("gpt", 8, 300, 0.003, batch=8, within=0.01),
+    Task("char lstm", 8, 300, 0.02, batch=4, within=0.01),
+    Task("gpt", 8, 300, 0.01, batch=4, within=0.01),
 )
-IMAGES = (Task("resnet20", 8, 300, 0.1, batch=16, within=0.5), Task("vgg", 20, 200, 0.1))
+IMAGES = (Task("resnet20", 8, 200, 0.1, batch=16, within=0.5), Task("vgg", 20, 100, 0.1))
 
 
 @dataclass(frozen=True)
@@ -99,48 +100,38 @@ def flushed(every: int, ratio: float, step: int) -> float:
     return 1.0 if step % every == every - 1 else ratio
 
 
-def warmed(share: float, start: float = 0.25, server: float = 1, **settings: Any) -> Recipe:
-    """A density that falls from ``start`` over a share of the run; servers send ``server`` times as much."""
-    ratios = {"ratio": ExponentialWarmup(RATIO, start, share=share)}
-    if server != 1:
-        ratios["server_ratio"] = ExponentialWarmup(server * RATIO, min(1, server * start), share=share)
-    return Recipe({**ratios, **settings})
+def _more(cluster: Callable[..., Cluster] = Cluster, **settings: Any) -> Recipe:
+    """The default with something else, in as many bytes."""
+    return Recipe(settings, cluster, equal_bytes=True)
 
 
-DEFAULT = warmed(0.5)
 RECIPES: dict[str, Recipe] = {
     "dense": Recipe({"topology": "dense"}),
-    "default": DEFAULT,
-    "plain": Recipe(),
+    "default": Recipe(),
+    "plain": Recipe({"recipe": "plain"}),
     # What else could be sent in as many bytes.
-    "unidirectional, equal bytes": Recipe({**DEFAULT.settings, "bidirectional": False}, equal_bytes=True),
-    "all-gather, equal bytes": Recipe(
-        {**DEFAULT.settings, "bidirectional": False, "topology": "allgather"}, equal_bytes=True
-    ),
-    "plain, equal bytes": Recipe(equal_bytes=True),
+    "constant density, equal bytes": _more(recipe="plain"),
+    "unidirectional, equal bytes": _more(bidirectional=False),
+    "all-gather, equal bytes": _more(bidirectional=False, topology="allgather"),
     "PowerSGD 1": Recipe(rank=1),
     "PowerSGD 2": Recipe(rank=2),
     "PowerSGD 4": Recipe(rank=4),
-    # Other shapes of the warm-up.
-    "warm-up 25 %": warmed(0.25),
-    "warm-up 50 % from 0.1": warmed(0.5, 0.1),
-    "warm-up 100 % from 0.1": warmed(1, 0.1),
-    "warm-up 100 % from 0.05": warmed(1, 0.05),
-    # One thing more than the default.
-    "server x2": warmed(0.5, server=2),
-    "server x4": warmed(0.5, server=4),
-    "1-D dense": Recipe({**DEFAULT.settings, "dense_parameters": ("*bias*", "*norm*")}),
-    "lr ratio": Recipe({**DEFAULT.settings, "lr_ratio": True}),
-    "momentum correction": Recipe({**DEFAULT.settings, "momentum": 0.9}),
-    "momentum correction, unmasked": Recipe({**DEFAULT.settings, "momentum": 0.9, "momentum_masking": False}),
-    "local clipping": Recipe({**DEFAULT.settings, "clip_norm": 1.0, "scope": "model"}),
-    "decay 0.99": Recipe(DEFAULT.settings, partial(Decaying, factor=0.99)),
-    "own shards": Recipe(DEFAULT.settings, OwnShards),
+    # The default with one thing changed.
+    "exponential over 50 %, equal bytes": _more(ratio=ExponentialWarmup(RATIO, 0.25, share=0.5)),
+    "int8, equal bytes": _more(wire="int8"),
+    "servers send x2, equal bytes": _more(server_ratio=2 * RATIO),
+    "servers send x4, equal bytes": _more(server_ratio=4 * RATIO),
+    "1-D dense, equal bytes": _more(dense_parameters=("*bias*",)),
+    "lr ratio, equal bytes": _more(lr_ratio=True),
+    "momentum correction, equal bytes": _more(momentum=0.9),
+    "momentum correction unmasked, equal bytes": _more(momentum=0.9, momentum_masking=False),
+    "local clipping, equal bytes": _more(clip_norm=1.0, scope="model"),
+    "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
+    "own shards, equal bytes": _more(OwnShards),
+    "EF21-SGDM, equal bytes": _more(partial(Differences, new=0.1)),
     # Other ways than a warm-up.
     "flush every 50": Recipe({"ratio": partial(flushed, 50, RATIO)}),
-    "adaptive, error 0.5": Recipe({}, partial(Adaptive, target=0.5)),
-    "EF21-SGDM": Recipe(DEFAULT.settings, partial(Differences, new=0.1)),
-    "EF21-SGDM, equal bytes": Recipe({}, partial(Differences, new=0.1), equal_bytes=True),
+    "adaptive, error 0.5": Recipe({"recipe": "plain"}, partial(Adaptive, target=0.5)),
 }
 """By name; all at a ratio of 0.001 in the long run."""
 
@@ -219,11 +210,11 @@ def _runs(tasks: Sequence[Task], names: Sequence[str], data: Path | None, path: 
 def _train(task: Task, name: str, seed: int, data: Path | None) -> dict[str, float]:
     """One run."""
     recipe, optimizer = RECIPES[name], task.optimizer
-    shapes = [tuple(parameter.shape) for parameter in MODELS[task.model]().parameters()]
     config, cluster = TopKConfig(**{"ratio": RATIO, **recipe.settings}).planned(task.steps), recipe.cluster
+    net = MODELS[task.model]()
+    shapes = [tuple(parameter.shape) for parameter in net.parameters()]
     if recipe.equal_bytes:
-        numel = sum(parameter.numel() for parameter in MODELS[task.model]().parameters())
-        config = _scaled(recipe.settings, task, numel)
+        config = _scaled(recipe.settings, task, {name: p.numel() for name, p in net.named_parameters()})
     if recipe.rank:
         config, cluster = config.dense, partial(PowerSGD, rank=recipe.rank, shapes=shapes)
     if config.momentum or (isinstance(cluster, partial) and cluster.func is Differences):
@@ -240,23 +231,30 @@ def _train(task: Task, name: str, seed: int, data: Path | None) -> dict[str, flo
     }
 
 
-def _scaled(settings: Mapping[str, Any], task: Task, numel: int) -> TopKConfig:
+def _scaled(settings: Mapping[str, Any], task: Task, sizes: Mapping[str, int]) -> TopKConfig:
     """Settings whose ratio is multiplied so that a run sends at most as many bytes as one with the default."""
+    numel = sum(sizes.values())
 
     def sent(config: TopKConfig) -> int:
-        volumes = (volume(config, [numel], task.workers, step=step) for step in range(0, task.steps, 5))
+        exact = sum(size for name, size in sizes.items() if any(fnmatchcase(name, p) for p in config.dense_parameters))
+        volumes = (
+            volume(config, [numel], task.workers, step=step, exact=[exact])
+            for step in range(0, task.steps, max(1, task.steps // 60))
+        )
         return sum(each.uplink + each.downlink for each in volumes)
 
     def scaled(factor: float) -> TopKConfig:
-        given = TopKConfig(**{"ratio": RATIO, **settings}).planned(task.steps).ratio
-        if isinstance(given, ExponentialWarmup):
-            ratio: Any = replace(given, ratio=min(1, factor * given.ratio), start=min(1, factor * given.start))
-        else:
-            assert isinstance(given, float)
-            ratio = min(1, factor * given)
-        return TopKConfig(**{**settings, "ratio": ratio})
+        config = TopKConfig(**{"ratio": RATIO, **settings}).planned(task.steps)
+        ratios: dict[str, Any] = {"ratio": config.ratio, "server_ratio": config.server_ratio}
+        for name, given in ratios.items():
+            if isinstance(given, Warmup):
+                ends = {end: min(1.0, factor * getattr(given, end)) for end in ("ratio", "start")}
+                ratios[name] = replace(given, **ends)
+            elif given is not None:
+                ratios[name] = min(1.0, factor * given)
+        return replace(config, **ratios)
 
-    budget = sent(TopKConfig(**DEFAULT.settings).planned(task.steps))
+    budget = sent(TopKConfig(ratio=RATIO).planned(task.steps))
     low, high = 1e-3, 1e3
     for _ in range(30):
         middle = (low * high) ** 0.5
