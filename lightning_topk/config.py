@@ -22,8 +22,9 @@ from lightning_topk.wire import WIRES, Codec
 AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 """Those among which ``ratio="auto"`` chooses."""
 
-START = 0.05
-"""The density with which the default recipe begins: over a whole run a fiftieth of the bytes of dense training, or less."""
+START, PASSES = 0.05, 7.5
+"""The default recipe: the density with which a run begins at most, and how often it sends each entry on average. What is kept back arrives
+about 1 / density steps late; a run must be long against that. Both are measured: ``python -m lightning_topk reproduce recipes``."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class TopKConfig:
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers are what the run ends
-            with; it begins with a ratio of :data:`START` and descends along half a cosine. ``"plain"``: they are constant, as in the papers.
+            with. It begins with a ratio of ``2 PASSES / steps``, at most :data:`START`, if that is more, and descends along half a
+            cosine. ``"plain"``: they are constant, as in the papers.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -161,9 +163,9 @@ class TopKConfig:
         """
         ratios: dict[str, Any] = {"ratio": self.ratio, "server_ratio": self.server_ratio}
         if self.warms and steps < math.inf:
-            rise = START / ratios["ratio"]
+            rise = min(START, 2 * PASSES / max(1.0, steps)) / ratios["ratio"]
             for name, ratio in ratios.items():
-                if isinstance(ratio, Real):  # a server's too, so that the two keep their proportion
+                if isinstance(ratio, Real) and rise > 1:  # a server's too, so that the two keep their proportion
                     ratios[name] = CosineWarmup(float(ratio), min(1.0, rise * float(ratio)), share=1.0)
         planned: dict[str, Any] = {name: r.planned(steps) for name, r in ratios.items() if isinstance(r, Schedule)}
         return replace(self, **planned)

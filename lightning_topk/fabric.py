@@ -44,7 +44,8 @@ class TopKStrategy(DDPStrategy):
             :class:`lightning_topk.TopKStrategy`.
         epoch: The epoch, for schedules by epochs; set ``strategy.epoch`` when a new one begins.
         local_world_size: Ranks of a node, consecutive ones. Default: Fabric's processes on a node.
-        planned_steps: Optimizer steps of the whole run, for schedules by share.
+        planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which has no warm-up
+            without.
         **settings: The other arguments of :class:`lightning_topk.TopKConfig`, and those of Fabric's DDPStrategy and of torch's
             DistributedDataParallel.
 

@@ -72,9 +72,9 @@ class TopKStrategy(DDPStrategy):
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
-        recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with; it begins with
-            :data:`lightning_topk.config.START` and descends along half a cosine over all steps of the Trainer. ``"plain"``: they are
-            constant, as in the papers.
+        recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with. A short run begins with
+            more, so that each entry is sent :data:`lightning_topk.config.PASSES` times on average, and descends along half a cosine.
+            ``"plain"``: they are constant, as in the papers.
         residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
             run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the
             same bits; ``"none"`` saves none, and resumes with residuals of zero.

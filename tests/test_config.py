@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_topk.config import START, TopKConfig, presets
+from lightning_topk.config import PASSES, START, TopKConfig, presets
 from lightning_topk.layout import Layout
 from lightning_topk.plan import volume
 from lightning_topk.schedule import ExponentialWarmup
@@ -193,6 +193,14 @@ def test_the_default_recipe_descends_to_the_ratio_over_the_planned_steps():
     assert planned.server_ratio.at(0, 0) == 2 * START  # in proportion
     assert planned.settled == config
     assert config.planned(math.inf) == config  # nothing to plan with
+
+
+def test_the_default_recipe_sends_every_entry_often_enough_and_no_more():
+    for steps in (300, 1000, 5000):
+        ratio = TopKConfig().planned(steps).ratio
+        assert sum(ratio.at(step, 0) for step in range(steps)) == pytest.approx(PASSES + 0.0005 * steps, rel=0.01)
+    assert TopKConfig().planned(15_000).ratio == 0.001  # long enough as it is
+    assert TopKConfig(ratio=0.01).planned(1500).ratio == 0.01
 
 
 @pytest.mark.parametrize(
