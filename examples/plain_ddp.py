@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import attach
 
+STEPS = 401
+
 
 def main() -> None:
     """Fits a small net to a random teacher."""
@@ -24,11 +26,11 @@ def main() -> None:
     teacher, net = (nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 1)).to(device) for _ in range(2))
 
     model = DistributedDataParallel(net)
-    state = attach(model, ratio=0.01, bidirectional=True)  # the only line about compression
+    state = attach(model, ratio=0.01, planned_steps=STEPS)  # the only line about compression
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(1 + dist.get_rank())
-    for step in range(401):
+    for step in range(STEPS):
         x = torch.randn(64, 20, device=device)
         loss = nn.functional.mse_loss(model(x), teacher(x).detach())
         optimizer.zero_grad()

@@ -106,6 +106,7 @@ def topk_settings(options: argparse.Namespace, name: str) -> dict[str, object]:
         "server_ratio": options.server_ratio,
         "bidirectional": options.bidirectional,
         "topology": options.topology,
+        "recipe": options.recipe,
     }
 
 
@@ -206,7 +207,13 @@ def parse() -> argparse.Namespace:
         choices=list(presets),
         help="systems of the papers, one after the other, instead of the next options (--ratio counts where a system leaves it open)",
     )
-    add("--ratio", type=float, default=0.01, help="fraction that each worker sends (default: %(default)s)")
+    add(
+        "--ratio",
+        type=float,
+        default=0.01,
+        help="fraction that each worker sends, in the long run (default: %(default)s)",
+    )
+    add("--recipe", default="default", help="default, or plain for a constant ratio (default: %(default)s)")
     add("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
     add("--no-bidirectional", dest="bidirectional", action="store_false", help="servers send all that is nonzero")
     add("--topology", default="sharded", help="sharded, single_server or allgather (default: %(default)s)")

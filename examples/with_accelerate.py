@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topk import attach
 
+EPOCHS = 4
+
 
 def main() -> None:
     """Fits a small net to a linear teacher."""
@@ -22,8 +24,9 @@ def main() -> None:
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), data)
-    state = attach(model, ratio=0.01, optimizer=optimizer.optimizer, scaler=accelerator.scaler)
-    for epoch in range(4):
+    steps = EPOCHS * len(data)
+    state = attach(model, ratio=0.01, optimizer=optimizer.optimizer, scaler=accelerator.scaler, planned_steps=steps)
+    for epoch in range(EPOCHS):
         for inputs, targets in data:
             loss = nn.functional.mse_loss(model(inputs), targets)
             optimizer.zero_grad()

@@ -22,7 +22,7 @@ from lightning_topk.wire import WIRES, Codec
 AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 """Those among which ``ratio="auto"`` chooses."""
 
-START, PASSES = 0.05, 7.5
+START, PASSES = 0.08, 12
 """The default recipe: the density with which a run begins at most, and how often it sends each entry on average. What is kept back arrives
 about 1 / density steps late; a run must be long against that. Both are measured: ``python -m lightning_topk reproduce recipes``."""
 
@@ -40,6 +40,7 @@ class TopKConfig:
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
         wire: ``"bf16"``, ``"fp32"`` or ``"int8"`` (a scale for every 64): the values' format. Positions are Elias-Fano coded in all.
+            Default: the recipe's, else bf16.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between nodes),
             ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``) or ``"dense"``
             (all-reduce: nothing is compressed). ``"auto"`` measures, and takes for each bucket the fastest of dense, sharded
@@ -58,7 +59,7 @@ class TopKConfig:
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers are what the run ends
             with. It begins with a ratio of ``2 PASSES / steps``, at most :data:`START`, if that is more, and descends along half a
-            cosine. ``"plain"``: they are constant, as in the papers.
+            cosine; values travel in int8 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -69,7 +70,7 @@ class TopKConfig:
     bidirectional: bool = True
     server_ratio: Ratio | None = None
     selector: str | Selector = "topk"
-    wire: str = "bf16"
+    wire: str | None = None
     topology: str = "sharded"
     dense_parameters: str | Sequence[str] = ()
     error_feedback: bool | str = True
@@ -90,7 +91,8 @@ class TopKConfig:
             check_name("error_feedback", self.error_feedback, ("worker", "server"), ", True or False")
         if not isinstance(self.selector, Selector):
             check_name("selector", self.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
-        check_name("wire", self.wire, WIRES)
+        if self.wire is not None:
+            check_name("wire", self.wire, WIRES)
         check_name("topology", self.topology, [*EXCHANGES, "auto"])
         given = self.dense_parameters
         patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
@@ -150,7 +152,7 @@ class TopKConfig:
 
     @property
     def warms(self) -> bool:
-        """Whether the recipe has the density descend, if the number of steps is known."""
+        """Whether the recipe says something of the density, if the number of steps is known."""
         if self.recipe == "plain" or self.topology == "dense" or isinstance(self.ratio, str | Schedule):
             return False
         return not callable(self.ratio) and self.ratio < START
@@ -162,13 +164,15 @@ class TopKConfig:
             ValueError: A schedule is a share of a run that has no end.
         """
         ratios: dict[str, Any] = {"ratio": self.ratio, "server_ratio": self.server_ratio}
+        wire = self.wire
         if self.warms and steps < math.inf:
+            wire = wire or "int8"
             rise = min(START, 2 * PASSES / max(1.0, steps)) / ratios["ratio"]
             for name, ratio in ratios.items():
                 if isinstance(ratio, Real) and rise > 1:  # a server's too, so that the two keep their proportion
                     ratios[name] = CosineWarmup(float(ratio), min(1.0, rise * float(ratio)), share=1.0)
         planned: dict[str, Any] = {name: r.planned(steps) for name, r in ratios.items() if isinstance(r, Schedule)}
-        return replace(self, **planned)
+        return replace(self, wire=wire, **planned)
 
     @property
     def settled(self) -> TopKConfig:
@@ -272,7 +276,7 @@ class TopKConfig:
         else:
             # Workers that draw the same positions send nothing else.
             down = up if shared is not None else min(layout.shard_size, world * up)
-        wire = WIRES[self.wire]
+        wire = WIRES[self.wire or "bf16"]
         uplink = Codec(wire, layout.shard_size, up, shared)
         reply = None if self.topology == "allgather" else Codec(wire, layout.shard_size, down, shared)
         return layout, uplink, reply

@@ -118,7 +118,7 @@ RECIPES: dict[str, Recipe] = {
     "PowerSGD 4": Recipe(rank=4),
     # The default with one thing changed.
     "exponential over 50 %, equal bytes": _more(ratio=ExponentialWarmup(RATIO, 0.25, share=0.5)),
-    "int8, equal bytes": _more(wire="int8"),
+    "bf16, equal bytes": _more(wire="bf16"),
     "servers send x2, equal bytes": _more(server_ratio=2 * RATIO),
     "servers send x4, equal bytes": _more(server_ratio=4 * RATIO),
     "1-D dense, equal bytes": _more(dense_parameters=("*bias*",)),
