@@ -110,14 +110,14 @@ RECIPES: dict[str, Recipe] = {
     "default": Recipe(),
     "plain": Recipe({"recipe": "plain"}),
     # What else could be sent in as many bytes.
-    "constant density, equal bytes": _more(recipe="plain"),
+    "constant density, equal bytes": _more(recipe="plain", wire="int8"),
     "unidirectional, equal bytes": _more(bidirectional=False),
     "all-gather, equal bytes": _more(bidirectional=False, topology="allgather"),
     "PowerSGD 1": Recipe(rank=1),
     "PowerSGD 2": Recipe(rank=2),
     "PowerSGD 4": Recipe(rank=4),
     # The default with one thing changed.
-    "exponential over 50 %, equal bytes": _more(ratio=ExponentialWarmup(RATIO, 0.25, share=0.5)),
+    "exponential over 50 %, equal bytes": _more(ratio=ExponentialWarmup(RATIO, 0.25, share=0.5), wire="int8"),
     "bf16, equal bytes": _more(wire="bf16"),
     "servers send x2, equal bytes": _more(server_ratio=2 * RATIO),
     "servers send x4, equal bytes": _more(server_ratio=4 * RATIO),
