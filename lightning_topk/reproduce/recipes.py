@@ -75,7 +75,7 @@ TASKS = (
     Task("char lstm", 8, 300, 0.02, batch=4, within=0.01),
     Task("gpt", 8, 300, 0.01, batch=4, within=0.01),
 )
-IMAGES = (Task("resnet20", 8, 200, 0.1, batch=16, within=0.5), Task("vgg", 20, 100, 0.1))
+IMAGES = (Task("resnet20", 8, 200, 0.02, batch=16, within=0.5), Task("vgg", 20, 100, 0.02))
 
 
 @dataclass(frozen=True)
