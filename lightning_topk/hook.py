@@ -49,6 +49,7 @@ from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Schedule
 from lightning_topk.undo import Steps, Undo
 
+LOGGER = logging.getLogger("lightning_topk")
 ENDLESS = (
     "lightning_topk: nobody told how many steps are planned, so that the density is constant. Short runs learn better with the default "
     "recipe's warm-up: give the Trainer max_steps or max_epochs, or pass planned_steps=. recipe='plain' wants none."
@@ -190,7 +191,7 @@ class TopKState:
         self._exact: set[Tensor] = set()
         self._chosen: dict[tuple[Tensor, ...], TopKConfig] = {}
         self._choice: dict[tuple[Tensor, ...], TopKConfig] = {}  # that will be in force from the next step on
-        self._announce = announce or logging.getLogger("lightning_topk").info
+        self._announce = announce or LOGGER.info
         self.meter = Meter()
         self.measure = False
         """Whether the exchanges measure their compression error: two more passes over every bucket."""
@@ -208,7 +209,7 @@ class TopKState:
         try:
             steps = min(gathered(math.inf if planned_steps is None else planned_steps, group))
             if self.config.warms and math.isinf(steps) and self.rank == 0:
-                self._announce(ENDLESS)
+                LOGGER.info(ENDLESS)
             self.config = self.config.planned(steps)
             summary = {**self.config.summary(), "local_world_size": local_world_size}
             check_agreement(summary, "Pass the same settings on every rank.", group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ from lightning_topk.checks import check_ddp_options, check_known, check_momentum
 from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.hook import (
+    ENDLESS,
     TopKState,
     attach,
     own_memory_,
@@ -190,16 +192,19 @@ class TopKStrategy(DDPStrategy):
             self._resumed = None
 
     def _planned_steps(self) -> float | None:
-        """The Trainer's optimizer steps, if a schedule wants to know: asking sets the data up. None where it cannot tell."""
+        """The Trainer's optimizer steps, if a schedule wants to know: asking sets the data up. Infinite where it cannot tell."""
         module = self.lightning_module
         if module is None or not (self.config.by_plan or self.config.warms):
             return None
         try:
-            return module.trainer.estimated_stepping_batches
+            steps = module.trainer.estimated_stepping_batches
         except MisconfigurationException:  # accumulation by a schedule
             if self.config.by_plan:
                 raise
-            return None
+            steps = math.inf
+        if math.isinf(steps) and self.config.warms:
+            rank_zero_info(ENDLESS)
+        return steps
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks; every rank calls it. Weights-only checkpoints hold none."""
