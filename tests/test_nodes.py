@@ -122,7 +122,8 @@ def test_every_way_to_launch_two_nodes_gives_the_same_bits_and_a_rank_that_dies_
     residuals = ends["slurm"]["lightning_topk"]
     assert residuals["node_sizes"] == {"net.weight": 2, "net.bias": 2}
 
-    plan = volume(TopKConfig(ratio=0.05, topology="hierarchical"), [[300, 64 * 300]], 4, local=2)
+    config = TopKConfig(ratio=0.05, topology="hierarchical").planned(12)
+    plan = volume(config, [[300, 64 * 300]], 4, local=2, step=11)
     told = json.loads(said["slurm"][0].splitlines()[-1])
     assert told["topk/inter_node_bytes"] == plan.inter_node
     assert told["topk/intra_node_bytes"] == plan.intra_node
