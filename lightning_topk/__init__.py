@@ -16,7 +16,7 @@ from lightning_topk import _register
 from lightning_topk._version import __version__
 from lightning_topk.config import TopKConfig, presets
 from lightning_topk.hook import TopKState, attach, topk_hook
-from lightning_topk.schedule import ExponentialWarmup
+from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 
 if TYPE_CHECKING:
     from lightning_topk.callback import CompressionMonitor
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompressionMonitor",
+    "CosineWarmup",
     "ExponentialWarmup",
     "TopKConfig",
     "TopKState",
