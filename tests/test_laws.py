@@ -12,7 +12,7 @@ from lightning_topk.layout import Parts
 from lightning_topk.ops.reference import join_parts, split_parts
 from lightning_topk.plan import volume
 from lightning_topk.residuals import _served
-from lightning_topk.schedule import ExponentialWarmup
+from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
 
 ROUTES = [
@@ -113,6 +113,8 @@ def test_laws_hold_for_every_selector(topology, bidirectional, selector, world, 
     "settings",
     [
         {"ratio": ExponentialWarmup(0.01, start=0.5, steps=3)},
+        {"ratio": CosineWarmup(0.01, start=0.5, share=1.0)},
+        {"ratio": 0.001},  # the default recipe's, of a short run
         {"ratio": lambda step: 0.1 / (1 + step), "wire": "fp32"},
         {"ratio": 1.0, "wire": "fp32"},
         {"ratio": 0.02, "error_feedback": "worker"},
@@ -127,7 +129,7 @@ def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings)
     if topology == "dense":
         settings = {key: value for key, value in settings.items() if key not in ("momentum", "clip_norm")}
     conserves = settings.get("error_feedback", True) is True and "momentum" not in settings
-    config = TopKConfig(bidirectional=bidirectional, topology=topology, **settings)
+    config = TopKConfig(bidirectional=bidirectional, topology=topology, **settings).planned(4)
     check_laws(config, workers=3, numel=4000, conserves=conserves)
 
 
