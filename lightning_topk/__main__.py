@@ -42,6 +42,7 @@ def main() -> None:
     )
     claims.add_argument("--models", nargs="+", help="of recipes: only these")
     claims.add_argument("--recipes", nargs="+", help="of recipes: only these, and dense")
+    claims.add_argument("--seeds", type=_count, help="of recipes: runs of each (default: 3)")
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     _add_bench(commands)
     _add_simulate(commands)
@@ -56,7 +57,13 @@ def main() -> None:
         names = CLAIMS if arguments.all else arguments.names
         if not names:
             claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
-        takers = {"data": TRAINED, "steps": TRAINED, "models": EXPERIMENTS, "recipes": EXPERIMENTS}
+        takers = {
+            "data": TRAINED,
+            "steps": TRAINED,
+            "models": EXPERIMENTS,
+            "recipes": EXPERIMENTS,
+            "seeds": EXPERIMENTS,
+        }
         options = {key: getattr(arguments, key) for key in takers if getattr(arguments, key) is not None}
         for key in options:
             if not set(takers[key]) & set(names):

@@ -22,10 +22,10 @@ from lightning_topk.wire import WIRES, Codec
 AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 """Those among which ``ratio="auto"`` chooses."""
 
-START, PASSES = 0.08, 12
+START, PASSES = 0.12, 180
 """The default recipe: the density with which a run begins at most, and how often it sends each entry on average. What is kept back arrives
-about 1 / density steps late; a run must be long against that. START is what saves 50x the bytes of a run, PASSES what it makes of 300
-steps, where ``python -m lightning_topk reproduce recipes`` measures it; for runs of many thousand steps the rule is untested."""
+about 1 / density steps late, and a run must be long against that. START is what saves 50x the bytes of a run; PASSES is what it makes of
+3,000 steps, the longest that ``python -m lightning_topk reproduce recipes`` measures. Longer runs need less."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class TopKConfig:
         server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"``, ``"fp32"`` or ``"int8"`` (a scale for every 64): the values' format. Positions are Elias-Fano coded in all.
-            Default: the recipe's, else bf16.
+        wire: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers, and a scale for every 64 of them): the values' format.
+            Positions are Elias-Fano coded in all. Default: the recipe's, else bf16.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between nodes),
             ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``) or ``"dense"``
             (all-reduce: nothing is compressed). ``"auto"`` measures, and takes for each bucket the fastest of dense, sharded
@@ -60,7 +60,7 @@ class TopKConfig:
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers are what the run ends
             with. It begins with a ratio of ``2 PASSES / steps``, at most :data:`START`, if that is more, and descends along half a
-            cosine; values travel in int8 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
+            cosine; values travel in int4 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -167,7 +167,7 @@ class TopKConfig:
         ratios: dict[str, Any] = {"ratio": self.ratio, "server_ratio": self.server_ratio}
         wire = self.wire
         if self.warms and steps < math.inf:
-            wire = wire or "int8"
+            wire = wire or "int4"
             rise = min(START, 2 * PASSES / max(1.0, steps)) / ratios["ratio"]
             for name, ratio in ratios.items():
                 if isinstance(ratio, Real) and rise > 1:  # a server's too, so that the two keep their proportion

@@ -56,8 +56,8 @@ class TopKStrategy(DDPStrategy):
         server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"``, ``"fp32"`` or ``"int8"`` (a scale for every 64): the values' format. Positions are Elias-Fano coded in
-            all. Default: the recipe's, else bf16.
+        wire: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers, and a scale for every 64 of them): the values' format.
+            Positions are Elias-Fano coded in all. Default: the recipe's, else bf16.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between nodes),
             ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``) or ``"dense"``
             (all-reduce: nothing is compressed). ``"auto"`` measures, and takes for each bucket the fastest of dense, sharded
@@ -76,7 +76,7 @@ class TopKStrategy(DDPStrategy):
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with. A short run begins with
             more, so that each entry is sent :data:`lightning_topk.config.PASSES` times on average, and descends along half a cosine;
-            values travel in int8 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
+            values travel in int4 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
         residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
             run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the
             same bits; ``"none"`` saves none, and resumes with residuals of zero.
@@ -95,7 +95,7 @@ class TopKStrategy(DDPStrategy):
         bidirectional: bool = True,
         server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
-        wire: Literal["bf16", "fp32", "int8"] | None = None,
+        wire: Literal["bf16", "fp32", "int8", "int4"] | None = None,
         topology: Literal["sharded", "hierarchical", "single_server", "allgather", "dense", "auto"] = "sharded",
         dense_parameters: str | Sequence[str] = (),
         error_feedback: bool | Literal["worker", "server"] = True,

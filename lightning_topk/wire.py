@@ -56,16 +56,19 @@ class Wire:
 
 @dataclass(frozen=True)
 class BlockWire(Wire):
-    """Values as 8-bit integers, and a scale for every block of them: ``[k integers | ceil(k / 64) scales]``.
+    """Values as small integers, and a scale for every block of them: ``[k integers | ceil(k / 64) scales]``.
 
-    A block's scale is its largest magnitude over 127 (Dettmers 2016 has such blocks); entries are in the order of their positions.
+    Integers of b bits lie in ±(2^(b - 1) - 1); several share a byte, the first one lowest. A block's scale is its largest magnitude
+    over the largest integer (Dettmers 2016 has such blocks); entries are in the order of their positions.
 
     Args:
         name: What users call it.
         value_dtype: dtype of the scales.
+        bits: Of an integer, 8 or 4.
         block: Values that share a scale.
     """
 
+    bits: int = 8
     block: int = 64
 
     @property
@@ -75,28 +78,52 @@ class BlockWire(Wire):
 
     def nbytes(self, k: int) -> int:
         """See :meth:`Wire.nbytes`."""
-        return k + -(-k // self.block) * self.value_dtype.itemsize
+        return self._integer_bytes(k) + -(-k // self.block) * self.value_dtype.itemsize
 
     def write(self, value: Tensor) -> Tensor:
         """See :meth:`Wire.write`."""
         rows, k = value.shape
-        blocks = torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block)
-        scale = (blocks.abs().amax(dim=2) / 127).to(self.value_dtype)
+        blocks, top = (
+            torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block),
+            2 ** (self.bits - 1) - 1,
+        )
+        scale = (blocks.abs().amax(dim=2) / top).to(self.value_dtype)
         unit = scale.to(value.dtype).unsqueeze(2)
-        whole = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-127, 127).to(torch.int8)
-        return torch.cat([whole.view(rows, -1)[:, :k].view(torch.uint8), scale.view(torch.uint8)], dim=1)
+        whole = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-top, top).to(torch.int8).view(rows, -1)
+        return torch.cat([self._pack(whole)[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1)
 
     def read(self, written: Tensor, k: int) -> Tensor:
-        """See :meth:`Wire.read`. A product has 15 bits, so it is exact."""
-        whole, scale = written[:, :k].view(torch.int8), written[:, k:].clone(memory_format=torch.contiguous_format)
+        """See :meth:`Wire.read`. A product has at most 15 bits, so it is exact."""
+        filled = self._integer_bytes(k)
+        scale = written[:, filled:].clone(memory_format=torch.contiguous_format)
         scale = scale.view(self.value_dtype)  # a copy, since a view of two bytes must begin at an even one
-        return whole * scale.float().repeat_interleave(self.block, dim=1)[:, :k]
+        return self._unpack(written[:, :filled])[:, :k] * scale.float().repeat_interleave(self.block, dim=1)[:, :k]
+
+    def _integer_bytes(self, k: int) -> int:
+        """Bytes of k integers."""
+        return -(-k * self.bits // 8)
+
+    def _pack(self, whole: Tensor) -> Tensor:
+        """int8 ``[R, n]``, n a multiple of a block, as uint8 ``[R, n bits / 8]``."""
+        octets = whole.view(torch.uint8)
+        if self.bits == 8:
+            return octets
+        low, high = octets.view(len(octets), -1, 2).unbind(2)
+        return low & 15 | high << 4
+
+    def _unpack(self, octets: Tensor) -> Tensor:
+        """Undoes :meth:`_pack`: int8 ``[R, n]``."""
+        if self.bits == 8:
+            return octets.view(torch.int8)
+        # A shift down keeps the sign of what stands at the upper end.
+        return torch.stack([octets << 4, octets], dim=2).view(torch.int8).flatten(1) >> 4
 
 
 WIRES: dict[str, Wire] = {
     "fp32": Wire("fp32", torch.float32),
     "bf16": Wire("bf16", torch.bfloat16),
     "int8": BlockWire("int8", torch.bfloat16),
+    "int4": BlockWire("int4", torch.bfloat16, bits=4),
 }
 """Wires by name."""
 

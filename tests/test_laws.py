@@ -22,7 +22,7 @@ ROUTES = [
     ("single_server", False),
     ("allgather", False),
 ]
-WIRES = ["fp32", "bf16", "int8"]
+WIRES = ["fp32", "bf16", "int8", "int4"]
 SELECTED = ["topk", "gaussiank", "dgc", "trimmed", "randk"]
 WORLDS = [1, 2, 7]
 SIZES = [1, 257, 1100]
@@ -202,8 +202,8 @@ def test_all_gather_and_unidirectional_servers_deliver_all_that_workers_sent(top
     sent = sum(g - end.uplink.memory.tensors()["residual"] for g, end in zip(given, cluster.endpoints, strict=True))
     once = wire == "fp32" or topology == "allgather"  # else the servers' wire rounds too
     tolerance = {"atol": 1e-6, "rtol": 1e-6} if once else {"atol": 0, "rtol": 2**-7}
-    if wire == "int8" and not once:
-        tolerance = {"atol": received.abs().amax().item() / 127, "rtol": 0}
+    if wire in ("int8", "int4") and not once:
+        tolerance = {"atol": received.abs().amax().item() / {"int8": 127, "int4": 7}[wire], "rtol": 0}
     torch.testing.assert_close(received, sent / world, **tolerance)
 
 

@@ -81,7 +81,8 @@ def test_a_payload_is_what_the_codec_says(wire, rows, universe, k):
     read_index, read_value = codec.decode(payload, torch.float32)
     assert torch.equal(read_index, index)
     assert torch.equal(read_value, sent)
-    assert ((sent - value).abs() <= value.abs().amax(1, keepdim=True) * codec.wire.eps).all()
+    rounding = 1 / 13 if wire == "int4" else codec.wire.eps
+    assert ((sent - value).abs() <= value.abs().amax(1, keepdim=True) * rounding).all()
 
 
 @pytest.mark.parametrize("wire", WIRES)

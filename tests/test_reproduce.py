@@ -200,19 +200,18 @@ def test_predicted_bytes_are_those_that_leave_the_interface():
 
 def test_recipes_go_on_where_they_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(recipes, "TASKS", (recipes.Task("mlp", 2, 10, 0.1),))
-    monkeypatch.setattr(recipes, "SEEDS", 1)
     monkeypatch.setattr(recipes, "run_all", alone)
-    first = recipes.run(out=tmp_path)
+    first = recipes.run(out=tmp_path, seeds=1)
     assert len((tmp_path / "recipes.jsonl").read_text().splitlines()) == len(recipes.RECIPES)
     monkeypatch.setattr(recipes, "run_all", lambda jobs, *_: {} if not jobs else pytest.fail(f"again: {list(jobs)}"))
-    assert recipes.run(out=tmp_path).tables == first.tables
+    assert recipes.run(out=tmp_path, seeds=1).tables == first.tables
     (rows,) = first.tables.values()
     saving = {row["recipe"]: float(row["saving"].rstrip("x")) for row in rows}
     assert saving["dense"] == 1 < saving["PowerSGD 4"] < saving["PowerSGD 1"] < saving["default"] < saving["plain"]
     for name, factor in saving.items():
         if name.endswith("equal bytes") and "all-gather" not in name:  # few entries make a coarse scale
             assert factor == pytest.approx(saving["default"], rel=0.35), name
-    only = recipes.run(out=tmp_path, models=["mlp"], recipes=["plain"])
+    only = recipes.run(out=tmp_path, models=["mlp"], recipes=["plain"], seeds=1)
     assert [row["recipe"] for row in next(iter(only.tables.values()))] == ["dense", "plain"]
     with pytest.raises(ValueError, match="there is no nothing here: models are mlp, recipes dense"):
         recipes.run(out=tmp_path, recipes=["nothing"])

@@ -22,7 +22,7 @@ from lightning_topk.reproduce.parallel import run_all
 from lightning_topk.reproduce.problem import MODELS, TEXT, Optimizer, train
 from lightning_topk.reproduce.result import Check, Result, Row, spread
 from lightning_topk.reproduce.variants import Adaptive, Decaying, Differences, OwnShards, PowerSGD
-from lightning_topk.schedule import ExponentialWarmup, Warmup
+from lightning_topk.schedule import CosineWarmup, ExponentialWarmup, Warmup
 from lightning_topk.simulate import Cluster
 
 RATIO = 0.001
@@ -110,15 +110,16 @@ RECIPES: dict[str, Recipe] = {
     "default": Recipe(),
     "plain": Recipe({"recipe": "plain"}),
     # What else could be sent in as many bytes.
-    "constant density, equal bytes": _more(recipe="plain", wire="int8"),
+    "constant density, equal bytes": _more(recipe="plain", wire="int4"),
     "unidirectional, equal bytes": _more(bidirectional=False),
     "all-gather, equal bytes": _more(bidirectional=False, topology="allgather"),
     "PowerSGD 1": Recipe(rank=1),
     "PowerSGD 2": Recipe(rank=2),
     "PowerSGD 4": Recipe(rank=4),
     # The default with one thing changed.
-    "exponential over 50 %, equal bytes": _more(ratio=ExponentialWarmup(RATIO, 0.25, share=0.5), wire="int8"),
+    "exponential over 50 %, equal bytes": _more(ratio=ExponentialWarmup(RATIO, 0.25, share=0.5), wire="int4"),
     "bf16, equal bytes": _more(wire="bf16"),
+    "int8, equal bytes": _more(wire="int8"),
     "servers send x2, equal bytes": _more(server_ratio=2 * RATIO),
     "servers send x4, equal bytes": _more(server_ratio=4 * RATIO),
     "1-D dense, equal bytes": _more(dense_parameters=("*bias*",)),
@@ -129,6 +130,9 @@ RECIPES: dict[str, Recipe] = {
     "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
     "own shards, equal bytes": _more(OwnShards),
     "EF21-SGDM, equal bytes": _more(partial(Differences, new=0.1)),
+    # Fewer bytes.
+    "from 0.04": Recipe({"ratio": CosineWarmup(RATIO, 0.04, share=1.0), "wire": "int4"}),
+    "from 0.01": Recipe({"ratio": CosineWarmup(RATIO, 0.01, share=1.0), "wire": "int4"}),
     # Other ways than a warm-up.
     "flush every 50": Recipe({"ratio": partial(flushed, 50, RATIO)}),
     "adaptive, error 0.5": Recipe({"recipe": "plain"}, partial(Adaptive, target=0.5)),
@@ -142,6 +146,7 @@ def run(
     out: Path = Path("reproduced"),
     models: Sequence[str] = (),
     recipes: Sequence[str] = (),
+    seeds: int = SEEDS,
 ) -> Result:
     """Trains every recipe on every model.
 
@@ -151,6 +156,7 @@ def run(
         out: Where ``recipes.jsonl`` is.
         models: Only these.
         recipes: Only these, and dense.
+        seeds: Runs of each.
 
     Raises:
         ValueError: There is no such model or recipe.
@@ -164,16 +170,16 @@ def run(
             f"there is no {', '.join(sorted(unknown))} here: models are {', '.join(sorted({task.model for task in known}))}, "
             f"recipes {', '.join(RECIPES)}."
         )
-    found = _runs(tasks, names, data, out / "recipes.jsonl")
+    found = _runs(tasks, names, seeds, data, out / "recipes.jsonl")
     result = Result(
         "recipes",
         "a recipe closes the gap to dense training with the user's own hyper-parameters",
-        f"Cosine schedule, at a peak learning rate that suits dense training; ratio {RATIO:g} in the long run; {SEEDS} seeds (mean ± "
+        f"Cosine schedule, at a peak learning rate that suits dense training; ratio {RATIO:g} in the long run; {seeds} seeds (mean ± "
         "half the range). Density: the mean over the run of what servers and workers send. Saving: of a ring all-reduce, over the whole "
         "run, in the bytes that a rank sends.",
     )
     for task in tasks:
-        rows = {name: [found[_key(task, name, seed)] for seed in range(SEEDS)] for name in names}
+        rows = {name: [found[_key(task, name, seed)] for seed in range(seeds)] for name in names}
         result.tables[task.title] = [_row(task, name, runs) for name, runs in rows.items()]
         _judge(result, task, rows)
         quality = "loss on held-out text" if task.model in TEXT else "accuracy, %"
@@ -188,12 +194,14 @@ def _key(task: Task, recipe: str, seed: int) -> str:
     return json.dumps([*asdict(task).values(), recipe, seed])
 
 
-def _runs(tasks: Sequence[Task], names: Sequence[str], data: Path | None, path: Path) -> dict[str, dict[str, float]]:
+def _runs(
+    tasks: Sequence[Task], names: Sequence[str], seeds: int, data: Path | None, path: Path
+) -> dict[str, dict[str, float]]:
     """All runs by their key: those of the file, and those that are missing in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text().splitlines() if path.exists() else []
     found = {entry["key"]: entry for entry in map(json.loads, lines)}
-    wanted = {_key(task, name, seed): (task, name, seed) for seed in range(SEEDS) for task in tasks for name in names}
+    wanted = {_key(task, name, seed): (task, name, seed) for seed in range(seeds) for task in tasks for name in names}
     jobs: dict[str, Callable[[], dict[str, float]]] = {
         key: partial(_train, *each, data) for key, each in wanted.items() if key not in found
     }
