@@ -74,8 +74,10 @@ TASKS = (
     Task("lstm", 8, 300, 0.1),
     Task("char lstm", 8, 300, 0.02, batch=4, within=0.01),
     Task("gpt", 8, 300, 0.01, batch=4, within=0.01),
+    Task("char lstm", 8, 3000, 0.02, batch=4, within=0.01),
+    Task("gpt", 8, 3000, 0.005, batch=4, within=0.01),
 )
-IMAGES = (Task("resnet20", 8, 200, 0.02, batch=16, within=0.5), Task("vgg", 20, 100, 0.02))
+IMAGES = (Task("resnet20", 8, 1000, 0.02, batch=16, within=0.5), Task("vgg", 20, 400, 0.02))
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,9 @@ def run(
         result.tables[task.title] = [_row(task, name, runs) for name, runs in rows.items()]
         _judge(result, task, rows)
         quality = "loss on held-out text" if task.model in TEXT else "accuracy, %"
-        panel = Panel(f"{quality}: {task.model}, {task.workers} workers", "bytes a rank and run", xlog=True)
+        panel = Panel(
+            f"{quality}: {task.model}, {task.workers} workers, {task.steps} steps", "bytes a rank and run", xlog=True
+        )
         for name, runs in rows.items():
             panel.curves[name] = ([mean(each["bytes"] for each in runs)], [_quality(task, runs)])
         result.panels.append(panel)
@@ -290,7 +294,7 @@ def _judge(result: Result, task: Task, rows: dict[str, list[dict[str, float]]]) 
     if "default" not in rows:
         return
     text, quality = task.model in TEXT, {name: _quality(task, runs) for name, runs in rows.items()}
-    what = f"{task.model}, {task.workers} workers"
+    what = f"{task.model}, {task.workers} workers, {task.steps} steps"
     if text:
         gap = quality["default"] / quality["dense"] - 1
         words, seen = f"<= {100 * task.within:g} %", f"{100 * gap:+.2f} %"
