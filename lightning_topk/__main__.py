@@ -90,7 +90,10 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--ratio", type=float, nargs="+", default=[0.001, 0.01], help="fractions that workers send")
     plan.add_argument("--server-ratio", type=float, help="fraction that servers send (default: the same)")
-    plan.add_argument("--wire", default="bf16", help="format of values (default: %(default)s)")
+    plan.add_argument("--wire", help="format of values (default: bf16; with --steps the recipe's)")
+    plan.add_argument(
+        "--steps", type=_count, help="planned: means over a run by the default recipe, which begins with more"
+    )
     plan.add_argument("--compute-ms", type=float, default=0, help="time of forward, backward and optimizer")
     plan.add_argument("--bucket-cap-mb", type=float, default=25, help="DDP's buckets, MiB (default: %(default)s)")
     plan.add_argument("--device", default="cuda", choices=["cpu", "cuda"], help="where gradients live")
@@ -192,6 +195,13 @@ def run_bench(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"bench {arguments.name}: {error}") from error
 
 
+def _densities(steps: int | None) -> str:
+    """What the ratios of a plan mean."""
+    if steps is None:
+        return "Ratios are taken literally; --steps N plans a run by the default recipe, which begins with a higher density."
+    return f"Means over a run of {steps:,} steps by the default recipe, which descends to the ratios."
+
+
 def print_plan(arguments: argparse.Namespace) -> None:
     """Prints what every topology will cost, and which to use; ends with a sentence if it cannot."""
     try:
@@ -203,12 +213,14 @@ def print_plan(arguments: argparse.Namespace) -> None:
         hardware = Hardware(arguments.nodes, arguments.gpus_per_node, links, costs)
         base = TopKConfig(server_ratio=arguments.server_ratio, wire=arguments.wire)
         compute = arguments.compute_ms / 1000
-        found = forecasts(sizes, hardware, arguments.ratio, compute, base, arguments.bucket_cap_mb)
+        if arguments.steps is not None and arguments.steps < 1:
+            raise ValueError(f"--steps {arguments.steps} must be at least 1.")
+        found = forecasts(sizes, hardware, arguments.ratio, compute, base, arguments.bucket_cap_mb, arguments.steps)
     except ValueError as error:
         raise SystemExit(f"plan: {error}") from error
     print(
         f"{sum(sizes):,} parameters, float32; {arguments.nodes} nodes of {arguments.gpus_per_node} ranks, {arguments.inter} between, "
-        f"{arguments.intra} inside.\nTimes are predictions; constants: {costs.source}.\n"
+        f"{arguments.intra} inside.\nTimes are predictions; constants: {costs.source}.\n{_densities(arguments.steps)}\n"
     )
     print(f"{markdown(table(found, compute))}\n\n{sentence(found, compute)}")
 

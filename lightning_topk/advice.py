@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import mean
 
 import torch
 from torch import nn
@@ -13,6 +15,10 @@ from lightning_topk.choose import SLACK
 from lightning_topk.config import TopKConfig
 from lightning_topk.costs import Costs, Links, break_even, ddp_buckets, exchange_seconds, step_seconds
 from lightning_topk.plan import Volume, volume
+from lightning_topk.schedule import LATE
+
+MOMENTS = 51
+"""Of a run, for which its costs are predicted."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ def forecasts(
     compute: float = 0.0,
     base: TopKConfig | None = None,
     bucket_cap_mb: float = 25,
+    steps: int | None = None,
 ) -> list[Forecast]:
     """What every topology is predicted to cost at every ratio; all-reduce comes first.
 
@@ -124,6 +131,7 @@ def forecasts(
         compute: Seconds of forward, backward and optimizer; zero if unknown.
         base: Other settings.
         bucket_cap_mb: DDP's.
+        steps: Planned for the run: forecasts are then means over it, of what the recipe makes of it. Default: ratios are literal.
     """
     base, buckets = base or TopKConfig(), ddp_buckets(sizes, bucket_cap_mb)
     topologies = ["sharded", "hierarchical", "single_server", "allgather"]
@@ -135,7 +143,26 @@ def forecasts(
         server = base.server_ratio if bidirectional else None
         way = {"topology": topology, "bidirectional": bidirectional, "server_ratio": server}
         ways += [replace(base, **way, ratio=ratio) for ratio in ratios]  # type: ignore[arg-type]
-    return [_forecast(way, buckets, hardware, compute) for way in ways]
+    if steps is None:
+        return [_forecast(way, buckets, hardware, compute) for way in ways]
+    return [
+        _over_a_run(way, steps, partial(_forecast, buckets=buckets, hardware=hardware, compute=compute)) for way in ways
+    ]
+
+
+def _over_a_run(config: TopKConfig, steps: int, forecast: Callable[[TopKConfig], Forecast]) -> Forecast:
+    """The mean of forecasts of moments of a run; the middle one says below which link speed that pays."""
+    planned = config.planned(steps)
+    moments = [forecast(planned.at(round((n + 0.5) * steps / MOMENTS), LATE)) for n in range(MOMENTS)]
+    total = sum((each.volume for each in moments[1:]), start=moments[0].volume)
+    return Forecast(
+        config,
+        Volume(**{name: round(count / MOMENTS) for name, count in asdict(total).items()}),
+        mean(each.exchange for each in moments),
+        mean(each.step for each in moments),
+        moments[MOMENTS // 2].break_even,
+        moments[0].residuals,
+    )
 
 
 def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float) -> Forecast:

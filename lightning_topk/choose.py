@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_topk.collectives import Groups, Meter, dense_cost, drive
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import exchange
+from lightning_topk.schedule import LATE
 
 TRIALS = 4
 """Exchanges of each kind, of which the first is not counted."""
@@ -50,6 +51,7 @@ def choose(
     exact: Sequence[Sequence[int]],
     groups: Groups,
     meter: Meter,
+    step: int = LATE,
 ) -> Choice:
     """Measures and chooses; a collective.
 
@@ -59,6 +61,7 @@ def choose(
         exact: Which of them, by number, are not compressed.
         groups: The process groups.
         meter: Takes note of the bytes sent, as ``broadcast``: they are no gradients.
+        step: Whose densities count, where they change.
 
     Returns:
         The same choice on every rank.
@@ -70,7 +73,7 @@ def choose(
     link = dense_cost(PROBE_BYTES, device, groups.all, scratch)
     seconds = []
     for bucket, uncompressed in zip(buckets, exact, strict=True):
-        tried = [trial(way, bucket, groups, scratch, uncompressed) for way in ways]
+        tried = [trial(way.at(step, LATE), bucket, groups, scratch, uncompressed) for way in ways]
         dense = link.seconds([sum(p.nbytes for p in bucket)])
         if dense < PATIENCE:
             dense = trial(config.dense, bucket, groups, scratch)
@@ -84,16 +87,16 @@ def choose(
 def trial(
     config: TopKConfig, bucket: Sequence[Tensor], groups: Groups, meter: Meter, exact: Sequence[int] = ()
 ) -> float:
-    """Seconds of an exchange of a made-up gradient, at the density that schedules end with; the median of several.
+    """Seconds of an exchange of a made-up gradient, the median of several.
 
     Args:
-        config: The settings, with nothing automatic.
+        config: The settings, with nothing automatic and no schedule.
         bucket: The parameters.
         groups: The process groups.
         meter: Takes note of the bytes sent.
         exact: Which of the parameters, by number, are not compressed.
     """
-    config, like, sizes = config.settled, bucket[0], tuple(p.numel() for p in bucket)
+    like, sizes = bucket[0], tuple(p.numel() for p in bucket)
     rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
     end = config.endpoint(sum(sizes), rank, world, like.dtype, like.device, sizes, groups.local, exact)
     config.resize_(end, step=0, epoch=0)
@@ -146,7 +149,9 @@ def _in_words(
 ) -> str:
     kinds: dict[str, list[int]] = {}
     for number, (_, way) in enumerate(chosen):
-        name = "all-reduce" if way.topology == "dense" else f"{way.topology} exchange at ratio {way.settled.ratio}"
+        name = (
+            "all-reduce" if way.topology == "dense" else f"{way.topology} exchange at ratio {way.at(LATE, LATE).ratio}"
+        )
         kinds.setdefault(name, []).append(number)
     parts = []
     for name, numbers in kinds.items():

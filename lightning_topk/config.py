@@ -15,7 +15,7 @@ import torch
 from lightning_topk.exchange import EXCHANGES, Endpoint, FusedLink, Link
 from lightning_topk.layout import Layout, Parts, kept_count
 from lightning_topk.memory import Memory, MomentumResidual, NoMemory, Residual
-from lightning_topk.schedule import LATE, CosineWarmup, ExponentialWarmup, Ratio, Schedule, ratio_at
+from lightning_topk.schedule import CosineWarmup, ExponentialWarmup, Ratio, Schedule, ratio_at
 from lightning_topk.select import SELECTORS, RandK, Selector, TopK
 from lightning_topk.wire import WIRES, Codec
 
@@ -175,12 +175,19 @@ class TopKConfig:
         planned: dict[str, Any] = {name: r.planned(steps) for name, r in ratios.items() if isinstance(r, Schedule)}
         return replace(self, wire=wire, **planned)
 
-    @property
-    def settled(self) -> TopKConfig:
-        """The settings with which schedules end."""
+    def at(self, step: int, epoch: int) -> TopKConfig:
+        """The settings in force at a step: numbers in the place of schedules.
+
+        Args:
+            step: Gradients exchanged before this one.
+            epoch: Epochs completed.
+        """
         ratios = {"ratio": self.ratio, "server_ratio": self.server_ratio}
-        ends: dict[str, Any] = {name: r.at(LATE, LATE) for name, r in ratios.items() if isinstance(r, Schedule)}
-        return replace(self, **ends)
+        found = {
+            name: ratio if ratio is None or isinstance(ratio, str) else ratio_at(ratio, step, epoch)
+            for name, ratio in ratios.items()
+        }
+        return replace(self, **found)  # type: ignore[arg-type]
 
     @property
     def automatic(self) -> bool:

@@ -191,7 +191,7 @@ def test_the_default_recipe_descends_to_the_ratio_over_the_planned_steps():
     assert densities[99:] == pytest.approx([0.001] * 21, abs=4e-5)
     assert densities == sorted(densities, reverse=True)
     assert planned.server_ratio.at(0, 0) == 2 * START  # in proportion
-    assert planned.settled == dataclasses.replace(config, wire="int4")
+    assert planned.at(100, 0) == dataclasses.replace(config, wire="int4")
     assert TopKConfig(wire="bf16").planned(100).wire == "bf16"
     assert config.planned(math.inf) == config  # nothing to plan with
 

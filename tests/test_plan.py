@@ -29,6 +29,7 @@ from lightning_topk.costs import (
     store_costs,
 )
 from lightning_topk.hook import attach
+from lightning_topk.plan import volume
 
 FREE = Costs(scan=0, encode=0, decode=0, copy=0, fixed=0, latency=0, byte=0, reduce=0, efficiency=1)
 """A machine that computes in no time: only links count."""
@@ -165,6 +166,16 @@ def test_the_plan_is_printed(monkeypatch, capsys, tmp_path):
     assert re.search(r"sharded 0\.001 +\| 131,064 +\| 131,064 +\| 1144\.5x", out)
     assert "step ms" in out
     assert "Use TopKStrategy(ratio=0.001" in out
+    assert "Ratios are taken literally" in out
+    run(monkeypatch, "plan", "--params", "25e6", "--workers", "4", "--ratio", "0.001", "--steps", "1000")
+    assert "Means over a run of 1,000 steps" in (out := capsys.readouterr().out)
+    config, steps = TopKConfig().planned(1000), range(0, 1000, 7)
+    sent = sum((volume(config, [25_000_000], 4, step=step) for step in steps), start=volume(config, [], 4))
+    seen = re.search(r"sharded 0\.001 +\| ([\d,]+) +\|", out)
+    assert seen
+    assert int(seen[1].replace(",", "")) == pytest.approx((sent.uplink + sent.downlink) / len(steps), rel=0.02)
+    with pytest.raises(SystemExit, match="--steps 0 must be at least 1"):
+        run(monkeypatch, "plan", "--params", "25e6", "--nodes", "2", "--steps", "0")
     with pytest.raises(SystemExit, match="one rank exchanges nothing"):
         run(monkeypatch, "plan", "--params", "25e6", "--nodes", "1")
     with pytest.raises(SystemExit, match="torchvision has no model 'resnet0'"):
