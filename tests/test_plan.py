@@ -168,7 +168,8 @@ def test_the_plan_is_printed(monkeypatch, capsys, tmp_path):
     assert "Use TopKStrategy(ratio=0.001" in out
     assert "Ratios are taken literally" in out
     run(monkeypatch, "plan", "--params", "25e6", "--workers", "4", "--ratio", "0.001", "--steps", "1000")
-    assert "Means over a run of 1,000 steps" in (out := capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert "Means over a run of 1,000 steps" in out
     config, steps = TopKConfig().planned(1000), range(0, 1000, 7)
     sent = sum((volume(config, [25_000_000], 4, step=step) for step in steps), start=volume(config, [], 4))
     seen = re.search(r"sharded 0\.001 +\| ([\d,]+) +\|", out)
