@@ -176,18 +176,15 @@ class TopKConfig:
         return replace(self, wire=wire, **planned)
 
     def at(self, step: int, epoch: int) -> TopKConfig:
-        """The settings in force at a step: numbers in the place of schedules.
+        """The settings in force at a step: numbers in the place of schedules. Mere functions of the step stay.
 
         Args:
             step: Gradients exchanged before this one.
             epoch: Epochs completed.
         """
         ratios = {"ratio": self.ratio, "server_ratio": self.server_ratio}
-        found = {
-            name: ratio if ratio is None or isinstance(ratio, str) else ratio_at(ratio, step, epoch)
-            for name, ratio in ratios.items()
-        }
-        return replace(self, **found)  # type: ignore[arg-type]
+        found: dict[str, Any] = {name: r.at(step, epoch) for name, r in ratios.items() if isinstance(r, Schedule)}
+        return replace(self, **found)
 
     @property
     def automatic(self) -> bool:
