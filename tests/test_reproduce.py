@@ -213,6 +213,10 @@ def test_recipes_go_on_where_they_stopped(monkeypatch, tmp_path):
             assert factor == pytest.approx(saving["default"], rel=0.35), name
     only = recipes.run(out=tmp_path, models=["mlp"], recipes=["plain"], seeds=1)
     assert [row["recipe"] for row in next(iter(only.tables.values()))] == ["dense", "plain"]
+    monkeypatch.setattr(recipes, "run_all", alone)
+    (title,) = recipes.run(out=tmp_path, recipes=["plain"], seeds=1, steps=5, lr=0.2).tables
+    assert "5 steps" in title
+    assert "lr 0.2" in title
     with pytest.raises(ValueError, match="there is no nothing here: models are mlp, recipes dense"):
         recipes.run(out=tmp_path, recipes=["nothing"])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.plan import volume
 from lightning_topk.plots import Panel
 from lightning_topk.reproduce.parallel import run_all
@@ -149,6 +149,7 @@ def run(
     models: Sequence[str] = (),
     recipes: Sequence[str] = (),
     seeds: int = SEEDS,
+    lr: float | None = None,
 ) -> Result:
     """Trains every recipe on every model.
 
@@ -159,12 +160,16 @@ def run(
         models: Only these.
         recipes: Only these, and dense.
         seeds: Runs of each.
+        lr: Peak learning rate, instead of each task's own.
 
     Raises:
-        ValueError: There is no such model or recipe.
+        ValueError: There is no such model or recipe, or ``seeds`` or ``steps`` is below 1.
     """
+    check_count("seeds", seeds)
+    check_count("steps", steps)
     known = TASKS if data is None else IMAGES
-    tasks = [replace(task, steps=steps or task.steps) for task in known if not models or task.model in models]
+    wanted = [task for task in known if not models or task.model in models]
+    tasks = list(dict.fromkeys(replace(task, steps=steps or task.steps, lr=lr or task.lr) for task in wanted))
     names = [name for name in RECIPES if not recipes or name in ("dense", *recipes)]
     unknown = {*models} - {task.model for task in known} | {*recipes} - {*RECIPES}
     if unknown:
