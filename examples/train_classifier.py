@@ -210,7 +210,7 @@ def parse() -> argparse.Namespace:
     add(
         "--ratio",
         type=float,
-        default=0.01,
+        default=0.001,
         help="fraction that each worker sends, in the long run (default: %(default)s)",
     )
     add("--recipe", default="default", help="default, or plain for a constant ratio (default: %(default)s)")
