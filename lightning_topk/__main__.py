@@ -13,7 +13,7 @@ from typing import Any
 from lightning_topk import scale
 from lightning_topk.advice import Hardware, forecasts, parameter_sizes, sentence, table
 from lightning_topk.bench import BENCHES, bench
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import START, TopKConfig
 from lightning_topk.costs import Links, bytes_per_second, load_costs
 from lightning_topk.reproduce import CLAIMS, EXPERIMENTS, report, reproduce
 from lightning_topk.reproduce.result import markdown
@@ -42,7 +42,7 @@ def main() -> None:
     )
     claims.add_argument("--models", nargs="+", help="of recipes: only these")
     claims.add_argument("--recipes", nargs="+", help="of recipes: only these, and dense")
-    claims.add_argument("--seeds", type=_count, help="of recipes: runs of each (default: 3)")
+    claims.add_argument("--seeds", type=int, help="of recipes: runs of each (default: 3)")
     claims.add_argument("--lr", type=float, help="of recipes: peak learning rate, instead of each task's own")
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     _add_bench(commands)
@@ -87,7 +87,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--server-ratio", type=float, help="fraction that servers send (default: the same)")
     plan.add_argument("--wire", help="format of values (default: bf16; with --steps the recipe's)")
     plan.add_argument(
-        "--steps", type=_count, help="planned: means over a run by the default recipe, which begins with more"
+        "--steps", type=int, help="planned: means over a run by the default recipe, which begins with more"
     )
     plan.add_argument("--compute-ms", type=float, default=0, help="time of forward, backward and optimizer")
     plan.add_argument("--bucket-cap-mb", type=float, default=25, help="DDP's buckets, MiB (default: %(default)s)")
@@ -194,7 +194,10 @@ def _densities(steps: int | None) -> str:
     """What the ratios of a plan mean."""
     if steps is None:
         return "Ratios are taken literally; --steps N plans a run by the default recipe, which begins with a higher density."
-    return f"Means over a run of {steps:,} steps by the default recipe, which descends to the ratios."
+    return (
+        f"Means over a run of {steps:,} steps by the default recipe, which descends to the ratios if they are below {START}; speeds below "
+        "which it pays are those of its middle."
+    )
 
 
 def print_plan(arguments: argparse.Namespace) -> None:
@@ -208,8 +211,6 @@ def print_plan(arguments: argparse.Namespace) -> None:
         hardware = Hardware(arguments.nodes, arguments.gpus_per_node, links, costs)
         base = TopKConfig(server_ratio=arguments.server_ratio, wire=arguments.wire)
         compute = arguments.compute_ms / 1000
-        if arguments.steps is not None and arguments.steps < 1:
-            raise ValueError(f"--steps {arguments.steps} must be at least 1.")
         found = forecasts(sizes, hardware, arguments.ratio, compute, base, arguments.bucket_cap_mb, arguments.steps)
     except ValueError as error:
         raise SystemExit(f"plan: {error}") from error

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from statistics import mean
 
 import torch
 from torch import nn
 
 from lightning_topk.choose import SLACK
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.costs import Costs, Links, break_even, ddp_buckets, exchange_seconds, step_seconds
 from lightning_topk.plan import Volume, volume
 from lightning_topk.schedule import LATE
 
 MOMENTS = 51
-"""Of a run, for which its costs are predicted."""
+"""Steps of a run for which its costs are predicted."""
 
 
 @dataclass(frozen=True)
@@ -145,41 +144,49 @@ def forecasts(
         ways += [replace(base, **way, ratio=ratio) for ratio in ratios]  # type: ignore[arg-type]
     if steps is None:
         return [_forecast(way, buckets, hardware, compute) for way in ways]
-    return [
-        _over_a_run(way, steps, partial(_forecast, buckets=buckets, hardware=hardware, compute=compute)) for way in ways
-    ]
+    check_count("steps", steps)
+    return [_over_a_run(way, steps, buckets, hardware, compute) for way in ways]
 
 
-def _over_a_run(config: TopKConfig, steps: int, forecast: Callable[[TopKConfig], Forecast]) -> Forecast:
-    """The mean of forecasts of moments of a run; the middle one says below which link speed that pays."""
-    planned = config.planned(steps)
-    moments = [forecast(planned.at(round((n + 0.5) * steps / MOMENTS), LATE)) for n in range(MOMENTS)]
-    total = sum((each.volume for each in moments[1:]), start=moments[0].volume)
-    return Forecast(
-        config,
-        Volume(**{name: round(count / MOMENTS) for name, count in asdict(total).items()}),
-        mean(each.exchange for each in moments),
-        mean(each.step for each in moments),
-        moments[MOMENTS // 2].break_even,
-        moments[0].residuals,
+def _over_a_run(
+    config: TopKConfig, steps: int, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float
+) -> Forecast:
+    """The means over steps that stand for a run; the middle one says below which link speed it pays."""
+    planned, count = config.planned(steps, hardware.world), min(MOMENTS, steps)
+    moments = [planned.at((2 * n + 1) * steps // (2 * count), LATE) for n in range(count)]
+    spent = [_spent(moment, buckets, hardware, compute) for moment in moments]
+    total = sum((sent for sent, _, _ in spent[1:]), start=spent[0][0])
+    middle = _forecast(moments[count // 2], buckets, hardware, compute)
+    return replace(
+        middle,
+        config=config,
+        volume=Volume(**{name: round(sent / count) for name, sent in asdict(total).items()}),
+        exchange=mean(exchange for _, exchange, _ in spent),
+        step=mean(step for _, _, step in spent),
     )
 
 
 def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float) -> Forecast:
     world, local, costs = hardware.world, hardware.ranks, hardware.costs
-    took = [exchange_seconds(config, bucket, world, local, hardware.links, costs) for bucket in buckets]
     residuals = 0
     for bucket in buckets if config.topology != "dense" else ():
         end = config.endpoint(sum(bucket), 0, world, torch.float32, torch.device("meta"), tuple(bucket), local)
         residuals += sum(kept.nbytes for link in end.links for kept in link.memory.tensors().values())
     return Forecast(
         config,
-        volume(config, buckets, world, local=local),
-        sum(took),
-        step_seconds(buckets, took, compute),
+        *_spent(config, buckets, hardware, compute),
         break_even(config, [size for bucket in buckets for size in bucket], world, local, hardware.links, costs),
         residuals,
     )
+
+
+def _spent(
+    config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float
+) -> tuple[Volume, float, float]:
+    """Bytes of a step, seconds of its exchanges, and of the step."""
+    world, local = hardware.world, hardware.ranks
+    took = [exchange_seconds(config, bucket, world, local, hardware.links, hardware.costs) for bucket in buckets]
+    return volume(config, buckets, world, local=local), sum(took), step_seconds(buckets, took, compute)
 
 
 def recommend(found: Sequence[Forecast]) -> Forecast:

@@ -14,6 +14,7 @@ import lightning_topk.strategy  # noqa: F401
 from lightning_topk._lightning import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.hook import TopKState
 from lightning_topk.metrics import CompressionError, ExchangeVolume
+from lightning_topk.schedule import LATE
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -114,7 +115,7 @@ class CompressionMonitor(Callback):
         self._total.update(**report.bytes)
         dense = state.dense_seconds(report)
         if state.config.topology != "auto":  # which has compared by itself
-            self._compare(dense, report.seconds, trainer)
+            self._compare(dense, report.seconds, trainer, state.config.at(LATE, LATE).ratio)
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
         values = dict(step.compute())
@@ -143,7 +144,7 @@ class CompressionMonitor(Callback):
         pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
         pl_module.log("topk/saving", values["saving"], prog_bar=True)
 
-    def _compare(self, dense: float | None, seconds: float, trainer: Trainer) -> None:
+    def _compare(self, dense: float | None, seconds: float, trainer: Trainer, end: Any) -> None:
         """Takes note of a step's exchanges; warns, once, if dense all-reduces would take less."""
         if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
             return
@@ -154,10 +155,13 @@ class CompressionMonitor(Callback):
         mine = torch.tensor(median(self._timed), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
         if least > dense:
+            falls = isinstance(end, float) and end < 0.9 * self._ratio
             rank_zero_warn(
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms a step at a density of {self._ratio:.3g}, while dense "
                 f"all-reduces of the same gradients would take about {1000 * dense:.1f} ms on this link: DDPStrategy would be faster "
                 "here. Compression pays on slower links, with larger models and with smaller ratios."
+                + f" The density will fall to {end:.3g} by and by, and the exchange's time with it."
+                * falls
             )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -51,7 +51,7 @@ def choose(
     exact: Sequence[Sequence[int]],
     groups: Groups,
     meter: Meter,
-    step: int = LATE,
+    middle: int | None = None,
 ) -> Choice:
     """Measures and chooses; a collective.
 
@@ -61,7 +61,8 @@ def choose(
         exact: Which of them, by number, are not compressed.
         groups: The process groups.
         meter: Takes note of the bytes sent, as ``broadcast``: they are no gradients.
-        step: Whose densities count, where they change.
+        middle: The step in the middle of the run, whose densities count where they change. Unknown by default: then those with which
+            schedules end, and functions of the step begin.
 
     Returns:
         The same choice on every rank.
@@ -73,7 +74,7 @@ def choose(
     link = dense_cost(PROBE_BYTES, device, groups.all, scratch)
     seconds = []
     for bucket, uncompressed in zip(buckets, exact, strict=True):
-        tried = [trial(way.at(step, LATE), bucket, groups, scratch, uncompressed) for way in ways]
+        tried = [trial(way, bucket, groups, scratch, uncompressed, middle or 0) for way in _at(middle, ways)]
         dense = link.seconds([sum(p.nbytes for p in bucket)])
         if dense < PATIENCE:
             dense = trial(config.dense, bucket, groups, scratch)
@@ -81,11 +82,16 @@ def choose(
     meter.bytes["broadcast"] += sum(scratch.bytes[kind] for kind in ("uplink", "downlink", "broadcast"))
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups.all)
-    return judge(config, ways, [sum(p.numel() for p in bucket) for bucket in buckets], slowest.tolist())
+    return judge(config, ways, [sum(p.numel() for p in bucket) for bucket in buckets], slowest.tolist(), middle)
 
 
 def trial(
-    config: TopKConfig, bucket: Sequence[Tensor], groups: Groups, meter: Meter, exact: Sequence[int] = ()
+    config: TopKConfig,
+    bucket: Sequence[Tensor],
+    groups: Groups,
+    meter: Meter,
+    exact: Sequence[int] = (),
+    step: int = 0,
 ) -> float:
     """Seconds of an exchange of a made-up gradient, the median of several.
 
@@ -95,11 +101,12 @@ def trial(
         groups: The process groups.
         meter: Takes note of the bytes sent.
         exact: Which of the parameters, by number, are not compressed.
+        step: Whose density counts, if that is a function of the step.
     """
     like, sizes = bucket[0], tuple(p.numel() for p in bucket)
     rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
     end = config.endpoint(sum(sizes), rank, world, like.dtype, like.device, sizes, groups.local, exact)
-    config.resize_(end, step=0, epoch=0)
+    config.resize_(end, step, LATE)
     given = torch.randn(sum(sizes), device=like.device, dtype=like.dtype)
     took = []
     for _ in range(TRIALS):
@@ -113,13 +120,22 @@ def trial(
     return median(took[1:])
 
 
+def _at(middle: int | None, ways: Sequence[TopKConfig]) -> list[TopKConfig]:
+    """The settings whose exchanges are timed."""
+    return [way.at(LATE if middle is None else middle, LATE) for way in ways]
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def judge(
-    config: TopKConfig, ways: Sequence[TopKConfig], sizes: Sequence[int], seconds: Sequence[Sequence[float]]
+    config: TopKConfig,
+    ways: Sequence[TopKConfig],
+    sizes: Sequence[int],
+    seconds: Sequence[Sequence[float]],
+    middle: int | None = None,
 ) -> Choice:
     """Chooses from what was measured.
 
@@ -128,6 +144,7 @@ def judge(
         ways: Those among which to choose, besides all-reduce.
         sizes: Elements of each bucket.
         seconds: For each bucket, those of each way, and of all-reduce.
+        middle: The step whose densities were timed, see :func:`choose`.
     """
     found: dict[Any, list[tuple[float, TopKConfig]]] = {}
     for ratio in dict.fromkeys(way.ratio for way in ways):  # ascending
@@ -141,17 +158,20 @@ def judge(
     cost = {ratio: sum(took for took, _ in chosen) for ratio, chosen in found.items()}
     *_, largest = (ratio for ratio in cost if cost[ratio] <= SLACK * min(cost.values()))
     chosen = found[largest]
-    return Choice(tuple(way for _, way in chosen), _in_words(chosen, sizes, seconds, len(ways)))
+    return Choice(tuple(way for _, way in chosen), _in_words(chosen, sizes, seconds, len(ways), middle))
 
 
 def _in_words(
-    chosen: Sequence[tuple[float, TopKConfig]], sizes: Sequence[int], seconds: Sequence[Sequence[float]], ways: int
+    chosen: Sequence[tuple[float, TopKConfig]],
+    sizes: Sequence[int],
+    seconds: Sequence[Sequence[float]],
+    ways: int,
+    middle: int | None,
 ) -> str:
     kinds: dict[str, list[int]] = {}
-    for number, (_, way) in enumerate(chosen):
-        name = (
-            "all-reduce" if way.topology == "dense" else f"{way.topology} exchange at ratio {way.at(LATE, LATE).ratio}"
-        )
+    for number, way in enumerate(_at(middle, [way for _, way in chosen])):
+        ratio = f"{way.ratio:.3g}" if isinstance(way.ratio, float) else "by step"
+        name = "all-reduce" if way.topology == "dense" else f"{way.topology} exchange at ratio {ratio}"
         kinds.setdefault(name, []).append(number)
     parts = []
     for name, numbers in kinds.items():

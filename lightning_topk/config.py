@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from numbers import Real
+from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -24,8 +25,9 @@ AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 START, PASSES = 0.12, 180
 """The default recipe: the density with which a run begins at most, and how often it sends each entry on average. What is kept back arrives
-about 1 / density steps late, and a run must be long against that. START is what saves 50x the bytes of a run; PASSES is what it makes of
-3,000 steps, the longest that ``python -m lightning_topk reproduce recipes`` measures. Longer runs need less."""
+about 1 / density steps late, and a run must be long against that. START is what saves 50x the bytes of a run (and below the eighth that
+choosing in one pass allows); PASSES is what it makes of 3,000 steps, the longest that ``python -m lightning_topk reproduce recipes``
+measures."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class TopKConfig:
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
-        recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers are what the run ends
-            with. It begins with a ratio of ``2 PASSES / steps``, at most :data:`START`, if that is more, and descends along half a
-            cosine; values travel in int4 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
+        recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers below :data:`START`
+            are what the run ends with. It begins with ``2 PASSES / steps``, at most :data:`START`, if that is more, and descends along
+            half a cosine; values travel in int4 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -156,10 +158,20 @@ class TopKConfig:
         """Whether the recipe says something of the density, if the number of steps is known."""
         if self.recipe == "plain" or self.topology == "dense" or isinstance(self.ratio, str | Schedule):
             return False
-        return not callable(self.ratio) and self.ratio < START
+        return not callable(self.ratio) and mean(self._numbers) < START
 
-    def planned(self, steps: float) -> TopKConfig:
-        """The settings of a run of so many optimizer steps, infinite if it has no end: with what the recipe makes of them.
+    @property
+    def _numbers(self) -> list[float]:
+        """Those of the ratios that are numbers."""
+        ratios: list[Any] = [self.ratio, self.server_ratio]
+        return [float(each) for each in ratios if isinstance(each, Real)]
+
+    def planned(self, steps: float, world: int = 2) -> TopKConfig:
+        """The settings of a run of so many optimizer steps: with what the recipe makes of them.
+
+        Args:
+            steps: Optimizer steps, infinite if the run has no end.
+            world: Number of ranks. It matters where no server compresses: bytes grow with it then, so that the recipe begins with less.
 
         Raises:
             ValueError: A schedule is a share of a run that has no end.
@@ -167,8 +179,10 @@ class TopKConfig:
         ratios: dict[str, Any] = {"ratio": self.ratio, "server_ratio": self.server_ratio}
         wire = self.wire
         if self.warms and steps < math.inf:
-            wire = wire or "int4"
-            rise = min(START, 2 * PASSES / max(1.0, steps)) / ratios["ratio"]
+            if self.error_feedback is True:  # else the rounding would be lost
+                wire = wire or "int4"
+            sent = 1.0 if self.bidirectional else world / 2 if self.topology == "allgather" else (1 + world) / 2
+            rise = min(START / sent, 2 * PASSES / max(1.0, steps)) / mean(self._numbers)
             for name, ratio in ratios.items():
                 if isinstance(ratio, Real) and rise > 1:  # a server's too, so that the two keep their proportion
                     ratios[name] = CosineWarmup(float(ratio), min(1.0, rise * float(ratio)), share=1.0)

@@ -46,7 +46,7 @@ from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.exchange import Endpoint, exchange
 from lightning_topk.plan import Volume, volume
 from lightning_topk.residuals import Residuals
-from lightning_topk.schedule import LATE, Schedule
+from lightning_topk.schedule import Schedule
 from lightning_topk.undo import Steps, Undo
 
 LOGGER = logging.getLogger("lightning_topk")
@@ -210,8 +210,8 @@ class TopKState:
             steps = min(gathered(math.inf if planned_steps is None else planned_steps, group))
             if self.config.warms and math.isinf(steps) and self.rank == 0:
                 LOGGER.info(ENDLESS)
-            self.config = self.config.planned(steps)
-            self._middle = LATE if math.isinf(steps) else int(steps // 2)
+            self.config = self.config.planned(steps, self.world)
+            self._middle = None if math.isinf(steps) else int(steps // 2)
             summary = {**self.config.summary(), "local_world_size": local_world_size}
             check_agreement(summary, "Pass the same settings on every rank.", group)
             self.local = local_world_size or _local_world_size(self.config, group)

@@ -74,9 +74,10 @@ class TopKStrategy(DDPStrategy):
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
-        recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with. A short run begins with
-            more, so that each entry is sent :data:`lightning_topk.config.PASSES` times on average, and descends along half a cosine;
-            values travel in int4 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
+        recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with. It begins with 0.12, in
+            runs of more than 3,000 steps with less, and descends along half a cosine (:data:`lightning_topk.config.START`,
+            :data:`lightning_topk.config.PASSES`); values travel in int4 unless ``wire`` says otherwise. ``"plain"``: densities are
+            constant, as in the papers.
         residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
             run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the
             same bits; ``"none"`` saves none, and resumes with residuals of zero.
@@ -194,7 +195,7 @@ class TopKStrategy(DDPStrategy):
     def _planned_steps(self) -> float | None:
         """The Trainer's optimizer steps, if a schedule wants to know: asking sets the data up. Infinite where it cannot tell."""
         module = self.lightning_module
-        if module is None or not (self.config.by_plan or self.config.warms):
+        if module is None or not (self.config.by_plan or self.config.warms or self.config.automatic):
             return None
         try:
             steps = module.trainer.estimated_stepping_batches

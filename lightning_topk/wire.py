@@ -37,6 +37,11 @@ class Wire:
         return torch.finfo(self.value_dtype).eps
 
     @property
+    def rounding(self) -> float:
+        """How far from itself a value may arrive, at most, over the largest magnitude around it."""
+        return self.eps / 2
+
+    @property
     def largest(self) -> float:
         """The largest magnitude that arrives finite."""
         return torch.finfo(self.value_dtype).max
@@ -72,6 +77,16 @@ class BlockWire(Wire):
     block: int = 64
 
     @property
+    def top(self) -> int:
+        """The largest integer."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def rounding(self) -> float:
+        """See :attr:`Wire.rounding`. Half a unit, whose scale is rounded too."""
+        return (0.5 / self.top + self.eps / 2) * (1 + self.eps)
+
+    @property
     def largest(self) -> float:
         """See :attr:`Wire.largest`. The scale may be rounded up."""
         return torch.finfo(self.value_dtype).max * (1 - self.eps)
@@ -83,13 +98,12 @@ class BlockWire(Wire):
     def write(self, value: Tensor) -> Tensor:
         """See :meth:`Wire.write`."""
         rows, k = value.shape
-        blocks, top = (
-            torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block),
-            2 ** (self.bits - 1) - 1,
-        )
-        scale = (blocks.abs().amax(dim=2) / top).to(self.value_dtype)
+        blocks = torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block)
+        scale = (blocks.abs().amax(dim=2) / self.top).to(self.value_dtype)
         unit = scale.to(value.dtype).unsqueeze(2)
-        whole = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-top, top).to(torch.int8).view(rows, -1)
+        whole = (
+            torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-self.top, self.top).to(torch.int8).view(rows, -1)
+        )
         return torch.cat([self._pack(whole)[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1)
 
     def read(self, written: Tensor, k: int) -> Tensor:

@@ -143,14 +143,16 @@ TRAINER = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu
 
 
 def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
-    for dense, expected in ((0.001, 1), (0.1, 0), (None, 0)):
+    for dense, expected, end in ((0.001, 1, 0.001), (0.001, 1, 0.12), (0.1, 0, 0.001), (None, 0, 0.001)):
         monitor = CompressionMonitor()
+        monitor._ratio = 0.12
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for monitor._steps in range(1, 30):
-                monitor._compare(dense, 0.01, TRAINER)
+                monitor._compare(dense, 0.01, TRAINER, end)
         said = [str(warning.message) for warning in caught]
         assert len(said) == expected
         if said:
-            assert "takes 10.0 ms a step" in said[0]
+            assert "takes 10.0 ms a step at a density of 0.12" in said[0]
+            assert ("density will fall to 0.001" in said[0]) == (end == 0.001)
             assert "about 1.0 ms on this link: DDPStrategy would be faster here" in said[0]

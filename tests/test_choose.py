@@ -40,6 +40,12 @@ def test_the_largest_ratio_that_costs_little_more_is_taken():
     assert found == [("sharded", 0.01)] * 2
 
 
+def test_the_words_tell_the_density_that_was_timed():
+    config = TopKConfig(topology="auto").planned(100)
+    assert "at ratio 0.0605" in judge(config, config.candidates(4, 1), SIZES, [[1.0, 9.0]] * 2, middle=50).words
+    assert "at ratio 0.001" in judge(config, config.candidates(4, 1), SIZES, [[1.0, 9.0]] * 2).words
+
+
 def test_nothing_is_known_before_it_was_measured():
     with pytest.raises(ValueError, match="nobody knows the sizes before it was measured"):
         TopKConfig(ratio="auto").codecs(1000, 4)

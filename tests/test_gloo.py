@@ -278,7 +278,7 @@ def forced(rank: int, world: int, way: str) -> None:
     """As if it had been measured to be the fastest, where the ranks of a node are of different opinions."""
     from lightning_topk import choose
 
-    def trial(config, bucket, groups, meter, exact=()):
+    def trial(config, bucket, groups, meter, exact=(), step=0):
         return 0.1 * rank + (1.0 if config.topology == way else 2.0)
 
     with mock.patch.object(choose, "trial", trial), mock.patch.object(choose, "PATIENCE", 100):

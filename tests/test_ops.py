@@ -71,7 +71,10 @@ def test_positions_cost_at_most_6_percent_over_their_entropy(ratio):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("rows", "universe", "k"), [(1, 10, 3), (5, 1000, 7), (3, 1, 1)])
+@pytest.mark.parametrize(
+    ("rows", "universe", "k"),
+    [(1, 10, 3), (5, 1000, 7), (3, 1, 1), (3, 1000, 63), (2, 1000, 64), (3, 1000, 65), (2, 300, 257)],
+)
 def test_a_payload_is_what_the_codec_says(wire, rows, universe, k):
     codec = Codec(WIRES[wire], universe, k)
     index, value = positions(universe, k, rows), torch.randn(rows, k)
@@ -81,8 +84,14 @@ def test_a_payload_is_what_the_codec_says(wire, rows, universe, k):
     read_index, read_value = codec.decode(payload, torch.float32)
     assert torch.equal(read_index, index)
     assert torch.equal(read_value, sent)
-    rounding = 1 / 13 if wire == "int4" else codec.wire.eps
-    assert ((sent - value).abs() <= value.abs().amax(1, keepdim=True) * rounding).all()
+    assert ((sent - value).abs() <= value.abs().amax(1, keepdim=True) * codec.wire.rounding).all()
+
+
+def test_four_bits_share_a_byte_the_first_one_lowest():
+    value = torch.tensor([[7.0, -1.0, 0.4, -7.0, 3.0]])
+    written = WIRES["int4"].write(value)
+    assert written.tolist() == [[0xF7, 0x90, 0x03, *torch.ones(1, dtype=torch.bfloat16).view(torch.uint8).tolist()]]
+    assert WIRES["int4"].read(written, 5).tolist() == [[7, -1, 0, -7, 3]]
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -214,6 +214,9 @@ def test_recipes_go_on_where_they_stopped(monkeypatch, tmp_path):
     only = recipes.run(out=tmp_path, models=["mlp"], recipes=["plain"], seeds=1)
     assert [row["recipe"] for row in next(iter(only.tables.values()))] == ["dense", "plain"]
     monkeypatch.setattr(recipes, "run_all", alone)
+    monkeypatch.setitem(recipes.RECIPES, "plain", recipes.Recipe({"recipe": "plain", "wire": "fp32"}))
+    other = recipes.run(out=tmp_path, models=["mlp"], recipes=["plain"], seeds=1)
+    assert other.tables != only.tables, "a run of other settings passed for this"
     (title,) = recipes.run(out=tmp_path, recipes=["plain"], seeds=1, steps=5, lr=0.2).tables
     assert "5 steps" in title
     assert "lr 0.2" in title

@@ -1,6 +1,6 @@
 """Peak memory of one rank's exchange: ``python -m lightning_topk.bench.memory NUMEL WORLD``, in a fresh process.
 
-Prints the peak in bytes beyond the gradient itself, and the bytes of the residuals.
+At a ratio of 0.001, or with a third word ``begin`` at that with which the default recipe begins. Prints the peak in bytes beyond the gradient itself, and the bytes of the residuals.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import deliver, mean
 
 
-def measured(numel: int, world: int) -> tuple[int, int]:
+def measured(numel: int, world: int, config: TopKConfig) -> tuple[int, int]:
     """Peak of the resident set over three exchanges of one rank, other ranks played by copies of its own payloads.
 
     Args:
         numel: Elements of the gradient.
         world: Ranks.
+        config: The settings, with servers that compress.
 
     Returns:
         Bytes at the peak beyond those before, and the bytes of residuals.
     """
     torch.set_num_threads(1)
-    config, g = TopKConfig(), torch.randn(numel)
+    g = torch.randn(numel)
     _exchange(config, torch.randn(200_000), world)  # what any first call brings into memory
     before = _peak()
     held = _exchange(config, g, world)
@@ -54,4 +55,5 @@ def _peak() -> int:
 
 
 if __name__ == "__main__":
-    print(*measured(int(sys.argv[1]), int(sys.argv[2])))
+    first = TopKConfig().planned(1).at(0, 0)
+    print(*measured(int(sys.argv[1]), int(sys.argv[2]), first if sys.argv[3:] == ["begin"] else TopKConfig()))

@@ -6,7 +6,9 @@ appended to ``recipes.jsonl`` as they end; a command that was interrupted goes o
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -15,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.config import START, TopKConfig, check_count
 from lightning_topk.plan import volume
 from lightning_topk.plots import Panel
 from lightning_topk.reproduce.parallel import run_all
@@ -96,6 +98,10 @@ class Recipe:
     rank: int = 0
     equal_bytes: bool = False
 
+    def config(self, task: Task) -> TopKConfig:
+        """The settings for a task, before the ratio is scaled."""
+        return TopKConfig(**{"ratio": RATIO, **self.settings}).planned(task.steps, task.workers)
+
 
 def flushed(every: int, ratio: float, step: int) -> float:
     """All of the gradient once in so many steps."""
@@ -107,14 +113,17 @@ def _more(cluster: Callable[..., Cluster] = Cluster, **settings: Any) -> Recipe:
     return Recipe(settings, cluster, equal_bytes=True)
 
 
+COURSE: dict[str, Any] = {"ratio": CosineWarmup(RATIO, START, share=1.0), "wire": "int4"}
+"""What the default recipe makes of a short run."""
+
 RECIPES: dict[str, Recipe] = {
     "dense": Recipe({"topology": "dense"}),
     "default": Recipe(),
     "plain": Recipe({"recipe": "plain"}),
     # What else could be sent in as many bytes.
     "constant density, equal bytes": _more(recipe="plain", wire="int4"),
-    "unidirectional, equal bytes": _more(bidirectional=False),
-    "all-gather, equal bytes": _more(bidirectional=False, topology="allgather"),
+    "unidirectional, equal bytes": _more(**COURSE, bidirectional=False),
+    "all-gather, equal bytes": _more(**COURSE, bidirectional=False, topology="allgather"),
     "PowerSGD 1": Recipe(rank=1),
     "PowerSGD 2": Recipe(rank=2),
     "PowerSGD 4": Recipe(rank=4),
@@ -163,10 +172,12 @@ def run(
         lr: Peak learning rate, instead of each task's own.
 
     Raises:
-        ValueError: There is no such model or recipe, or ``seeds`` or ``steps`` is below 1.
+        ValueError: There is no such model or recipe, or a number is not positive.
     """
     check_count("seeds", seeds)
     check_count("steps", steps)
+    if lr is not None and not 0 < lr < math.inf:
+        raise ValueError(f"lr={lr!r} must be positive.")
     known = TASKS if data is None else IMAGES
     wanted = [task for task in known if not models or task.model in models]
     tasks = list(dict.fromkeys(replace(task, steps=steps or task.steps, lr=lr or task.lr) for task in wanted))
@@ -199,8 +210,17 @@ def run(
     return result
 
 
-def _key(task: Task, recipe: str, seed: int) -> str:
-    return json.dumps([*asdict(task).values(), recipe, seed])
+def _key(task: Task, name: str, seed: int) -> str:
+    """What a run is known by: another recipe of the same name is another run."""
+    recipe = RECIPES[name]
+    budget = _default(task).summary() if recipe.equal_bytes else None
+    settings = [recipe.config(task).summary(), repr(recipe.cluster), recipe.rank, budget]
+    return json.dumps([*asdict(task).values(), name, seed, hashlib.sha1(repr(settings).encode()).hexdigest()[:8]])
+
+
+def _default(task: Task) -> TopKConfig:
+    """The default's settings."""
+    return Recipe().config(task)
 
 
 def _runs(
@@ -227,11 +247,11 @@ def _runs(
 def _train(task: Task, name: str, seed: int, data: Path | None) -> dict[str, float]:
     """One run."""
     recipe, optimizer = RECIPES[name], task.optimizer
-    config, cluster = TopKConfig(**{"ratio": RATIO, **recipe.settings}).planned(task.steps), recipe.cluster
+    config, cluster = recipe.config(task), recipe.cluster
     net = MODELS[task.model]()
     shapes = [tuple(parameter.shape) for parameter in net.parameters()]
     if recipe.equal_bytes:
-        config = _scaled(recipe.settings, task, {name: p.numel() for name, p in net.named_parameters()})
+        config = _scaled(config, task, {name: p.numel() for name, p in net.named_parameters()})
     if recipe.rank:
         config, cluster = config.dense, partial(PowerSGD, rank=recipe.rank, shapes=shapes)
     if config.momentum or (isinstance(cluster, partial) and cluster.func is Differences):
@@ -248,7 +268,7 @@ def _train(task: Task, name: str, seed: int, data: Path | None) -> dict[str, flo
     }
 
 
-def _scaled(settings: Mapping[str, Any], task: Task, sizes: Mapping[str, int]) -> TopKConfig:
+def _scaled(config: TopKConfig, task: Task, sizes: Mapping[str, int]) -> TopKConfig:
     """Settings whose ratio is multiplied so that a run sends at most as many bytes as one with the default."""
     numel = sum(sizes.values())
 
@@ -261,7 +281,6 @@ def _scaled(settings: Mapping[str, Any], task: Task, sizes: Mapping[str, int]) -
         return sum(each.uplink + each.downlink for each in volumes)
 
     def scaled(factor: float) -> TopKConfig:
-        config = TopKConfig(**{"ratio": RATIO, **settings}).planned(task.steps)
         ratios: dict[str, Any] = {"ratio": config.ratio, "server_ratio": config.server_ratio}
         for name, given in ratios.items():
             if isinstance(given, Warmup):
@@ -271,7 +290,7 @@ def _scaled(settings: Mapping[str, Any], task: Task, sizes: Mapping[str, int]) -
                 ratios[name] = min(1.0, factor * given)
         return replace(config, **ratios)
 
-    budget = sent(TopKConfig(ratio=RATIO).planned(task.steps))
+    budget = sent(_default(task))
     low, high = 1e-3, 1e3
     for _ in range(30):
         middle = (low * high) ** 0.5
@@ -299,7 +318,7 @@ def _judge(result: Result, task: Task, rows: dict[str, list[dict[str, float]]]) 
     if "default" not in rows:
         return
     text, quality = task.model in TEXT, {name: _quality(task, runs) for name, runs in rows.items()}
-    what = f"{task.model}, {task.workers} workers, {task.steps} steps"
+    what = f"{task.model}, {task.workers} workers, {task.steps} steps, lr {task.lr:g}"
     if text:
         gap = quality["default"] / quality["dense"] - 1
         words, seen = f"<= {100 * task.within:g} %", f"{100 * gap:+.2f} %"
