@@ -122,10 +122,15 @@ def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
     assert index.max() < 10_240
 
 
+BEGIN = TopKConfig().planned(1).at(0, 0)
+"""Where the default recipe begins: a dense selection in four bits."""
+
+
 @on_a_gpu
-def test_an_exchange_on_a_gpu_never_waits_for_it():
+@pytest.mark.parametrize("config", [TopKConfig(), BEGIN])
+def test_an_exchange_on_a_gpu_never_waits_for_it(config):
     numel, world = 1_000_000, 4
-    end = TopKConfig().endpoint(numel, 0, world, torch.float32, torch.device("cuda"))
+    end = config.endpoint(numel, 0, world, torch.float32, torch.device("cuda"))
     g = torch.randn(numel, device="cuda")
 
     def exchange() -> None:
@@ -145,12 +150,13 @@ def test_an_exchange_on_a_gpu_never_waits_for_it():
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpu_and_cpu_exchange_the_same(dtype):
+@pytest.mark.parametrize("config", [TopKConfig(), BEGIN])
+def test_gpu_and_cpu_exchange_the_same(config, dtype):
     numel = 200_000
     g = torch.randn(numel).to(dtype)
     payloads = []
     for device in ("cpu", "cuda"):
-        end = TopKConfig().endpoint(numel, 0, 4, dtype, torch.device(device))
+        end = config.endpoint(numel, 0, 4, dtype, torch.device(device))
         payloads.append(end.uplink.send(g.to(device, copy=True)).cpu())
     assert torch.equal(*payloads)
     assert ops.is_finite(g)

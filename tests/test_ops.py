@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import START, TopKConfig
 from lightning_topk.exchange import FusedLink
 from lightning_topk.layout import Layout, kept_count
 from lightning_topk.ops import cpu, reference
@@ -278,14 +278,19 @@ def test_one_element_that_is_not_finite_is_found_and_a_large_one_is_not_mistaken
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("topology", ["sharded", "single_server"])
-def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(monkeypatch, topology, bidirectional):
-    config = TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional)
+@pytest.mark.parametrize("settings", [{"ratio": 0.01}, {"ratio": START, "wire": "int4"}])
+def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(
+    monkeypatch, settings, topology, bidirectional
+):
+    config = TopKConfig(topology=topology, bidirectional=bidirectional, **settings)
     ends = []
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr(FusedLink, "suits", staticmethod(lambda *_: False))
         cluster = Cluster(config, 3, 200_001)
-        assert isinstance(cluster.endpoints[0].uplink, FusedLink) == fused
+        end = cluster.endpoints[0]
+        assert isinstance(end.uplink, FusedLink) == fused
+        assert cpu.suits(200_001, end.layout, end.uplink.codec.kept)  # the fast path, also where the recipe begins
         got = []
         for step in range(3):
             given = [residual_and_gradient("normal", 200_001)[1].roll(100 * step + rank) for rank in range(3)]
