@@ -100,9 +100,9 @@ def image_sets(source: str, download: bool) -> tuple[Dataset, Dataset, int]:
 def topk_settings(options: argparse.Namespace, name: str) -> dict[str, object]:
     """The strategy's settings: those of the preset, if it has the name of one; else what the options say."""
     if options.preset:
-        return {"ratio": options.ratio, **presets[name]}
+        return {"ratio": options.ratio or 0.01, **presets[name]}
     return {
-        "ratio": options.ratio,
+        "ratio": options.ratio or 0.001,
         "server_ratio": options.server_ratio,
         "bidirectional": options.bidirectional,
         "topology": options.topology,
@@ -210,8 +210,7 @@ def parse() -> argparse.Namespace:
     add(
         "--ratio",
         type=float,
-        default=0.001,
-        help="fraction that each worker sends, in the long run (default: %(default)s)",
+        help="fraction that each worker sends, in the long run (default: 0.001; with --preset, where it is constant, 0.01)",
     )
     add("--recipe", default="default", help="default, or plain for a constant ratio (default: %(default)s)")
     add("--server-ratio", type=float, help="fraction that the servers send (default: the same)")

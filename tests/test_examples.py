@@ -60,7 +60,7 @@ def test_a_folder_of_images_trains_a_resnet_through_one_server(tmp_path):
 @pytest.mark.slow
 def test_presets_train_the_classifier_one_after_the_other():
     names = ["dgc", "parameter_server"]  # each costs seconds of starting up; test_lightning trains all of them
-    output = example("examples/train_classifier.py", "--max-epochs=4", "--ratio=0.01", "--preset", *names)
+    output = example("examples/train_classifier.py", "--max-epochs=4", "--preset", *names)
     accuracy = {name: float(re.search(rf"^{name} +(\d+\.\d\d)%", output, re.MULTILINE)[1]) for name in names}
     assert min(accuracy.values()) > 40, accuracy
 
