@@ -99,10 +99,11 @@ def image_sets(source: str, download: bool) -> tuple[Dataset, Dataset, int]:
 
 def topk_settings(options: argparse.Namespace, name: str) -> dict[str, object]:
     """The strategy's settings: those of the preset, if it has the name of one; else what the options say."""
+    given = {} if options.ratio is None else {"ratio": options.ratio}
     if options.preset:
-        return {"ratio": options.ratio or 0.01, **presets[name]}
+        return {"ratio": 0.01, **given, **presets[name]}
     return {
-        "ratio": options.ratio or 0.001,
+        **given,
         "server_ratio": options.server_ratio,
         "bidirectional": options.bidirectional,
         "topology": options.topology,
