@@ -79,7 +79,7 @@ TASKS = (
     Task("char lstm", 8, 3000, 0.02, batch=4, within=0.01),
     Task("gpt", 8, 3000, 0.01, batch=4, within=0.01),
 )
-IMAGES = (Task("resnet20", 8, 1000, 0.02, batch=16, within=0.5), Task("vgg", 20, 400, 0.02))
+IMAGES = (Task("resnet20", 8, 1000, 0.02, batch=16, within=0.5), Task("vgg", 20, 100, 0.02))
 
 
 @dataclass(frozen=True)
