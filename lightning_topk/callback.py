@@ -155,13 +155,14 @@ class CompressionMonitor(Callback):
         mine = torch.tensor(median(self._timed), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
         if least > dense:
-            falls = isinstance(end, float) and end < 0.9 * self._ratio
+            later = ""
+            if isinstance(end, float) and end < 0.9 * self._ratio:  # else it stays, or is a function of the step
+                later = f" The density will fall to {end:.3g} by and by, and the exchange's time with it."
             rank_zero_warn(
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms a step at a density of {self._ratio:.3g}, while dense "
                 f"all-reduces of the same gradients would take about {1000 * dense:.1f} ms on this link: DDPStrategy would be faster "
                 "here. Compression pays on slower links, with larger models and with smaller ratios."
-                + f" The density will fall to {end:.3g} by and by, and the exchange's time with it."
-                * falls
+                f"{later}"
             )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -143,7 +143,15 @@ TRAINER = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu
 
 
 def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
-    for dense, expected, end in ((0.001, 1, 0.001), (0.001, 1, 0.12), (0.1, 0, 0.001), (None, 0, 0.001)):
+    ends = [
+        (0.001, 1, 0.001),
+        (0.001, 1, 0.12),
+        (0.001, 1, "auto"),
+        (0.001, 1, lambda step: 0.1),
+        (0.1, 0, 0.001),
+        (None, 0, 0.001),
+    ]
+    for dense, expected, end in ends:
         monitor = CompressionMonitor()
         monitor._ratio = 0.12
         with warnings.catch_warnings(record=True) as caught:
