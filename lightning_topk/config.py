@@ -62,7 +62,8 @@ class TopKConfig:
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers below :data:`START`
             are what the run ends with. It begins with ``2 PASSES / steps``, at most :data:`START`, if that is more, and descends along
-            half a cosine; values travel in int4 unless ``wire`` says otherwise. ``"plain"``: densities are constant, as in the papers.
+            half a cosine; values travel in int4, if ``error_feedback`` is True and ``wire`` says nothing else.
+            ``"plain"``: densities are constant, as in the papers.
 
     Raises:
         TypeError: An argument has the wrong type.

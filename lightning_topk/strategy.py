@@ -76,8 +76,8 @@ class TopKStrategy(DDPStrategy):
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with. It begins with 0.12, in
             runs of more than 3,000 steps with less, and descends along half a cosine (:data:`lightning_topk.config.START`,
-            :data:`lightning_topk.config.PASSES`); values travel in int4 unless ``wire`` says otherwise. ``"plain"``: densities are
-            constant, as in the papers.
+            :data:`lightning_topk.config.PASSES`); values travel in int4, if ``error_feedback`` is True and ``wire`` says nothing else.
+            ``"plain"``: densities are constant, as in the papers.
         residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
             run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the
             same bits; ``"none"`` saves none, and resumes with residuals of zero.

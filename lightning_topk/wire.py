@@ -101,10 +101,10 @@ class BlockWire(Wire):
         blocks = torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block)
         scale = (blocks.abs().amax(dim=2) / self.top).to(self.value_dtype)
         unit = scale.to(value.dtype).unsqueeze(2)
-        whole = (
-            torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-self.top, self.top).to(torch.int8).view(rows, -1)
+        whole = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-self.top, self.top).to(torch.int8)
+        return torch.cat(
+            [self._pack(whole.view(rows, -1))[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1
         )
-        return torch.cat([self._pack(whole)[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1)
 
     def read(self, written: Tensor, k: int) -> Tensor:
         """See :meth:`Wire.read`. A product has at most 15 bits, so it is exact."""
