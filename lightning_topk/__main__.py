@@ -64,7 +64,10 @@ def main() -> None:
             if not set(takers[key]) & set(names):
                 claims.error(f"--{key}: for {' and '.join(takers[key])} only")
         for name in names:
-            reproduce(name, arguments.out, **{key: value for key, value in options.items() if name in takers[key]})
+            try:
+                reproduce(name, arguments.out, **{key: value for key, value in options.items() if name in takers[key]})
+            except ValueError as error:
+                raise SystemExit(f"reproduce {name}: {error}") from error
         report(arguments.out)
         print(f"report: {arguments.out / 'report.md'}")
         return

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_topk import hosts
+from lightning_topk import __main__, hosts
 from lightning_topk.config import TopKConfig
 from lightning_topk.ops import reference
 from lightning_topk.plan import volume
@@ -222,6 +222,20 @@ def test_recipes_go_on_where_they_stopped(monkeypatch, tmp_path):
     assert "lr 0.2" in title
     with pytest.raises(ValueError, match="there is no nothing here: models are mlp, recipes dense"):
         recipes.run(out=tmp_path, recipes=["nothing"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "0"], "seeds=0 must be at least 1"),
+        (["--lr", "-1"], "lr=-1.0 must be positive"),
+        (["--models", "vgg"], "there is no vgg here: models are"),
+    ],
+)
+def test_what_recipes_cannot_do_is_said_in_a_sentence(monkeypatch, tmp_path, words, message):
+    monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce", "recipes", "--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit, match=f"reproduce recipes: {message}"):
+        __main__.main()
 
 
 @pytest.mark.parametrize("model", ["char lstm", "gpt"])
