@@ -190,7 +190,8 @@ def image_folder(folder: Path) -> Data:
     parts = []
     for part in ("train", "test"):
         images, labels = zip(*tqdm(ImageFolder(folder / part, transform), desc=f"reading {part}"), strict=True)
-        parts += [torch.stack(images), torch.tensor(labels)]
+        # Channels last: a step on a CPU takes a tenth less time.
+        parts += [torch.stack(images).contiguous(memory_format=torch.channels_last), torch.tensor(labels)]
     return Data(*parts)
 
 
@@ -225,12 +226,13 @@ class Problem:
         """
         images, labels = self.data.examples, self.data.labels
         if self._vectorised:
-            gradient = torch.func.grad(self._loss)
+            gradient = torch.func.grad(lambda theta, *batch: self._loss(self._weights(theta), *batch))
             return list(torch.func.vmap(partial(gradient, theta))(images[batches], labels[batches]))
         found = []
         for batch in batches:
-            variable = theta.clone().requires_grad_()
-            found.append(torch.autograd.grad(self._loss(variable, images[batch], labels[batch]), variable)[0])
+            weights = [weight.requires_grad_() for weight in self._weights(theta.detach())]
+            loss = self._loss(weights, images[batch], labels[batch])
+            found.append(torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, weights)]))
         return found
 
     def evaluate(self, theta: Tensor) -> tuple[float, float]:
@@ -248,20 +250,23 @@ class Problem:
         """Mean loss, and accuracy in percent."""
         loss, right = 0.0, 0
         for batch, wanted in zip(examples.split(500), labels.split(500), strict=True):
-            scores = self._scores(theta, batch)
+            scores = self._scores(self._weights(theta), batch)
             loss += float(nn.functional.cross_entropy(scores.flatten(0, -2), wanted.flatten(), reduction="sum"))
             right += int((scores.argmax(-1) == wanted).sum())
         return loss / labels.numel(), 100 * right / labels.numel()
 
-    def _scores(self, theta: Tensor, images: Tensor) -> Tensor:
-        parts = theta.split([p.numel() for p in self.parameters])
-        names = [name for name, _ in self.net.named_parameters()]
-        weights = {n: part.view_as(p) for n, part, p in zip(names, parts, self.parameters, strict=True)}
-        scores: Tensor = torch.func.functional_call(self.net, weights, images)
+    def _weights(self, theta: Tensor) -> list[Tensor]:
+        """The parameters: views of ``theta`` ``[d]``."""
+        parts = theta.split([parameter.numel() for parameter in self.parameters])
+        return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+    def _scores(self, weights: list[Tensor], examples: Tensor) -> Tensor:
+        named = {name: weight for (name, _), weight in zip(self.net.named_parameters(), weights, strict=True)}
+        scores: Tensor = torch.func.functional_call(self.net, named, examples)
         return scores
 
-    def _loss(self, theta: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self._scores(theta, images).flatten(0, -2), labels.flatten())
+    def _loss(self, weights: list[Tensor], examples: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self._scores(weights, examples).flatten(0, -2), labels.flatten())
 
 
 @dataclass

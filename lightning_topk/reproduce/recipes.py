@@ -113,7 +113,12 @@ def _more(cluster: Callable[..., Cluster] = Cluster, **settings: Any) -> Recipe:
     return Recipe(settings, cluster, equal_bytes=True)
 
 
-COURSE: dict[str, Any] = {"ratio": CosineWarmup(RATIO, START, share=1.0), "wire": "int4"}
+def _from(start: float) -> Recipe:
+    """What the default is in a short run, but with another density at its beginning."""
+    return Recipe({"ratio": CosineWarmup(RATIO, start, share=1.0), "wire": "int4"})
+
+
+COURSE = _from(START).settings
 """What the default recipe makes of a short run."""
 
 RECIPES: dict[str, Recipe] = {
@@ -141,9 +146,10 @@ RECIPES: dict[str, Recipe] = {
     "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
     "own shards, equal bytes": _more(OwnShards),
     "EF21-SGDM, equal bytes": _more(partial(Differences, new=0.1)),
-    # Fewer bytes.
-    "from 0.04": Recipe({"ratio": CosineWarmup(RATIO, 0.04, share=1.0), "wire": "int4"}),
-    "from 0.01": Recipe({"ratio": CosineWarmup(RATIO, 0.01, share=1.0), "wire": "int4"}),
+    # More bytes, and fewer.
+    "from 0.48": _from(0.48),
+    "from 0.04": _from(0.04),
+    "from 0.01": _from(0.01),
     # Other ways than a warm-up.
     "flush every 50": Recipe({"ratio": partial(flushed, 50, RATIO)}),
     "adaptive, error 0.5": Recipe({"recipe": "plain"}, partial(Adaptive, target=0.5)),
