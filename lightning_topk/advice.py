@@ -216,7 +216,7 @@ def sentence(found: Sequence[Forecast], compute: float) -> str:
             f"Use DDPStrategy: {what} {take} {1000 * dense.step:.1f} ms with all-reduce{hidden}, and {1000 * fastest.step:.1f} ms with "
             f"the fastest compression ({fastest.name}), which loses a part of the gradient for a while."
         )
-    settings = {"ratio": best.config.ratio, "topology": best.config.topology}
+    settings = {"ratio": best.config.ratio, **best.config.changed, "topology": best.config.topology}
     words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     said = f"Use TopKStrategy({words}): {what} {take} {1000 * best.step:.1f} ms instead of {1000 * dense.step:.1f} ms with all-reduce"
     if not dense.volume.inter_node:

@@ -150,6 +150,21 @@ class TopKConfig:
             _check_number("clip_norm", self.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
 
     @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that are not the defaults."""
+        return {each.name: here for each in fields(self) if (here := getattr(self, each.name)) != each.default}
+
+    @property
+    def idle(self) -> dict[str, Any]:
+        """Those of :attr:`changed` that have no effect, since nothing is compressed."""
+        counts = ("topology", "clip_norm", "scope", "recipe")
+        return (
+            {}
+            if self.topology != "dense"
+            else {name: given for name, given in self.changed.items() if name not in counts}
+        )
+
+    @property
     def by_plan(self) -> bool:
         """Whether a schedule must be told how many steps are planned."""
         return any(isinstance(r, Schedule) and r.by_plan for r in (self.ratio, self.server_ratio))

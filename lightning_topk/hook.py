@@ -123,8 +123,8 @@ class TopKState:
             that it skips comes back; that costs a copy of the residuals.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of a node
             are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Is told, on rank 0, what was chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``,
-            at level INFO.
+        announce: Is told, on rank 0, what was chosen with ``topology="auto"`` or ``ratio="auto"``, and which settings have no effect.
+            Default: the logger ``lightning_topk``, at level INFO.
         planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which has no warm-up
             without; where ranks expect different numbers, the least.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
@@ -216,6 +216,7 @@ class TopKState:
             check_agreement(summary, "Pass the same settings on every rank.", group)
             self.local = local_world_size or _local_world_size(self.config, group)
             """Ranks of a node."""
+            idle = self.config.idle
             self.config = self.config.on(self.world, self.local)
         except ValueError:
             self.close()
@@ -223,6 +224,9 @@ class TopKState:
         hierarchy = self.config.topology in ("hierarchical", "auto") and 1 < self.local < self.world
         self.groups = self.groups.divided(process_group, timeout, self.local, hierarchy)
         self.residuals.rank = self.rank
+        if idle and self.rank == 0:
+            given = ", ".join(f"{name}={setting!r}" for name, setting in idle.items())
+            self._announce(f"topology='dense' all-reduces whole gradients, so that these have no effect: {given}.")
         self._report = Report(bytes=dict(self.meter.bytes))
 
     def name(self, names: Mapping[Tensor, str]) -> None:

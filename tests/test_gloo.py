@@ -748,6 +748,19 @@ def test_what_torchrun_says_of_nodes_is_taken_where_it_fits(groups, sizes, local
             assert "needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is [" in message
 
 
+def idle(rank: int, world: int) -> list[str]:
+    """What is said of a state that compresses nothing, and of one that does."""
+    said: list[str] = []
+    for settings in ({"topology": "dense", "wire": "int8", "clip_norm": 1.0}, {"topology": "dense"}, {"wire": "int8"}):
+        TopKState(**settings, planned_steps=100, announce=said.append).close()
+    return said
+
+
+def test_settings_without_effect_are_named(groups):
+    words = "topology='dense' all-reduces whole gradients, so that these have no effect: wire='int8'."
+    assert groups(2).run(idle) == [[words], []]
+
+
 def planned(rank: int, world: int) -> tuple[list[float | bool], int]:
     """The densities at step 50 (True if it is constant), and how often it was said that nobody told."""
     with mock.patch.object(LOGGER, "info") as told:

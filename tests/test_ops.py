@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -257,6 +258,26 @@ def test_one_pass_chooses_what_the_reference_does(name, dtype, numel, shards, ra
         assert not taken.any()
         assert torch.equal(found[0], index)
         assert torch.equal(found[1], value)
+
+
+def test_a_shard_that_falls_short_costs_few_candidates_more():
+    """Candidates are memory: twelve bytes each, where an eighth of the entries is sent."""
+    layout, noted = Layout(1 << 20, 4), []
+    k = layout.kept_per_shard(kept_count(layout.numel, START))
+    e, x = residual_and_gradient("normal", layout.numel)
+    x *= 1 - 0.1 * (torch.arange(layout.numel) // 256 % 4 == 1)  # of one shard
+    plain = reference.add_and_choose(e.clone(), x.clone(), FINITE, layout, k)
+
+    def scan(*arguments, scan=cpu._scan):
+        found = scan(*arguments)
+        noted.append(len(found[0]))
+        return found
+
+    with mock.patch.object(cpu, "_scan", scan):
+        found = cpu.add_and_choose(e, x, FINITE, layout, k)
+    assert torch.equal(found[0], plain[0])
+    assert len(noted) == 2
+    assert max(noted) < 2 * layout.shards * k
 
 
 @pytest.mark.parametrize("version", [cpu, reference])

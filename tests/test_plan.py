@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,6 +152,16 @@ def test_a_module_of_ones_own_is_counted():
             parameter_sizes(module=path)
     with pytest.raises(ValueError, match="one of --model, --module and --params"):
         parameter_sizes(model="resnet18", params=3)
+
+
+@pytest.mark.parametrize("base", [TopKConfig(), TopKConfig(wire="int4", selector="gaussiank", recipe="plain")])
+def test_what_is_recommended_can_be_typed(base):
+    """All-gather, too, which needs ``bidirectional=False``."""
+    found = forecasts([1_000_000], Hardware(2, 1, Links(1e12, 1e6), FREE), (0.01,), base=base)
+    for way in found[1:]:
+        words = re.fullmatch(r"Use TopKStrategy\((.*?)\): .*", sentence([found[0], replace(way, step=0.0)], 0.0))
+        assert words is not None
+        assert eval(f"TopKConfig({words[1]})") == way.config
 
 
 def run(monkeypatch, *arguments: str) -> None:

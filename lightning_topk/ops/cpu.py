@@ -150,7 +150,12 @@ def _thresholds(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: i
         sample = np.abs(kept[offset::stride] + (0 if given is None else given[offset::stride]))
     expected = needed / stride
     least = _least(kept.dtype)
-    for rank in (expected + 4 * math.sqrt(expected) + 4, 4 * expected + 16):
+    for deviations in (
+        4,
+        16,
+        64,
+    ):  # each looks through the sum again, so the first should do; but many candidates are much memory
+        rank = expected + deviations * (math.sqrt(expected) + 1)
         last = len(sample) - min(len(sample), math.ceil(rank))
         threshold = np.partition(sample, last)[last]
         if threshold > least:
