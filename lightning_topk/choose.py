@@ -61,7 +61,7 @@ def choose(
         exact: Which of them, by number, are not compressed.
         groups: The process groups.
         meter: Takes note of the bytes sent, as ``broadcast``: they are no gradients.
-        middle: The step in the middle of the run, whose densities count where they change. Unknown by default: then those with which
+        middle: The step in the middle of what is left of the run, whose densities count where they change. Unknown by default: then those with which
             schedules end, and functions of the step begin.
 
     Returns:

@@ -211,7 +211,7 @@ class TopKState:
             if self.config.warms and math.isinf(steps) and self.rank == 0:
                 LOGGER.info(ENDLESS)
             self.config = self.config.planned(steps, self.world)
-            self._middle = None if math.isinf(steps) else int(steps // 2)
+            self._planned_steps = steps
             summary = {**self.config.summary(), "local_world_size": local_world_size}
             check_agreement(summary, "Pass the same settings on every rank.", group)
             self.local = local_world_size or _local_world_size(self.config, group)
@@ -383,17 +383,20 @@ class TopKState:
             self._failed_steps = self._failed_steps + torch.stack(self._failed).any()
             self._failed.clear()
         if self.config.automatic:
-            self._choose([bucket for bucket in final if bucket not in self._chosen and self._compressed(bucket)])
+            buckets = [bucket for bucket in final if bucket not in self._chosen and self._compressed(bucket)]
+            self._choose(buckets, (jobs[0].step + self._planned_steps) / 2)
         return results
 
-    def _choose(self, buckets: Sequence[tuple[Tensor, ...]]) -> None:
-        """Measures how buckets are best exchanged from now on."""
+    def _choose(self, buckets: Sequence[tuple[Tensor, ...]], middle: float) -> None:
+        """Measures how buckets are best exchanged from now on: at the step in the middle of what is left, infinite if that is unknown."""
         assert self.groups is not None
         if not buckets or self.world == 1:
             return
         try:
             exact = [self._exact_in(bucket) for bucket in buckets]
-            choice = choose(self.config, buckets, exact, self.groups, self.meter, self._middle)
+            choice = choose(
+                self.config, buckets, exact, self.groups, self.meter, None if math.isinf(middle) else int(middle)
+            )
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: measuring how buckets are best exchanged failed on rank {self.rank} of {self.world}: {error}"

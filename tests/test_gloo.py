@@ -286,6 +286,31 @@ def forced(rank: int, world: int, way: str) -> None:
     assert {topology for topology, _ in found} == {way}
 
 
+def timed(rank: int, world: int, done: int) -> int:
+    """For which step of 100 compression is timed, in a run of which some are done."""
+    from lightning_topk import choose
+
+    steps = set()
+
+    def trial(config, bucket, groups, meter, exact=(), step=0):
+        steps.add(step)
+        return 1.0
+
+    ddp = DistributedDataParallel(Net())
+    state = attach(ddp, topology="auto", planned_steps=100)
+    state.residuals.steps = done  # as from a checkpoint
+    with mock.patch.object(choose, "trial", trial):
+        for step in range(3):
+            loss_of(ddp, "several_buckets", rank, step).backward()
+    state.close()
+    return max(steps)
+
+
+@pytest.mark.parametrize(("done", "middle"), [(0, 51), (60, 81)])  # DDP has its buckets after two passes
+def test_ways_are_timed_in_the_middle_of_what_is_left(groups, done, middle):
+    assert groups(2).run(timed, done) == [middle] * 2
+
+
 @routes
 @modes
 def test_laws_hold_for_a_selection_from_the_whole_model(groups, topology, bidirectional, mode):
