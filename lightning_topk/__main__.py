@@ -44,6 +44,7 @@ def main() -> None:
     claims.add_argument("--recipes", nargs="+", help="of recipes: only these, and dense")
     claims.add_argument("--seeds", type=int, help="of recipes: runs of each (default: 3)")
     claims.add_argument("--lr", type=float, help="of recipes: peak learning rate, instead of each task's own")
+    claims.add_argument("--workers", type=int, nargs="+", help="of recipes: how many, instead of each task's own")
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     _add_bench(commands)
     _add_simulate(commands)
@@ -58,7 +59,8 @@ def main() -> None:
         names = CLAIMS if arguments.all else arguments.names
         if not names:
             claims.error(f"name a claim ({', '.join(CLAIMS)}) or pass --all")
-        takers = {"data": TRAINED, "steps": TRAINED, **dict.fromkeys(("models", "recipes", "seeds", "lr"), EXPERIMENTS)}
+        experiments = ("models", "recipes", "seeds", "lr", "workers")
+        takers = {"data": TRAINED, "steps": TRAINED, **dict.fromkeys(experiments, EXPERIMENTS)}
         options = {key: getattr(arguments, key) for key in takers if getattr(arguments, key) is not None}
         for key in options:
             if not set(takers[key]) & set(names):

@@ -217,9 +217,9 @@ def test_recipes_go_on_where_they_stopped(monkeypatch, tmp_path):
     monkeypatch.setitem(recipes.RECIPES, "plain", recipes.Recipe({"recipe": "plain", "wire": "fp32"}))
     other = recipes.run(out=tmp_path, models=["mlp"], recipes=["plain"], seeds=1)
     assert other.tables != only.tables, "a run of other settings passed for this"
-    (title,) = recipes.run(out=tmp_path, recipes=["plain"], seeds=1, steps=5, lr=0.2).tables
-    assert "5 steps" in title
-    assert "lr 0.2" in title
+    titles = recipes.run(out=tmp_path, recipes=["plain"], seeds=1, steps=5, lr=0.2, workers=[3, 4]).tables
+    assert [words in title for title in titles for words in ("5 steps", "lr 0.2")] == 4 * [True]
+    assert [title.split(", ")[1] for title in titles] == ["3 workers", "4 workers"]
     with pytest.raises(ValueError, match="there is no nothing here: models are mlp, recipes dense"):
         recipes.run(out=tmp_path, recipes=["nothing"])
 
@@ -229,6 +229,7 @@ def test_recipes_go_on_where_they_stopped(monkeypatch, tmp_path):
     [
         (["--seeds", "0"], "seeds=0 must be at least 1"),
         (["--lr", "-1"], "lr=-1.0 must be positive"),
+        (["--workers", "8", "1"], r"workers=\[8, 1\] must be at least 2 each"),
         (["--models", "vgg"], "there is no vgg here: models are"),
     ],
 )

@@ -165,6 +165,7 @@ def run(
     recipes: Sequence[str] = (),
     seeds: int = SEEDS,
     lr: float | None = None,
+    workers: Sequence[int] = (),
 ) -> Result:
     """Trains every recipe on every model.
 
@@ -176,6 +177,7 @@ def run(
         recipes: Only these, and dense.
         seeds: Runs of each.
         lr: Peak learning rate, instead of each task's own.
+        workers: Numbers of them, instead of each task's own.
 
     Raises:
         ValueError: There is no such model or recipe, or a number is not positive.
@@ -184,9 +186,16 @@ def run(
     check_count("steps", steps)
     if lr is not None and not 0 < lr < math.inf:
         raise ValueError(f"lr={lr!r} must be positive.")
+    if any(count < 2 for count in workers):
+        raise ValueError(f"workers={[*workers]} must be at least 2 each: one worker exchanges nothing.")
     known = TASKS if data is None else IMAGES
     wanted = [task for task in known if not models or task.model in models]
-    tasks = list(dict.fromkeys(replace(task, steps=steps or task.steps, lr=lr or task.lr) for task in wanted))
+    given = ((task, count) for task in wanted for count in workers or (task.workers,))
+    tasks = list(
+        dict.fromkeys(
+            replace(task, workers=count, steps=steps or task.steps, lr=lr or task.lr) for task, count in given
+        )
+    )
     names = [name for name in RECIPES if not recipes or name in ("dense", *recipes)]
     unknown = {*models} - {task.model for task in known} | {*recipes} - {*RECIPES}
     if unknown:
