@@ -29,6 +29,9 @@ about 1 / density steps late, and a run must be long against that. START is what
 choosing in one pass allows); PASSES is what it makes of 3,000 steps, the longest that ``python -m lightning_topk reproduce recipes``
 measures."""
 
+ENOUGH = round(2 * PASSES / START)
+"""Steps in which START makes PASSES."""
+
 
 @dataclass(frozen=True)
 class TopKConfig:
@@ -155,16 +158,6 @@ class TopKConfig:
         return {each.name: here for each in fields(self) if (here := getattr(self, each.name)) != each.default}
 
     @property
-    def idle(self) -> dict[str, Any]:
-        """Those of :attr:`changed` that have no effect, since nothing is compressed."""
-        counts = ("topology", "clip_norm", "scope", "recipe")
-        return (
-            {}
-            if self.topology != "dense"
-            else {name: given for name, given in self.changed.items() if name not in counts}
-        )
-
-    @property
     def by_plan(self) -> bool:
         """Whether a schedule must be told how many steps are planned."""
         return any(isinstance(r, Schedule) and r.by_plan for r in (self.ratio, self.server_ratio))
@@ -204,6 +197,32 @@ class TopKConfig:
                     ratios[name] = CosineWarmup(float(ratio), min(1.0, rise * float(ratio)), share=1.0)
         planned: dict[str, Any] = {name: r.planned(steps) for name, r in ratios.items() if isinstance(r, Schedule)}
         return replace(self, wire=wire, **planned)
+
+    def remarks(self, steps: float) -> list[str]:
+        """What a user should know before a run.
+
+        Args:
+            steps: Planned optimizer steps, infinite if nobody told.
+        """
+        counts = ("topology", "clip_norm", "scope", "recipe")
+        idle = ", ".join(f"{name}={given!r}" for name, given in self.changed.items() if name not in counts)
+        remarks = (
+            (
+                self.topology == "dense" and idle,
+                f"topology='dense' all-reduces whole gradients, so that these have no effect: {idle}.",
+            ),
+            (
+                self.warms and math.isinf(steps),
+                "nobody told how many steps are planned, so that the density is constant. Short runs learn better with the default "
+                "recipe's warm-up: give the Trainer max_steps or max_epochs, or pass planned_steps=. recipe='plain' wants none.",
+            ),
+            (
+                self.warms and steps < ENOUGH,
+                f"{steps:,.0f} steps are few for compression: what it keeps back arrives late, and a run below some {ENOUGH:,} may learn "
+                "less than with DDPStrategy (README, Learning like dense).",
+            ),
+        )
+        return [f"lightning_topk: {words}" for holds, words in remarks if holds]
 
     def at(self, step: int, epoch: int) -> TopKConfig:
         """The settings in force at a step: numbers in the place of schedules. Mere functions of the step stay.

@@ -16,7 +16,6 @@ from lightning_topk.checks import check_ddp_options, check_known, check_momentum
 from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.hook import (
-    ENDLESS,
     TopKState,
     attach,
     own_memory_,
@@ -93,8 +92,6 @@ class TopKStrategy(DDPStrategy):
         for old in [state for state in self.topk_states if parameters & state.names.keys()]:
             old.close()
             self.topk_states.remove(old)
-        if self.config.warms and self._planned_steps is None:
-            rank_zero_info(ENDLESS)
         own_memory_(module)
         check_same_model(module)
         ddp = super().setup_module(module)

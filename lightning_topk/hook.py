@@ -50,10 +50,6 @@ from lightning_topk.schedule import Schedule
 from lightning_topk.undo import Steps, Undo
 
 LOGGER = logging.getLogger("lightning_topk")
-ENDLESS = (
-    "lightning_topk: nobody told how many steps are planned, so that the density is constant. Short runs learn better with the default "
-    "recipe's warm-up: give the Trainer max_steps or max_epochs, or pass planned_steps=. recipe='plain' wants none."
-)
 
 
 @dataclass
@@ -123,8 +119,8 @@ class TopKState:
             that it skips comes back; that costs a copy of the residuals.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of a node
             are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Is told, on rank 0, what was chosen with ``topology="auto"`` or ``ratio="auto"``, and which settings have no effect.
-            Default: the logger ``lightning_topk``, at level INFO.
+        announce: Is told, on rank 0, what a user should know: settings without effect, a run too short, what was chosen with
+            ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level INFO.
         planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which has no warm-up
             without; where ranks expect different numbers, the least.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
@@ -208,15 +204,13 @@ class TopKState:
         self._timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
         try:
             steps = min(gathered(math.inf if planned_steps is None else planned_steps, group))
-            if self.config.warms and math.isinf(steps) and self.rank == 0:
-                LOGGER.info(ENDLESS)
+            remarks = self.config.remarks(steps) if self.rank == 0 else []
             self.config = self.config.planned(steps, self.world)
             self._planned_steps = steps
             summary = {**self.config.summary(), "local_world_size": local_world_size}
             check_agreement(summary, "Pass the same settings on every rank.", group)
             self.local = local_world_size or _local_world_size(self.config, group)
             """Ranks of a node."""
-            idle = self.config.idle
             self.config = self.config.on(self.world, self.local)
         except ValueError:
             self.close()
@@ -224,9 +218,8 @@ class TopKState:
         hierarchy = self.config.topology in ("hierarchical", "auto") and 1 < self.local < self.world
         self.groups = self.groups.divided(process_group, timeout, self.local, hierarchy)
         self.residuals.rank = self.rank
-        if idle and self.rank == 0:
-            given = ", ".join(f"{name}={setting!r}" for name, setting in idle.items())
-            self._announce(f"topology='dense' all-reduces whole gradients, so that these have no effect: {given}.")
+        for remark in remarks:
+            self._announce(remark)
         self._report = Report(bytes=dict(self.meter.bytes))
 
     def name(self, names: Mapping[Tensor, str]) -> None:

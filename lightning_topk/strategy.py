@@ -25,7 +25,6 @@ from lightning_topk.checks import check_ddp_options, check_known, check_momentum
 from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.hook import (
-    ENDLESS,
     TopKState,
     attach,
     own_memory_,
@@ -198,14 +197,11 @@ class TopKStrategy(DDPStrategy):
         if module is None or not (self.config.by_plan or self.config.warms or self.config.automatic):
             return None
         try:
-            steps = module.trainer.estimated_stepping_batches
+            return module.trainer.estimated_stepping_batches
         except MisconfigurationException:  # accumulation by a schedule
             if self.config.by_plan:
                 raise
-            steps = math.inf
-        if math.isinf(steps) and self.config.warms:
-            rank_zero_info(ENDLESS)
-        return steps
+            return math.inf
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks; every rank calls it. Weights-only checkpoints hold none."""

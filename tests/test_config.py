@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -178,6 +179,26 @@ def test_a_schedule_may_be_a_share_of_the_planned_steps():
         config.planned(float("inf"))
     with pytest.raises(ValueError, match="which nobody told: pass planned_steps="):
         config.codecs(1000, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "words"),
+    [
+        ({}, 3000, []),
+        ({}, 2999, ["2,999 steps are few for compression: .* a run below some 3,000 may learn less"]),
+        ({}, float("inf"), ["nobody told how many steps are planned"]),
+        ({"recipe": "plain"}, 10, []),
+        ({"recipe": "plain"}, float("inf"), []),
+        ({"topology": "dense"}, 10, []),
+        ({"topology": "dense", "clip_norm": 1.0, "wire": "int8"}, 10, ["have no effect: wire='int8'"]),
+        ({"topology": "dense", "ratio": 0.01, "dense_parameters": "*.bias"}, 10, ["ratio=0.01, dense_parameters="]),
+    ],
+)
+def test_users_are_told_what_they_should_know(settings, steps, words):
+    said = TopKConfig(**settings).remarks(steps)
+    assert len(said) == len(words)
+    for remark, expected in zip(said, words, strict=True):
+        assert re.search(expected, remark)
 
 
 def test_the_default_recipe_descends_to_the_ratio_over_the_planned_steps():

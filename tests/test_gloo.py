@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk.collectives import Groups, Meter, ThreadLane, dense_cost, drive
 from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import exchange
-from lightning_topk.hook import LOGGER, TopKState, attach, topk_hook, tree_broadcast_sends
+from lightning_topk.hook import TopKState, attach, topk_hook, tree_broadcast_sends
 from lightning_topk.plan import volume
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
@@ -253,7 +253,7 @@ def chosen(rank: int, world: int, settings: dict, mode: str, local: int) -> tupl
     assert report.bytes["uplink"] == plan.uplink
     assert report.bytes["inter_node"] == plan.inter_node
     torch.testing.assert_close(delivered + left, produced, atol=1e-6, rtol=1e-5)
-    assert len(said) == (rank == 0)
+    assert sum("measured and chose" in words for words in said) == (rank == 0)
     return [(way.topology, way.ratio) for way in ways]
 
 
@@ -773,37 +773,25 @@ def test_what_torchrun_says_of_nodes_is_taken_where_it_fits(groups, sizes, local
             assert "needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is [" in message
 
 
-def idle(rank: int, world: int) -> list[str]:
-    """What is said of a state that compresses nothing, and of one that does."""
+def planned(rank: int, world: int) -> tuple[list[float | bool], list[str]]:
+    """The densities at step 50 (True if it is constant), and what is said."""
     said: list[str] = []
-    for settings in ({"topology": "dense", "wire": "int8", "clip_norm": 1.0}, {"topology": "dense"}, {"wire": "int8"}):
-        TopKState(**settings, planned_steps=100, announce=said.append).close()
-    return said
-
-
-def test_settings_without_effect_are_named(groups):
-    words = "topology='dense' all-reduces whole gradients, so that these have no effect: wire='int8'."
-    assert groups(2).run(idle) == [[words], []]
-
-
-def planned(rank: int, world: int) -> tuple[list[float | bool], int]:
-    """The densities at step 50 (True if it is constant), and how often it was said that nobody told."""
-    with mock.patch.object(LOGGER, "info") as told:
-        states = [
-            TopKState(planned_steps=100 if rank else 200),
-            TopKState(planned_steps=None if rank else 200),
-            TopKState(),
-        ]
+    states = [
+        TopKState(planned_steps=100 if rank else 200, announce=said.append),
+        TopKState(planned_steps=None if rank else 200, announce=said.append),
+        TopKState(announce=said.append),
+    ]
     found = [state.config.warms or state.config.ratio.at(50, 0) for state in states]
     for state in states:
         state.close()
-    return found, told.call_count
+    return found, said
 
 
 def test_the_least_of_the_ranks_plans_counts(groups):
-    for rank, (found, told) in enumerate(groups(2).run(planned)):
+    for rank, (found, said) in enumerate(groups(2).run(planned)):
         assert found == [TopKConfig().planned(100).ratio.at(50, 0), TopKConfig().planned(200).ratio.at(50, 0), True]
-        assert told == (rank == 0)
+        remarks = [words for steps in (100, 200, float("inf")) for words in TopKConfig().remarks(steps)]
+        assert said == (remarks if rank == 0 else [])
 
 
 def misplaced(rank: int, world: int) -> list[str]:
