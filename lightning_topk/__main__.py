@@ -44,7 +44,9 @@ def main() -> None:
     claims.add_argument("--recipes", nargs="+", help="of recipes: only these, and dense")
     claims.add_argument("--seeds", type=int, help="of recipes: runs of each (default: 3)")
     claims.add_argument("--lr", type=float, help="of recipes: peak learning rate, instead of each task's own")
-    claims.add_argument("--workers", type=int, nargs="+", help="of recipes: how many, instead of each task's own")
+    claims.add_argument(
+        "--workers", type=int, nargs="+", help="of recipes: numbers of workers, instead of each task's own"
+    )
     claims.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
     _add_bench(commands)
     _add_simulate(commands)

@@ -29,9 +29,6 @@ about 1 / density steps late, and a run must be long against that. START is what
 choosing in one pass allows); PASSES is what it makes of 3,000 steps, the longest that ``python -m lightning_topk reproduce recipes``
 measures."""
 
-ENOUGH = round(2 * PASSES / START)
-"""Steps in which START makes PASSES."""
-
 
 @dataclass(frozen=True)
 class TopKConfig:
@@ -198,31 +195,40 @@ class TopKConfig:
         planned: dict[str, Any] = {name: r.planned(steps) for name, r in ratios.items() if isinstance(r, Schedule)}
         return replace(self, wire=wire, **planned)
 
-    def remarks(self, steps: float) -> list[str]:
-        """What a user should know before a run.
+    def remarks(self, steps: float, world: int, local: int) -> list[str]:
+        """What a user of these settings should know before a run.
 
         Args:
             steps: Planned optimizer steps, infinite if nobody told.
+            world: Number of ranks.
+            local: Ranks of each node.
         """
-        counts = ("topology", "clip_norm", "scope", "recipe")
-        idle = ", ".join(f"{name}={given!r}" for name, given in self.changed.items() if name not in counts)
-        remarks = (
-            (
-                self.topology == "dense" and idle,
-                f"topology='dense' all-reduces whole gradients, so that these have no effect: {idle}.",
-            ),
-            (
-                self.warms and math.isinf(steps),
-                "nobody told how many steps are planned, so that the density is constant. Short runs learn better with the default "
-                "recipe's warm-up: give the Trainer max_steps or max_epochs, or pass planned_steps=. recipe='plain' wants none.",
-            ),
-            (
-                self.warms and steps < ENOUGH,
-                f"{steps:,.0f} steps are few for compression: what it keeps back arrives late, and a run below some {ENOUGH:,} may learn "
-                "less than with DDPStrategy (README, Learning like dense).",
-            ),
-        )
-        return [f"lightning_topk: {words}" for holds, words in remarks if holds]
+        if self.on(world, local).topology == "dense":
+            idle = [name for name in self.changed if name not in ("topology", "clip_norm", "scope")]
+            if self.topology == "dense" and not idle:
+                return []
+            where = f"topology={self.topology!r}" + " on one node" * (self.topology != "dense")
+            return [
+                f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'ratio'}."
+            ]
+        if not self.warms or self.automatic:
+            return []
+        if math.isinf(steps):
+            return [
+                "lightning_topk: nobody told how many steps are planned, so that the density is constant. Short runs learn better with the "
+                "default recipe's warm-up: give the Trainer max_steps, or a loader with a length; Fabric and plain DDP take "
+                "planned_steps=. recipe='plain' wants none."
+            ]
+        ratio = self.planned(steps, world).ratio
+        assert not isinstance(ratio, str)
+        passes = steps * mean(ratio_at(ratio, int(end), 0) for end in (0, steps))  # half a cosine is symmetric
+        if passes >= PASSES:
+            return []
+        return [
+            f"lightning_topk: steps planned: {steps:,.0f}. Each entry of a gradient is sent {passes:.3g} times on average; in runs where it "
+            f"was fewer than some {PASSES} times, models often learned less than with DDP. Plan more steps, or compare with DDP (README, "
+            "Learning like dense)."
+        ]
 
     def at(self, step: int, epoch: int) -> TopKConfig:
         """The settings in force at a step: numbers in the place of schedules. Mere functions of the step stay.

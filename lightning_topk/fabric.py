@@ -15,11 +15,7 @@ from lightning_topk.checkpoint import EMPTY, KEY
 from lightning_topk.checks import check_ddp_options, check_known, check_momentum, check_same_model
 from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_count, check_name
-from lightning_topk.hook import (
-    TopKState,
-    attach,
-    own_memory_,
-)
+from lightning_topk.hook import TopKState, attach, own_memory_
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:

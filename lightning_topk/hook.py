@@ -119,8 +119,8 @@ class TopKState:
             that it skips comes back; that costs a copy of the residuals.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of a node
             are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Is told, on rank 0, what a user should know: settings without effect, a run too short, what was chosen with
-            ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level INFO.
+        announce: Is told, on rank 0, what a user should know: settings without effect, a run that is short or of unknown length, what was
+            chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level INFO.
         planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which has no warm-up
             without; where ranks expect different numbers, the least.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
@@ -204,8 +204,7 @@ class TopKState:
         self._timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
         try:
             steps = min(gathered(math.inf if planned_steps is None else planned_steps, group))
-            remarks = self.config.remarks(steps) if self.rank == 0 else []
-            self.config = self.config.planned(steps, self.world)
+            given, self.config = self.config, self.config.planned(steps, self.world)
             self._planned_steps = steps
             summary = {**self.config.summary(), "local_world_size": local_world_size}
             check_agreement(summary, "Pass the same settings on every rank.", group)
@@ -218,8 +217,9 @@ class TopKState:
         hierarchy = self.config.topology in ("hierarchical", "auto") and 1 < self.local < self.world
         self.groups = self.groups.divided(process_group, timeout, self.local, hierarchy)
         self.residuals.rank = self.rank
-        for remark in remarks:
-            self._announce(remark)
+        if self.rank == 0 and not self.residuals.steps:  # a model that is wrapped again goes on
+            for remark in given.remarks(steps, self.world, self.local):
+                self._announce(remark)
         self._report = Report(bytes=dict(self.meter.bytes))
 
     def name(self, names: Mapping[Tensor, str]) -> None:
@@ -377,7 +377,8 @@ class TopKState:
             self._failed.clear()
         if self.config.automatic:
             buckets = [bucket for bucket in final if bucket not in self._chosen and self._compressed(bucket)]
-            self._choose(buckets, (jobs[0].step + self._planned_steps) / 2)
+            done = jobs[0].step
+            self._choose(buckets, (done + max(done, self._planned_steps)) / 2)
         return results
 
     def _choose(self, buckets: Sequence[tuple[Tensor, ...]], middle: float) -> None:

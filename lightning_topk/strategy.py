@@ -24,11 +24,7 @@ from lightning_topk.checkpoint import EMPTY, KEY, absent, collect
 from lightning_topk.checks import check_ddp_options, check_known, check_momentum, check_same_model
 from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_count, check_name
-from lightning_topk.hook import (
-    TopKState,
-    attach,
-    own_memory_,
-)
+from lightning_topk.hook import TopKState, attach, own_memory_
 from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import Ratio
 from lightning_topk.select import Selector
@@ -197,11 +193,12 @@ class TopKStrategy(DDPStrategy):
         if module is None or not (self.config.by_plan or self.config.warms or self.config.automatic):
             return None
         try:
-            return module.trainer.estimated_stepping_batches
+            steps = module.trainer.estimated_stepping_batches
         except MisconfigurationException:  # accumulation by a schedule
             if self.config.by_plan:
                 raise
             return math.inf
+        return steps if steps > 0 else math.inf  # Lightning says -1 of a loader without length
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks; every rank calls it. Weights-only checkpoints hold none."""

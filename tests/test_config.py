@@ -185,17 +185,32 @@ def test_a_schedule_may_be_a_share_of_the_planned_steps():
     ("settings", "steps", "words"),
     [
         ({}, 3000, []),
-        ({}, 2999, ["2,999 steps are few for compression: .* a run below some 3,000 may learn less"]),
+        ({}, 100_000, []),
+        ({}, 1000, [r"steps planned: 1,000\. .* sent 60\.5 times on average; .* fewer than some 180 times"]),
+        ({"ratio": 0.1}, 2000, []),
+        ({"topology": "allgather", "bidirectional": False}, 3000, [r"sent 91\.5 times"]),
+        (
+            {"topology": "hierarchical"},
+            100,
+            [r"topology='hierarchical' on one node all-reduces .* Without effect: ratio\."],
+        ),
         ({}, float("inf"), ["nobody told how many steps are planned"]),
+        ({"ratio": 0.5}, 10, []),
+        ({"ratio": "auto"}, 10, []),
+        ({"topology": "auto"}, 10, []),
         ({"recipe": "plain"}, 10, []),
         ({"recipe": "plain"}, float("inf"), []),
         ({"topology": "dense"}, 10, []),
-        ({"topology": "dense", "clip_norm": 1.0, "wire": "int8"}, 10, ["have no effect: wire='int8'"]),
-        ({"topology": "dense", "ratio": 0.01, "dense_parameters": "*.bias"}, 10, ["ratio=0.01, dense_parameters="]),
+        ({"topology": "dense", "clip_norm": 1.0, "wire": "int8"}, 10, [r"Without effect: wire\."]),
+        (
+            {"topology": "dense", "ratio": 0.01, "dense_parameters": "*.bias"},
+            10,
+            ["Without effect: ratio, dense_parameters"],
+        ),
     ],
 )
 def test_users_are_told_what_they_should_know(settings, steps, words):
-    said = TopKConfig(**settings).remarks(steps)
+    said = TopKConfig(**settings).remarks(steps, 4, 4)
     assert len(said) == len(words)
     for remark, expected in zip(said, words, strict=True):
         assert re.search(expected, remark)

@@ -19,6 +19,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.exchange import exchange
 from lightning_topk.hook import TopKState, attach, topk_hook, tree_broadcast_sends
 from lightning_topk.plan import volume
+from lightning_topk.residuals import Residuals
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 
@@ -698,8 +699,6 @@ def test_a_tree_broadcast_sends_as_often_as_gloo_was_seen_to(world, sends):
 
 def regrouped(rank: int, world: int, topology: str, local: int = 1) -> None:
     """Residuals survive any regrouping of parameters into buckets."""
-    from lightning_topk.residuals import Residuals
-
     config = TopKConfig(ratio=0.05, topology=topology)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (700, 1, 300, 64, 2000)]
     residuals, delivered, produced = Residuals(), {}, {}
@@ -774,12 +773,15 @@ def test_what_torchrun_says_of_nodes_is_taken_where_it_fits(groups, sizes, local
 
 
 def planned(rank: int, world: int) -> tuple[list[float | bool], list[str]]:
-    """The densities at step 50 (True if it is constant), and what is said."""
+    """The densities at step 50 (True if it is constant), and what is said: of the last, whose run has begun, nothing."""
     said: list[str] = []
+    begun = Residuals()
+    begun.steps = 5
     states = [
         TopKState(planned_steps=100 if rank else 200, announce=said.append),
         TopKState(planned_steps=None if rank else 200, announce=said.append),
         TopKState(announce=said.append),
+        TopKState(residuals=begun, planned_steps=100, announce=said.append),
     ]
     found = [state.config.warms or state.config.ratio.at(50, 0) for state in states]
     for state in states:
@@ -789,8 +791,9 @@ def planned(rank: int, world: int) -> tuple[list[float | bool], list[str]]:
 
 def test_the_least_of_the_ranks_plans_counts(groups):
     for rank, (found, said) in enumerate(groups(2).run(planned)):
-        assert found == [TopKConfig().planned(100).ratio.at(50, 0), TopKConfig().planned(200).ratio.at(50, 0), True]
-        remarks = [words for steps in (100, 200, float("inf")) for words in TopKConfig().remarks(steps)]
+        short, long = (TopKConfig().planned(steps).ratio.at(50, 0) for steps in (100, 200))
+        assert found == [short, long, True, short]
+        remarks = [words for steps in (100, 200, float("inf")) for words in TopKConfig().remarks(steps, 2, 1)]
         assert said == (remarks if rank == 0 else [])
 
 

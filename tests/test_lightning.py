@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy, presets
@@ -293,6 +294,24 @@ def test_the_default_recipe_descends_over_the_run(tmp_path):
     assert logged["topk/average_ratio"] == pytest.approx(sum(kept) / 8)
     sent = [volume(config, [ELEMENTS], 2, step=step) for step in range(8)]
     assert logged["topk/total_bytes"] == sum(each.uplink + each.downlink for each in sent)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(10, 32))
+
+
+def test_a_loader_without_length_makes_a_run_of_unknown_length():
+    """Lightning estimates -1 steps then."""
+    strategy, model = TopKStrategy(), BoringModel()
+    trainer = L.Trainer(
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
+    )
+    trainer.strategy._lightning_module = strategy._lightning_module = model
+    model.trainer = trainer
+    trainer.fit_loop._data_source.instance = DataLoader(Endless())
+    trainer.fit_loop._data_source.name = "train_dataloader"
+    assert strategy._planned_steps() == float("inf")
 
 
 class Stop(Callback):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -260,13 +261,15 @@ def test_one_pass_chooses_what_the_reference_does(name, dtype, numel, shards, ra
         assert torch.equal(found[1], value)
 
 
-def test_a_shard_that_falls_short_costs_few_candidates_more():
+@pytest.mark.parametrize(("scale", "most"), [(0.9, 2.0), (0.3, 6.0)])
+def test_a_shard_that_falls_short_costs_few_candidates_more(scale, most):
     """Candidates are memory: twelve bytes each, where an eighth of the entries is sent."""
     layout, noted = Layout(1 << 20, 4), []
     k = layout.kept_per_shard(kept_count(layout.numel, START))
     e, x = residual_and_gradient("normal", layout.numel)
-    x *= 1 - 0.1 * (torch.arange(layout.numel) // 256 % 4 == 1)  # of one shard
-    plain = reference.add_and_choose(e.clone(), x.clone(), FINITE, layout, k)
+    x *= 1 - (1 - scale) * (torch.arange(layout.numel) // 256 % 4 == 1)  # of one shard
+    total, given = e.clone(), x.clone()
+    index, value = reference.add_and_choose(total, given, FINITE, layout, k)
 
     def scan(*arguments, scan=cpu._scan):
         found = scan(*arguments)
@@ -275,9 +278,17 @@ def test_a_shard_that_falls_short_costs_few_candidates_more():
 
     with mock.patch.object(cpu, "_scan", scan):
         found = cpu.add_and_choose(e, x, FINITE, layout, k)
-    assert torch.equal(found[0], plain[0])
-    assert len(noted) == 2
-    assert max(noted) < 2 * layout.shards * k
+    assert torch.equal(found[0], index)
+    assert torch.equal(found[1], value)
+    assert torch.equal(e, total)
+    assert 2 <= len(noted) <= 3
+    assert max(noted) < most * layout.shards * k
+
+
+def test_a_threshold_is_tried_once():
+    ones = np.ones(1 << 17, np.float32)
+    tried = list(cpu._thresholds(ones, None, Layout(len(ones), 4), 100))
+    assert tried == [1.0, cpu._least(ones.dtype)]
 
 
 @pytest.mark.parametrize("version", [cpu, reference])

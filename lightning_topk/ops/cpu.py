@@ -150,16 +150,15 @@ def _thresholds(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: i
         sample = np.abs(kept[offset::stride] + (0 if given is None else given[offset::stride]))
     expected = needed / stride
     least = _least(kept.dtype)
-    for deviations in (
-        4,
-        16,
-        64,
-    ):  # each looks through the sum again, so the first should do; but many candidates are much memory
-        rank = expected + deviations * (math.sqrt(expected) + 1)
-        last = len(sample) - min(len(sample), math.ceil(rank))
-        threshold = np.partition(sample, last)[last]
-        if threshold > least:
+    last = math.inf
+    # Shards may differ, and a sample may misjudge them; but candidates are memory.
+    for times, deviations in ((1, 4), (1, 16), (4, 64)):
+        rank = times * expected + deviations * (math.sqrt(expected) + 1)
+        place = len(sample) - min(len(sample), math.ceil(rank))
+        threshold = np.partition(sample, place)[place]
+        if least < threshold < last:
             yield threshold
+            last = threshold
     yield least
 
 

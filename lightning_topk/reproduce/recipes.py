@@ -180,7 +180,7 @@ def run(
         workers: Numbers of them, instead of each task's own.
 
     Raises:
-        ValueError: There is no such model or recipe, or a number is not positive.
+        ValueError: There is no such model or recipe, a number is not positive, or there are fewer than two workers.
     """
     check_count("seeds", seeds)
     check_count("steps", steps)
