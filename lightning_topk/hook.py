@@ -122,7 +122,7 @@ class TopKState:
         announce: Is told, on rank 0, what a user should know: settings without effect, a run that is short or of unknown length, what was
             chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level INFO.
         planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which has no warm-up
-            without; where ranks expect different numbers, the least.
+            without; infinite if the run has no end; where ranks expect different numbers, the least.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Raises:
@@ -152,6 +152,7 @@ class TopKState:
             )
         self.config = _one_config(config, settings)
         check_count("local_world_size", local_world_size)
+        check_count("planned_steps", None if planned_steps == math.inf else planned_steps)
         if self.config.by_plan and planned_steps is None:
             raise ValueError("a schedule goes by a share of the planned steps: pass planned_steps=, or use steps=.")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None

@@ -777,6 +777,8 @@ def planned(rank: int, world: int) -> tuple[list[float | bool], list[str]]:
     said: list[str] = []
     begun = Residuals()
     begun.steps = 5
+    with pytest.raises(ValueError, match="planned_steps=0 must be at least 1"):
+        TopKState(planned_steps=0)
     states = [
         TopKState(planned_steps=100 if rank else 200, announce=said.append),
         TopKState(planned_steps=None if rank else 200, announce=said.append),
