@@ -91,12 +91,14 @@ class Recipe:
         cluster: What the workers are.
         rank: Of PowerSGD, in the place of all this.
         equal_bytes: Whether the ratio is scaled so that as many bytes are sent as with the default.
+        keeps_momentum: Whether the optimizer has momentum of its own (with AdamW: beta1).
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     cluster: Callable[..., Cluster] = Cluster
     rank: int = 0
     equal_bytes: bool = False
+    keeps_momentum: bool = True
 
     def config(self, task: Task) -> TopKConfig:
         """The settings for a task, before the ratio is scaled."""
@@ -108,9 +110,9 @@ def flushed(every: int, ratio: float, step: int) -> float:
     return 1.0 if step % every == every - 1 else ratio
 
 
-def _more(cluster: Callable[..., Cluster] = Cluster, **settings: Any) -> Recipe:
+def _more(cluster: Callable[..., Cluster] = Cluster, keeps_momentum: bool = True, **settings: Any) -> Recipe:
     """The default with something else, in as many bytes."""
-    return Recipe(settings, cluster, equal_bytes=True)
+    return Recipe(settings, cluster, equal_bytes=True, keeps_momentum=keeps_momentum)
 
 
 def _from(start: float) -> Recipe:
@@ -140,12 +142,15 @@ RECIPES: dict[str, Recipe] = {
     "servers send x4, equal bytes": _more(server_ratio=4 * RATIO),
     "1-D dense, equal bytes": _more(dense_parameters=("*bias*",)),
     "lr ratio, equal bytes": _more(lr_ratio=True),
-    "momentum correction, equal bytes": _more(momentum=0.9),
-    "momentum correction unmasked, equal bytes": _more(momentum=0.9, momentum_masking=False),
+    "momentum correction, equal bytes": _more(momentum=0.9, keeps_momentum=False),
+    "momentum correction unmasked, equal bytes": _more(momentum=0.9, momentum_masking=False, keeps_momentum=False),
     "local clipping, equal bytes": _more(clip_norm=1.0, scope="model"),
     "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
     "own shards, equal bytes": _more(OwnShards),
-    "EF21-SGDM, equal bytes": _more(partial(Differences, new=0.1)),
+    "EF21-SGDM, equal bytes": _more(partial(Differences, new=0.1), keeps_momentum=False),
+    "dense, no momentum": Recipe(
+        {"topology": "dense"}, keeps_momentum=False
+    ),  # what the last three are to be held against
     # More bytes, and fewer.
     "from 0.48": _from(0.48),
     "from 0.04": _from(0.04),
@@ -269,8 +274,8 @@ def _train(task: Task, name: str, seed: int, data: Path | None) -> dict[str, flo
         config = _scaled(config, task, {name: p.numel() for name, p in net.named_parameters()})
     if recipe.rank:
         config, cluster = config.dense, partial(PowerSGD, rank=recipe.rank, shapes=shapes)
-    if config.momentum or (isinstance(cluster, partial) and cluster.func is Differences):
-        optimizer = replace(optimizer, momentum=0.0)  # what averages on the worker takes its place
+    if not recipe.keeps_momentum:  # what averages on the worker takes its place
+        optimizer = replace(optimizer, momentum=0.0)
     ended = train(
         task.model, config, task.workers, task.steps, optimizer, seed, task.batch, images=data, cluster=cluster
     )
