@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from lightning_topk.collectives import check_agreement
 from lightning_topk.config import TopKConfig
@@ -85,12 +85,13 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            own = group.get("momentum") or (group.get("betas") or (0,))[0]
+            lent = config.beta1 is not None and isinstance(optimizer, Adam)
+            own = group.get("momentum") or (config.beta1 if lent else (group.get("betas") or (0,))[0])
             if own:
                 raise ValueError(
                     f"momentum={config.momentum!r} is applied on the workers, before compression, but "
                     f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
-                    "torch.optim.SGD(..., momentum=0) or AdamW(..., betas=(0, 0.999)), or leave momentum out of the strategy."
+                    "torch.optim.SGD(..., momentum=0), with Adam and AdamW beta1=0 beside momentum, or leave momentum out of the strategy."
                 )
 
 

@@ -56,13 +56,16 @@ class TopKConfig:
         momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
             optimizer's own must then be 0.
         momentum_masking: Whether momentum is zeroed where it was sent.
+        beta1: The first beta with which torch's Adam and AdamW step, in [0, 1); outside of ``step`` their groups say what they said.
+            Default: the recipe's, else their own.
         clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``), before
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers below :data:`START`
             are what the run ends with. It begins with ``2 PASSES / steps``, at most :data:`START`, if that is more, and descends along
-            half a cosine; values travel in int4, if ``error_feedback`` is True and ``wire`` says nothing else.
+            half a cosine; if ``error_feedback`` is True, values travel in int4 and Adam steps with a ``beta1`` of 0, unless ``wire``,
+            ``beta1`` or ``momentum`` say something else.
             ``"plain"``: densities are constant, as in the papers.
 
     Raises:
@@ -81,6 +84,7 @@ class TopKConfig:
     scope: str = "bucket"
     momentum: float = 0.0
     momentum_masking: bool = True
+    beta1: float | None = None
     clip_norm: float | None = None
     lr_ratio: bool = False
     recipe: str = "default"
@@ -136,6 +140,9 @@ class TopKConfig:
                 f"momentum={self.momentum!r} corrects what the worker keeps, but error_feedback={self.error_feedback!r} "
                 "keeps nothing there. Pass error_feedback=True, or momentum=0 and the optimizer's own."
             )
+        if self.beta1 is not None:
+            remedy = "Leave it out, and the recipe decides."
+            _check_number("beta1", self.beta1, lambda beta1: 0 <= beta1 < 1, "in [0, 1)", remedy)
         if self.topology == "allgather" and self.error_feedback == "server":
             raise ValueError(
                 "error_feedback='server' keeps nothing with topology='allgather', which has no server. Pass 'worker', or "
@@ -153,6 +160,11 @@ class TopKConfig:
     def changed(self) -> dict[str, Any]:
         """The settings that are not the defaults."""
         return {each.name: here for each in fields(self) if (here := getattr(self, each.name)) != each.default}
+
+    @property
+    def lent_beta1(self) -> float | None:
+        """The ``beta1`` that Adam is to step with; None for its own, also where nothing arrives late."""
+        return None if self.topology == "dense" else self.beta1
 
     @property
     def by_plan(self) -> bool:
@@ -183,17 +195,19 @@ class TopKConfig:
             ValueError: A schedule is a share of a run that has no end.
         """
         ratios: dict[str, Any] = {"ratio": self.ratio, "server_ratio": self.server_ratio}
-        wire = self.wire
+        wire, beta1 = self.wire, self.beta1
         if self.warms and steps < math.inf:
-            if self.error_feedback is True:  # else the rounding would be lost
+            if self.error_feedback is True:  # else the rounding would be lost, and nothing be late
                 wire = wire or "int4"
+                if beta1 is None and not self.momentum and not self.automatic:
+                    beta1 = 0.0
             sent = 1.0 if self.bidirectional else world / 2 if self.topology == "allgather" else (1 + world) / 2
             rise = min(START / sent, 2 * PASSES / max(1.0, steps)) / mean(self._numbers)
             for name, ratio in ratios.items():
                 if isinstance(ratio, Real) and rise > 1:  # a server's too, so that the two keep their proportion
                     ratios[name] = CosineWarmup(float(ratio), min(1.0, rise * float(ratio)), share=1.0)
         planned: dict[str, Any] = {name: r.planned(steps) for name, r in ratios.items() if isinstance(r, Schedule)}
-        return replace(self, wire=wire, **planned)
+        return replace(self, wire=wire, beta1=beta1, **planned)
 
     def remarks(self, steps: float, world: int, local: int) -> list[str]:
         """What a user of these settings should know before a run.

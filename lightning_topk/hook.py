@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk import checkpoint
+from lightning_topk.beta1 import lend_beta1, take_back_beta1
 from lightning_topk.checkpoint import Mode
 from lightning_topk.checks import check_ddp_options, check_momentum, check_parameters
 from lightning_topk.choose import PROBE_BYTES, choose
@@ -121,13 +122,13 @@ class TopKState:
             are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         announce: Is told, on rank 0, what a user should know: settings without effect, a run that is short or of unknown length, what was
             chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level INFO.
-        planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which has no warm-up
+        planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which does nothing
             without; infinite if the run has no end; where ranks expect different numbers, the least.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: Ranks have different settings or do not make up whole nodes, ``lr_ratio=True`` or a scaler without optimizers, a schedule by epochs
+        ValueError: Ranks have different settings or do not make up whole nodes, ``lr_ratio=True``, ``beta1`` or a scaler without optimizers, a schedule by epochs
             without ``epoch`` or by share without ``planned_steps``, or a bad setting.
     """
 
@@ -158,6 +159,8 @@ class TopKState:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self.config.lr_ratio and optimizers is None:
             raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
+        if self.config.beta1 is not None and optimizers is None:
+            raise ValueError(f"beta1={self.config.beta1!r} is lent to the optimizer: pass optimizer= to attach.")
         if self._scaler is not None and optimizers is None:
             raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")
         for ratio in (self.config.ratio, self.config.server_ratio):
@@ -483,11 +486,19 @@ class TopKState:
         return ratios[0] if ratios else 1.0
 
     def _follow_optimizers(self) -> None:
-        """Checks the optimizers when they are new, and has the scaler's steps noted."""
+        """Checks the optimizers when they are new, lends them their beta1, and has the scaler's steps noted."""
         now = [] if self._optimizers is None else list(self._optimizers())
         if len(now) == len(self._last_optimizers) and all(map(operator.is_, now, self._last_optimizers)):
             return
         check_momentum(self.config, now)
+        take_back_beta1(self._last_optimizers, self)
+        beta1 = self.config.lent_beta1
+        lent = [] if beta1 is None else lend_beta1(now, beta1, self, self._exact)
+        if lent and self.rank == 0 and not self.residuals.steps:
+            self._announce(
+                f"lightning_topk: {type(lent[0]).__name__} steps with a beta1 of {beta1:g} instead of its own, since what is kept back "
+                "arrives as an average already (README, Learning like dense). beta1=, with your own, keeps that."
+            )
         if self._scaler is not None:
             Steps.of(self._scaler).watch(now)
             self.residuals.forget_steps()
@@ -619,6 +630,7 @@ class TopKState:
             watch.remove()
         idle = self._lane is None or self._lane.close()
         self.residuals.forget_steps()
+        take_back_beta1(self._last_optimizers, self)
         if self.groups is not None and idle and dist.is_initialized():
             self.groups.destroy()  # not under a thread that is still in a collective
         self._lane = self.groups = None
@@ -694,8 +706,8 @@ def attach(
         residuals: See :class:`TopKState`.
         epoch: See :class:`TopKState`.
         init_sync: Whether the model was wrapped with DDP's ``init_sync``, which broadcasts the weights once.
-        optimizer: The optimizer, for settings that depend on it (``momentum``, ``lr_ratio``, ``scaler``); or a function that
-            gives the optimizers at the first step, if they do not exist yet.
+        optimizer: The optimizer, for settings that depend on it (``momentum``, ``beta1``, ``lr_ratio``, ``scaler``) and for what the
+            default recipe does for Adam; or a function that gives the optimizers at the first step, if they do not exist yet.
         scaler: See :class:`TopKState`.
         local_world_size: See :class:`TopKState`.
         announce: See :class:`TopKState`.

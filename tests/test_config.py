@@ -35,6 +35,8 @@ BAD = [
     ({"scope": "layer"}, ValueError, r"scope='layer' is unknown; it must be one of 'bucket', 'model'"),
     ({"momentum": 1.0}, ValueError, r"momentum=1\.0 must be in \[0, 1\)"),
     ({"momentum": 0.9, "error_feedback": False}, ValueError, r"keeps nothing there"),
+    ({"beta1": 1}, ValueError, r"beta1=1 must be in \[0, 1\)\. Leave it out, and the recipe decides"),
+    ({"beta1": "0.9"}, TypeError, r"beta1='0\.9' is a str"),
     ({"clip_norm": 0}, ValueError, r"clip_norm=0 must be positive"),
     ({"clip_norm": "1"}, TypeError, r"clip_norm='1' is a str"),
     ({"lr_ratio": 1}, TypeError, r"lr_ratio=1 is a int"),
@@ -227,7 +229,7 @@ def test_the_default_recipe_descends_to_the_ratio_over_the_planned_steps():
     assert densities[99:] == pytest.approx([0.001] * 21, abs=4e-5)
     assert densities == sorted(densities, reverse=True)
     assert planned.server_ratio.at(0, 0) == 2 * planned.ratio.at(0, 0)  # in proportion
-    assert planned.at(100, 0) == dataclasses.replace(config, wire="int4")
+    assert planned.at(100, 0) == dataclasses.replace(config, wire="int4", beta1=0.0)
     assert TopKConfig(wire="bf16").planned(100).wire == "bf16"
     assert config.planned(math.inf) == config  # nothing to plan with
 
@@ -283,6 +285,31 @@ def test_four_bits_are_the_recipes_only_where_their_rounding_is_kept():
     assert TopKConfig().planned(100).wire == "int4"
     for kept in ("worker", "server", False):
         assert TopKConfig(error_feedback=kept, bidirectional=False).planned(100).wire is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "lent"),
+    [
+        ({}, 0.0),
+        ({"topology": "hierarchical"}, 0.0),
+        ({"beta1": 0.9}, 0.9),
+        ({"recipe": "plain", "beta1": 0.5}, 0.5),
+        ({"recipe": "plain"}, None),
+        ({"momentum": 0.9}, None),
+        ({"ratio": 0.5}, None),
+        ({"ratio": "auto"}, None),
+        ({"topology": "auto"}, None),
+        ({"topology": "dense", "beta1": 0.5}, None),
+        ({"error_feedback": False}, None),
+    ],
+)
+def test_adam_steps_with_another_beta1_only_where_something_is_kept_back(settings, lent):
+    assert TopKConfig(**settings).planned(100).lent_beta1 == lent
+    assert TopKConfig(**settings).planned(math.inf).lent_beta1 == (lent if "beta1" in settings else None)
+
+
+def test_a_hierarchy_of_one_node_is_dense_and_adam_keeps_its_beta1():
+    assert TopKConfig(topology="hierarchical").planned(100).on(4, 4).lent_beta1 is None
 
 
 def test_settings_at_a_step_are_numbers_where_there_is_a_schedule():

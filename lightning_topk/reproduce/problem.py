@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lightning_topk.beta1 import lend_beta1
 from lightning_topk.config import TopKConfig
 from lightning_topk.simulate import Cluster
 
@@ -362,6 +363,8 @@ def train(
     names = [name for name, _ in problem.net.named_parameters()]
     exact = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
     ranks = cluster(config, workers, len(theta), local=local, sizes=sizes, exact=exact)
+    if config.lent_beta1 is not None:
+        lend_beta1([stepped], config.lent_beta1, ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run, last = Run(float("inf"), 0.0, 0.0, 0.0), optimizer.lr

@@ -117,7 +117,7 @@ def _more(cluster: Callable[..., Cluster] = Cluster, keeps_momentum: bool = True
 
 def _from(start: float) -> Recipe:
     """What the default is in a short run, but with another density at its beginning."""
-    return Recipe({"ratio": CosineWarmup(RATIO, start, share=1.0), "wire": "int4"})
+    return Recipe({"ratio": CosineWarmup(RATIO, start, share=1.0), "wire": "int4", "beta1": 0.0})
 
 
 COURSE = _from(START).settings
@@ -128,14 +128,16 @@ RECIPES: dict[str, Recipe] = {
     "default": Recipe(),
     "plain": Recipe({"recipe": "plain"}),
     # What else could be sent in as many bytes.
-    "constant density, equal bytes": _more(recipe="plain", wire="int4"),
+    "constant density, equal bytes": _more(recipe="plain", wire="int4", beta1=0.0),
     "unidirectional, equal bytes": _more(**COURSE, bidirectional=False),
     "all-gather, equal bytes": _more(**COURSE, bidirectional=False, topology="allgather"),
     "PowerSGD 1": Recipe(rank=1),
     "PowerSGD 2": Recipe(rank=2),
     "PowerSGD 4": Recipe(rank=4),
     # The default with one thing changed.
-    "exponential over 50 %, equal bytes": _more(ratio=ExponentialWarmup(RATIO, 0.25, share=0.5), wire="int4"),
+    "exponential over 50 %, equal bytes": _more(
+        ratio=ExponentialWarmup(RATIO, 0.25, share=0.5), wire="int4", beta1=0.0
+    ),
     "bf16, equal bytes": _more(wire="bf16"),
     "int8, equal bytes": _more(wire="int8"),
     "servers send x2, equal bytes": _more(server_ratio=2 * RATIO),
@@ -144,6 +146,7 @@ RECIPES: dict[str, Recipe] = {
     "lr ratio, equal bytes": _more(lr_ratio=True),
     "momentum correction, equal bytes": _more(momentum=0.9, keeps_momentum=False),
     "momentum correction unmasked, equal bytes": _more(momentum=0.9, momentum_masking=False, keeps_momentum=False),
+    "AdamW's own beta1": Recipe({"beta1": 0.9}),
     "local clipping, equal bytes": _more(clip_norm=1.0, scope="model"),
     "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
     "own shards, equal bytes": _more(OwnShards),
@@ -156,8 +159,8 @@ RECIPES: dict[str, Recipe] = {
     "from 0.04": _from(0.04),
     "from 0.01": _from(0.01),
     # Other ways than a warm-up.
-    "flush every 50": Recipe({"ratio": partial(flushed, 50, RATIO)}),
-    "adaptive, error 0.5": Recipe({"recipe": "plain"}, partial(Adaptive, target=0.5)),
+    "flush every 50": Recipe({"ratio": partial(flushed, 50, RATIO), "beta1": 0.0}),
+    "adaptive, error 0.5": Recipe({"recipe": "plain", "beta1": 0.0}, partial(Adaptive, target=0.5)),
 }
 """By name; all at a ratio of 0.001 in the long run."""
 
