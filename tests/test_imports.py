@@ -13,7 +13,7 @@ import lightning_topk
 
 PACKAGE = Path(lightning_topk.__file__).parent
 LAYERS = [
-    {"layout", "schedule", "_version", "_lightning"},
+    {"layout", "schedule", "beta1", "_version", "_lightning"},
     {"ops.reference"},
     {"ops.cpu", "ops.kernels"},
     {"ops"},
