@@ -295,7 +295,7 @@ class TopKState:
             self._chosen |= self._choice
             self._choice = {}
         self._lr_ratio = self._follow_learning_rate()
-        self._follow_optimizers()
+        self.follow_optimizers()
 
     def _submit(self, index: int, last: bool) -> None:
         """Queues the exchange of the buffers that wait."""
@@ -485,8 +485,14 @@ class TopKState:
             )
         return ratios[0] if ratios else 1.0
 
-    def _follow_optimizers(self) -> None:
-        """Checks the optimizers when they are new, lends them their beta1, and has the scaler's steps noted."""
+    def follow_optimizers(self) -> None:
+        """Checks the optimizers when they are new, lends them a beta1, and has the scaler's steps noted.
+
+        A backward pass begins with it. Before, it tells what does not go together as soon as there are optimizers.
+
+        Raises:
+            ValueError: An optimizer and the exchange would both apply momentum.
+        """
         now = [] if self._optimizers is None else list(self._optimizers())
         if len(now) == len(self._last_optimizers) and all(map(operator.is_, now, self._last_optimizers)):
             return

@@ -21,7 +21,7 @@ from lightning_topk._lightning import (
     rank_zero_info,
 )
 from lightning_topk.checkpoint import EMPTY, KEY, absent, collect
-from lightning_topk.checks import check_ddp_options, check_known, check_momentum, check_same_model
+from lightning_topk.checks import check_ddp_options, check_known, check_same_model
 from lightning_topk.collectives import connect_after_restart
 from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.hook import TopKState, attach, own_memory_
@@ -248,7 +248,8 @@ class TopKStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and checks that they and the exchange do not both apply momentum."""
         super().setup_optimizers(trainer)
-        check_momentum(self.config, self.optimizers)
+        if self.topk_state is not None:
+            self.topk_state.follow_optimizers()
 
     def teardown(self) -> None:
         """Gives up the exchange's process group and thread, then all that DDPStrategy holds."""

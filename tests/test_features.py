@@ -93,8 +93,12 @@ class Plain(L.LightningModule):
 
 
 class Adam(Plain):
+    def __init__(self, beta1: float = 0.9) -> None:
+        super().__init__()
+        self.beta1 = beta1
+
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, betas=(self.beta1, 0.999), fused=True)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
 
@@ -271,6 +275,41 @@ def trained(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_with_everything_sent_it_is_ddp(groups, name):
     groups(2).run(trained, name, timeout=100)
+
+
+class Groups(Callback):
+    """Takes note of the beta1 in the optimizer's groups, before each step and after."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.seen.append(optimizer.param_groups[0]["betas"][0])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(trainer.optimizers[0].param_groups[0]["betas"][0])
+
+
+def lent(rank: int, world: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    weights = []
+    for own, settings in ((0.9, {}), (0.0, {}), (0.9, {"beta1": 0.9})):
+        model, groups = Adam(own), Groups()
+        trainer = trainer_of(
+            rank, world, "topk", {"callbacks": lambda groups=groups: [groups]}, {}, ratio=0.01, **settings
+        )
+        trainer.fit(model)
+        assert groups.seen == [own] * 2 * trainer.global_step
+        trainer.save_checkpoint(f"{folder}/last.ckpt")
+        saved = torch.load(f"{folder}/last.ckpt", weights_only=False)["optimizer_states"][0]
+        assert saved["param_groups"][0]["betas"] == (own, 0.999)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_adam_steps_with_a_beta1_of_zero_that_nobody_sees(groups, tmp_path):
+    groups(2).run(lent, str(tmp_path))
 
 
 def unfrozen(rank: int, world: int) -> None:
