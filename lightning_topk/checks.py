@@ -85,13 +85,14 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            lent = config.beta1 is not None and isinstance(optimizer, Adam)
-            own = group.get("momentum") or (config.beta1 if lent else (group.get("betas") or (0,))[0])
+            lent = config.lent_beta1 is not None and isinstance(optimizer, Adam)
+            own = group.get("momentum") or (config.lent_beta1 if lent else (group.get("betas") or (0,))[0])
             if own:
                 raise ValueError(
                     f"momentum={config.momentum!r} is applied on the workers, before compression, but "
                     f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
-                    "torch.optim.SGD(..., momentum=0), with Adam and AdamW beta1=0 beside momentum, or leave momentum out of the strategy."
+                    "torch.optim.SGD(..., momentum=0) or AdamW(..., betas=(0, 0.999)), or leave momentum out of the strategy. Of torch's Adam "
+                    "and AdamW, beta1=0 beside momentum does it too."
                 )
 
 

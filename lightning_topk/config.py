@@ -56,16 +56,17 @@ class TopKConfig:
         momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
             optimizer's own must then be 0.
         momentum_masking: Whether momentum is zeroed where it was sent.
-        beta1: The first beta with which torch's Adam and AdamW step, in [0, 1); outside of ``step`` their groups say what they said.
-            Default: the recipe's, else their own.
+        beta1: The first beta with which torch's Adam and AdamW step, in [0, 1). Their groups say what they said when they have
+            stepped, and a group keeps its own if all of it is in ``dense_parameters``. Default: the recipe's, else their own.
         clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``), before
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: where the number of steps is known (see :meth:`planned`), densities that are numbers below :data:`START`
             are what the run ends with. It begins with ``2 PASSES / steps``, at most :data:`START`, if that is more, and descends along
-            half a cosine; if ``error_feedback`` is True, values travel in int4 and Adam steps with a ``beta1`` of 0, unless ``wire``,
-            ``beta1`` or ``momentum`` say something else.
+            half a cosine; values travel in int4, if ``error_feedback`` is True and ``wire`` says nothing else. Adam steps with a
+            ``beta1`` of 0, if workers keep what they do not send and ``beta1`` and ``momentum`` say nothing else; with
+            ``topology="auto"`` it keeps its own.
             ``"plain"``: densities are constant, as in the papers.
 
     Raises:
@@ -163,7 +164,7 @@ class TopKConfig:
 
     @property
     def lent_beta1(self) -> float | None:
-        """The ``beta1`` that Adam is to step with; None for its own, also where nothing arrives late."""
+        """The ``beta1`` that Adam is to step with; None for its own, as where nothing is compressed."""
         return None if self.topology == "dense" else self.beta1
 
     @property
@@ -197,10 +198,10 @@ class TopKConfig:
         ratios: dict[str, Any] = {"ratio": self.ratio, "server_ratio": self.server_ratio}
         wire, beta1 = self.wire, self.beta1
         if self.warms and steps < math.inf:
-            if self.error_feedback is True:  # else the rounding would be lost, and nothing be late
+            if self.error_feedback is True:  # else the rounding would be lost
                 wire = wire or "int4"
-                if beta1 is None and not self.momentum and not self.automatic:
-                    beta1 = 0.0
+            if beta1 is None and not self.momentum and not self.automatic and self.error_feedback in (True, "worker"):
+                beta1 = 0.0
             sent = 1.0 if self.bidirectional else world / 2 if self.topology == "allgather" else (1 + world) / 2
             rise = min(START / sent, 2 * PASSES / max(1.0, steps)) / mean(self._numbers)
             for name, ratio in ratios.items():
@@ -229,8 +230,8 @@ class TopKConfig:
             return []
         if math.isinf(steps):
             return [
-                "lightning_topk: nobody told how many steps are planned, so that the density is constant. Short runs learn better with the "
-                "default recipe's warm-up: give the Trainer max_steps, or a loader with a length; Fabric and plain DDP take "
+                "lightning_topk: nobody told how many steps are planned, so that the default recipe does nothing: the density is constant, "
+                "and Adam keeps its beta1. Short runs learn better with it: give the Trainer max_steps, or a loader with a length; Fabric and plain DDP take "
                 "planned_steps=. recipe='plain' wants none."
             ]
         ratio = self.planned(steps, world).ratio

@@ -40,7 +40,7 @@ class TopKStrategy(DDPStrategy):
             :class:`lightning_topk.TopKStrategy`.
         epoch: The epoch, for schedules by epochs; set ``strategy.epoch`` when a new one begins.
         local_world_size: Ranks of a node, consecutive ones. Default: Fabric's processes on a node.
-        planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which has no warm-up
+        planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which does nothing
             without.
         **settings: The other arguments of :class:`lightning_topk.TopKConfig`, and those of Fabric's DDPStrategy and of torch's
             DistributedDataParallel.
@@ -114,6 +114,8 @@ class TopKStrategy(DDPStrategy):
         """Takes note of an optimizer, and checks that it and the exchange do not both apply momentum."""
         check_momentum(self.config, [optimizer])
         self._set_up.append(optimizer)
+        for state in self.topk_states:
+            state.follow_optimizers()
         return super().setup_optimizer(optimizer)
 
     def save_checkpoint(self, path: _PATH, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -192,6 +192,8 @@ class TopKState:
         self._chosen: dict[tuple[Tensor, ...], TopKConfig] = {}
         self._choice: dict[tuple[Tensor, ...], TopKConfig] = {}  # that will be in force from the next step on
         self._announce = announce or LOGGER.info
+        self._said: set[str] = set()
+        self._asked_for_beta1 = self.config.beta1 is not None
         self.meter = Meter()
         self.measure = False
         """Whether the exchanges measure their compression error: two more passes over every bucket."""
@@ -221,10 +223,20 @@ class TopKState:
         hierarchy = self.config.topology in ("hierarchical", "auto") and 1 < self.local < self.world
         self.groups = self.groups.divided(process_group, timeout, self.local, hierarchy)
         self.residuals.rank = self.rank
-        if self.rank == 0 and not self.residuals.steps:  # a model that is wrapped again goes on
+        if not self.residuals.steps:  # a model that is wrapped again goes on
             for remark in given.remarks(steps, self.world, self.local):
-                self._announce(remark)
+                self._say(remark)
+            if self.config.lent_beta1 is not None and optimizers is None:
+                self._say(
+                    "lightning_topk: without optimizer= of attach, Adam keeps its beta1, which the default recipe lowers (README, Adam)."
+                )
         self._report = Report(bytes=dict(self.meter.bytes))
+
+    def _say(self, words: str) -> None:
+        """Tells the user something, on rank 0 and once."""
+        if self.rank == 0 and words not in self._said:
+            self._announce(words)
+        self._said.add(words)
 
     def name(self, names: Mapping[Tensor, str]) -> None:
         """Learns the parameters' names.
@@ -400,8 +412,7 @@ class TopKState:
                 f"lightning_topk: measuring how buckets are best exchanged failed on rank {self.rank} of {self.world}: {error}"
             ) from error
         self._choice = dict(zip(buckets, choice.configs, strict=True))
-        if self.rank == 0:
-            self._announce(choice.words)
+        self._say(choice.words)
 
     def _compressed(self, parameters: Sequence[Tensor]) -> bool:
         """Whether there is anything in a bucket that may be compressed."""
@@ -498,13 +509,10 @@ class TopKState:
             return
         check_momentum(self.config, now)
         take_back_beta1(self._last_optimizers, self)
-        beta1 = self.config.lent_beta1
-        lent = [] if beta1 is None else lend_beta1(now, beta1, self, self._exact)
-        if lent and self.rank == 0 and not self.residuals.steps:
-            self._announce(
-                f"lightning_topk: {type(lent[0]).__name__} steps with a beta1 of {beta1:g} instead of its own, since what is kept back "
-                "arrives as an average already (README, Learning like dense). beta1=, with your own, keeps that."
-            )
+        if self.config.lent_beta1 is not None:
+            compressed = self.names.keys() - self._exact if self.names else None
+            for words in lend_beta1(now, self.config.lent_beta1, self, compressed, self._asked_for_beta1):
+                self._say(words)
         if self._scaler is not None:
             Steps.of(self._scaler).watch(now)
             self.residuals.forget_steps()
@@ -629,6 +637,7 @@ class TopKState:
         self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
         self._dense_cost = other._dense_cost
         self._failed_steps, self._chosen = other._failed_steps, other._chosen
+        self._said = other._said
 
     def close(self) -> None:
         """Ends the lane and gives up the process groups. The residuals stay."""
@@ -742,8 +751,6 @@ def attach(
             f"momentum={config.momentum!r} is applied on the workers; pass optimizer=, so that it can be checked that the "
             "optimizer has none of its own."
         )
-    if isinstance(optimizer, Optimizer):
-        check_momentum(config, [optimizer])
     dtypes = {parameter.dtype for parameter in model.module.parameters() if parameter.requires_grad}
     if config.scope == "model" and len(dtypes) > 1:
         raise ValueError(
@@ -763,6 +770,8 @@ def attach(
     )
     try:
         state.name({parameter: name for name, parameter in model.module.named_parameters()})
+        if isinstance(optimizer, Optimizer):
+            state.follow_optimizers()
         model.register_comm_hook(state, topk_hook)
     except (RuntimeError, ValueError):
         state.close()

@@ -61,6 +61,7 @@ def draw(panels: Sequence[Panel], path: str | Path, columns: int = 3) -> None:
         axis.set(title=panel.title, xlabel=panel.xlabel)
         axis.set_xscale("log" if panel.xlog else "linear")
         axis.set_yscale("log" if panel.ylog else "linear")
+        axis.tick_params("x", which="minor", labelsize="x-small", labelrotation=60)  # of less than a decade or two
         if panel.curves:
             axis.legend(fontsize="small")
     figure.savefig(path, dpi=110)

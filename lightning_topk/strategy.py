@@ -65,16 +65,17 @@ class TopKStrategy(DDPStrategy):
         momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
             optimizer's own must then be 0.
         momentum_masking: Whether momentum is zeroed where it was sent.
-        beta1: The first beta with which torch's Adam and AdamW step, in [0, 1); outside of ``step`` their groups say what they said.
-            Default: the recipe's, else their own.
+        beta1: The first beta with which torch's Adam and AdamW step, in [0, 1). Their groups say what they said when they have
+            stepped, and a group keeps its own if all of it is in ``dense_parameters``. Default: the recipe's, else their own.
         clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``), before
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
         recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with. It begins with 0.12, in
             runs of more than 3,000 steps with less, and descends along half a cosine (:data:`lightning_topk.config.START`,
-            :data:`lightning_topk.config.PASSES`); if ``error_feedback`` is True, values travel in int4 and Adam steps with a ``beta1`` of 0,
-            unless ``wire``, ``beta1`` or ``momentum`` say something else.
+            :data:`lightning_topk.config.PASSES`); values travel in int4, if ``error_feedback`` is True and ``wire`` says nothing else.
+            Adam steps with a ``beta1`` of 0, if workers keep what they do not send and ``beta1`` and ``momentum`` say nothing else;
+            with ``topology="auto"`` it keeps its own.
             ``"plain"``: densities are constant, as in the papers.
         residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
             run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the

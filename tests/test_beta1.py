@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from lightning_topk import attach
-from lightning_topk.beta1 import lend_beta1, take_back_beta1
+from lightning_topk.beta1 import Beta1, lend_beta1, take_back_beta1
 from lightning_topk.residuals import Residuals
 
 OWN = (0.9, 0.95)
@@ -22,8 +22,20 @@ class Lender:
 
 
 class Derived(AdamW):
-    def step(self, closure=None):
+    def step(self, *, closure=None):
         return super().step(closure)
+
+
+class Scaled(Adam):
+    """Has a step that takes something else first."""
+
+    def step(self, scale=None, closure=None):
+        assert scale in (None, 2.0)
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["betas"][0] * parameter.grad
+        return loss
 
 
 def stepped(optimizer, parameter, gradients, way="bare"):
@@ -35,9 +47,9 @@ def stepped(optimizer, parameter, gradients, way="bare"):
             parameter.grad = gradient.clone()
             return gradient.sum()
 
-        if way == "bare":
+        if way in ("bare", "scaled"):
             closure()
-            optimizer.step()
+            optimizer.step(*([2.0] if way == "scaled" else []))
         else:
             loss = optimizer.step(closure) if way == "closure" else optimizer.step(closure=closure)
             assert loss == gradient.sum()
@@ -50,15 +62,20 @@ def gradients():
     return torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("way", ["bare", "closure", "keyword"])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(Adam, {}), (AdamW, {"fused": True}), (AdamW, {"amsgrad": True, "foreach": True}), (Derived, {})],
-)
+WAYS = {
+    Adam: ("bare", "closure", "keyword"),
+    AdamW: ("bare", "closure", "keyword"),
+    Derived: ("bare", "keyword"),
+    Scaled: ("bare", "keyword", "scaled"),
+}
+
+
+@pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind, ways in WAYS.items() for way in ways])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"amsgrad": True, "foreach": True}])
 def test_it_steps_as_with_the_beta1_that_it_was_lent(kind, options, way):
     one, other, lender = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
     optimizer = kind([one], lr=0.1, betas=OWN, **options)
-    assert lend_beta1([optimizer, SGD([other], lr=0.1)], 0.5, lender) == [optimizer]
+    lend_beta1([optimizer, SGD([other], lr=0.1)], 0.5, lender)
     wanted = kind([other], lr=0.1, betas=(0.5, OWN[1]), **options)
     for gradient in gradients():
         other.grad = gradient.clone()
@@ -78,72 +95,151 @@ def test_it_steps_with_its_own_when_the_lender_takes_it_back_or_is_gone(end):
     assert torch.equal(stepped(optimizer, one, gradients()), stepped(alone, other, gradients()))
 
 
-def test_groups_of_spared_parameters_and_other_optimizers_keep_theirs():
-    parameters, lender = [nn.Parameter(torch.ones(3)) for _ in range(3)], Lender()
-    optimizer = AdamW([{"params": [p]} for p in parameters], betas=OWN)
-    other = NAdam([parameters[0]])
-    assert lend_beta1([optimizer, other], 0.0, lender, {parameters[1]}) == [optimizer]
+def used(optimizer) -> list[float]:
+    """The betas with which the groups step."""
     seen = []
-    optimizer.register_step_pre_hook(lambda o, *_: seen.extend(group["betas"][0] for group in o.param_groups))
-    optimizer.step()
-    assert seen == [0.0, 0.9, 0.0]
-    assert lend_beta1([optimizer], 0.9, lender) == []  # it has that already
+    handle = optimizer.register_step_pre_hook(lambda o, *_: seen.extend(group["betas"][0] for group in o.param_groups))
+    optimizer.step()  # hooks are called in order: what is lent is seen by this one
+    handle.remove()
+    return seen
 
 
-def test_a_checkpoint_of_an_update_that_failed_holds_its_own():
+def test_only_groups_with_compressed_parameters_are_lent_whoever_lends():
+    parameters, lender, other = [nn.Parameter(torch.ones(3)) for _ in range(3)], Lender(), Lender()
+    optimizer = AdamW([{"params": [p]} for p in parameters], betas=OWN)
+    (words,) = lend_beta1([optimizer], 0.0, lender, {parameters[0]})
+    assert "AdamW steps with a beta1 of 0 instead of its own" in words
+    assert lend_beta1([optimizer], 0.9, other, {parameters[1]}) == []  # it has that already
+    assert used(optimizer) == [0.0, 0.9, 0.9]
+    lend_beta1([optimizer], 0.3, other, {parameters[1]})
+    assert used(optimizer) == [0.0, 0.3, 0.9]
+    take_back_beta1([optimizer], lender)
+    assert used(optimizer) == [0.9, 0.3, 0.9]
+
+
+def test_optimizers_that_are_not_torchs_adam_step_as_ever_and_that_is_said():
+    parameter, lender = nn.Parameter(torch.ones(3)), Lender()
+    (words,) = lend_beta1([NAdam([parameter])], 0.0, lender)
+    assert "NAdam steps as ever" in words
+    assert lend_beta1([SGD([parameter], lr=0.1)], 0.0, lender) == []
+    assert "SGD steps as ever" in lend_beta1([SGD([parameter], lr=0.1)], 0.0, lender, asked=True)[0]
+    assert lend_beta1([AdamW([parameter])], 0.0, lender, asked=True) == []
+
+
+def failed() -> tuple[Adam, Lender]:
+    """An optimizer whose last update raised an error half-way."""
     parameter, lender = nn.Parameter(torch.ones(2, 2)), Lender()
     optimizer = Adam([parameter], betas=OWN)
     lend_beta1([optimizer], 0.0, lender)
     parameter.grad = torch.eye(2).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
-    assert optimizer.state_dict()["param_groups"][0]["betas"] == OWN
     parameter.grad = torch.eye(2)
-    optimizer.step()
+    return optimizer, lender
+
+
+def test_an_update_that_failed_leaves_nothing_behind():
+    optimizer, _lender = failed()
+    assert optimizer.state_dict()["param_groups"][0]["betas"] == OWN
+    assert used(optimizer) == [0.0]
     assert optimizer.param_groups[0]["betas"] == OWN
 
+    optimizer, _lender = failed()
+    loaded = optimizer.state_dict()
+    loaded["param_groups"][0]["betas"] = (0.8, 0.98)
+    optimizer.load_state_dict(loaded)
+    assert used(optimizer) == [0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.98)
 
-def trained(rank: int, world: int, settings: dict) -> tuple[list[float], list[str], list[str]]:
-    """The weights after six steps, what was said, and what a state that goes on says."""
-    said: list[list[str]] = [[], []]
+    optimizer, lender = failed()
+    take_back_beta1([optimizer], lender)
+    assert used(optimizer) == [0.9]
+
+
+def test_schedules_and_betas_as_tensors_are_kept():
+    parameter, lender = nn.Parameter(torch.ones(3)), Lender()
+    optimizer = AdamW([parameter], lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    alone = torch.optim.lr_scheduler.OneCycleLR(AdamW([nn.Parameter(torch.ones(3))], lr=0.1), 0.1, total_steps=5)
+    lend_beta1([optimizer], 0.0, lender)
+    for _ in range(4):
+        parameter.grad = torch.ones(3)
+        assert used(optimizer) == [0.0]
+        alone.optimizer.step()
+        assert optimizer.param_groups[0]["betas"] == alone.optimizer.param_groups[0]["betas"]
+        schedule.step()
+        alone.step()
+    own = torch.tensor(0.9), torch.tensor(0.99)
+    optimizer = Adam([parameter], betas=own, capturable=True, foreach=False)
+    lend_beta1([optimizer], 0.0, lender)
+    group = optimizer.param_groups[0]
+    Beta1.of(optimizer)._lend(optimizer)  # to step with these needs CUDA
+    assert group["betas"][0] == 0
+    assert isinstance(group["betas"][0], torch.Tensor)
+    Beta1.of(optimizer)._give_back()
+    assert group["betas"][0] is own[0]
+
+
+def trained(rank: int, world: int, settings: dict, own: float) -> tuple[list[float], list[float], list[str]]:
+    """The weights after six steps, the beta1 of each, and what was said of it; the model is wrapped anew half-way."""
+    said: list[str] = []
+    seen: list[float] = []
     torch.manual_seed(0)
     net = nn.Linear(40, 40)
-    own = settings.pop("own", 0.9)
     optimizer = AdamW(net.parameters(), lr=0.1, betas=(own, 0.99))
-    residuals = Residuals()
-    for words in said:
-        ddp = DistributedDataParallel(net)
-        common = {"ratio": 0.01, "planned_steps": 6, "residuals": residuals, "announce": words.append}
+    residuals, state = Residuals(), None
+    for _ in range(2):
+        ddp, last = DistributedDataParallel(net), state
+        common = {"ratio": 0.01, "planned_steps": 6, "residuals": residuals, "announce": said.append}
         state = attach(ddp, optimizer=optimizer, **common | settings)
+        if last is not None:
+            state.follow(last)
         for _ in range(3):
             generator = torch.Generator().manual_seed(10 * residuals.steps + rank)
             optimizer.zero_grad()
             ddp(torch.randn(4, 40, generator=generator)).square().mean().backward()
-            optimizer.step()
+            seen += used(optimizer)
             assert optimizer.param_groups[0]["betas"] == (own, 0.99)
         state.close()
-    return net.weight.flatten().tolist(), *[[line for line in lines if "beta1" in line] for lines in said]
+    weights = net.weight.flatten().tolist()
+    assert used(optimizer) == [own]
+    return weights, seen, [line for line in said if "beta1" in line]
 
 
-def test_the_default_recipe_lends_adam_a_beta1_of_zero_and_says_so_once(groups):
+def test_the_default_recipe_lends_adam_a_beta1_of_zero(groups):
     group = groups(2)
     found = {
-        name: group.run(trained, settings)
-        for name, settings in {
-            "default": {},
-            "asked for": {"beta1": 0.0},
-            "its own": {"own": 0.0},
-            "kept": {"beta1": 0.9},
-            "no plan": {"planned_steps": None, "wire": "int4"},
+        name: group.run(trained, settings, own)
+        for name, (settings, own) in {
+            "default": ({}, 0.9),
+            "asked for": ({"beta1": 0.0}, 0.9),
+            "its own": ({}, 0.0),
+            "kept": ({"beta1": 0.9}, 0.9),
+            "plain": ({"recipe": "plain"}, 0.9),
+            "corrected": ({"momentum": 0.9, "beta1": 0.0}, 0.9),
         }.items()
     }
-    weights = {name: ranks[0][0] for name, ranks in found.items()}
     for ranks in found.values():
-        assert ranks[0][0] == ranks[1][0]
+        assert ranks[0][:2] == ranks[1][:2]
+        assert ranks[1][2] == []
+    weights, betas, said = ({name: ranks[0][part] for name, ranks in found.items()} for part in range(3))
     assert weights["default"] == weights["asked for"] == weights["its own"] != weights["kept"]
-    (_, first, later), (_, other, _) = found["default"]
-    assert len(first) == 1
-    assert "AdamW steps with a beta1 of 0 instead of its own" in first[0]
-    assert later == other == []
-    for name in ("its own", "kept", "no plan"):
-        assert found[name][0][1] == []
+    for name, beta1 in {"default": 0.0, "asked for": 0.0, "kept": 0.9, "plain": 0.9, "corrected": 0.0}.items():
+        assert betas[name] == [beta1] * 6
+    assert len(said.pop("default")) >= 1
+    assert not any(said.values())
+
+
+def quiet(rank: int, world: int) -> list[str]:
+    said: list[str] = []
+    state = attach(DistributedDataParallel(nn.Linear(9, 9)), planned_steps=9, announce=said.append)
+    state.close()
+    with pytest.raises(ValueError, match="pass optimizer= to attach"):
+        attach(DistributedDataParallel(nn.Linear(9, 9)), beta1=0.0)
+    return said
+
+
+def test_without_the_optimizer_the_recipe_says_that_adam_keeps_its_beta1(groups):
+    (said, other) = groups(2).run(quiet)
+    assert any("without optimizer= of attach, Adam keeps its beta1" in words for words in said)
+    assert other == []

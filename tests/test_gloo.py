@@ -796,7 +796,7 @@ def test_the_least_of_the_ranks_plans_counts(groups):
         short, long = (TopKConfig().planned(steps).ratio.at(50, 0) for steps in (100, 200))
         assert found == [short, long, True, short]
         remarks = [words for steps in (100, 200, float("inf")) for words in TopKConfig().remarks(steps, 2, 1)]
-        assert said == (remarks if rank == 0 else [])
+        assert [words for words in said if "optimizer=" not in words] == (remarks if rank == 0 else [])
 
 
 def misplaced(rank: int, world: int) -> list[str]:

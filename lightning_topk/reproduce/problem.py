@@ -363,8 +363,9 @@ def train(
     names = [name for name, _ in problem.net.named_parameters()]
     exact = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
     ranks = cluster(config, workers, len(theta), local=local, sizes=sizes, exact=exact)
-    if config.lent_beta1 is not None:
-        lend_beta1([stepped], config.lent_beta1, ranks)
+    beta1 = config.on(workers, local).lent_beta1
+    if beta1 is not None:
+        lend_beta1([stepped], beta1, ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run, last = Run(float("inf"), 0.0, 0.0, 0.0), optimizer.lr
