@@ -92,6 +92,7 @@ class Recipe:
         rank: Of PowerSGD, in the place of all this.
         equal_bytes: Whether the ratio is scaled so that as many bytes are sent as with the default.
         keeps_momentum: Whether the optimizer has momentum of its own (with AdamW: beta1).
+        momentum: Of SGD, in the place of the task's, at the same lr / (1 - momentum).
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -99,6 +100,7 @@ class Recipe:
     rank: int = 0
     equal_bytes: bool = False
     keeps_momentum: bool = True
+    momentum: float | None = None
 
     def config(self, task: Task) -> TopKConfig:
         """The settings for a task, before the ratio is scaled."""
@@ -147,6 +149,8 @@ RECIPES: dict[str, Recipe] = {
     "momentum correction, equal bytes": _more(momentum=0.9, keeps_momentum=False),
     "momentum correction unmasked, equal bytes": _more(momentum=0.9, momentum_masking=False, keeps_momentum=False),
     "AdamW's own beta1": Recipe({"beta1": 0.9}),
+    "SGD's momentum 0.8": Recipe(momentum=0.8),
+    "SGD's momentum 0.5": Recipe(momentum=0.5),
     "local clipping, equal bytes": _more(clip_norm=1.0, scope="model"),
     "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
     "own shards, equal bytes": _more(OwnShards),
@@ -277,6 +281,9 @@ def _train(task: Task, name: str, seed: int, data: Path | None) -> dict[str, flo
         config = _scaled(config, task, {name: p.numel() for name, p in net.named_parameters()})
     if recipe.rank:
         config, cluster = config.dense, partial(PowerSGD, rank=recipe.rank, shapes=shapes)
+    if recipe.momentum is not None and not optimizer.adamw:
+        lr = optimizer.lr * (1 - recipe.momentum) / (1 - optimizer.momentum)
+        optimizer = replace(optimizer, lr=lr, momentum=recipe.momentum)
     if not recipe.keeps_momentum:  # what averages on the worker takes its place
         optimizer = replace(optimizer, momentum=0.0)
     ended = train(
