@@ -109,7 +109,7 @@ def lend_beta1(
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if isinstance(optimizer, Adam):
-            Beta1.of(optimizer).wanted[lender] = (beta1, parameters)
+            Beta1.of(optimizer).wanted[lender] = (float(beta1), parameters)
             if not asked and any(_changes(group, beta1, parameters) for group in optimizer.param_groups):
                 words.append(
                     f"lightning_topk: {name} steps with a beta1 of {beta1:g} instead of its own, since what is kept back arrives as an "

@@ -216,7 +216,7 @@ def test_the_default_recipe_lends_adam_a_beta1_of_zero(groups):
             "its own": ({}, 0.0),
             "kept": ({"beta1": 0.9}, 0.9),
             "plain": ({"recipe": "plain"}, 0.9),
-            "corrected": ({"momentum": 0.9, "beta1": 0.0}, 0.9),
+            "corrected": ({"momentum": 0.9, "beta1": 0}, 0.9),
         }.items()
     }
     for ranks in found.values():
