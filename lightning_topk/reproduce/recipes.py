@@ -151,6 +151,7 @@ RECIPES: dict[str, Recipe] = {
     "AdamW's own beta1": Recipe({"beta1": 0.9}),
     "SGD's momentum 0.8": Recipe(momentum=0.8),
     "SGD's momentum 0.5": Recipe(momentum=0.5),
+    "dense, SGD's momentum 0.5": Recipe({"topology": "dense"}, momentum=0.5),
     "local clipping, equal bytes": _more(clip_norm=1.0, scope="model"),
     "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
     "own shards, equal bytes": _more(OwnShards),
