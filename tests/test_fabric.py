@@ -147,6 +147,23 @@ def momentum_twice(rank: int, world: int) -> None:
         fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
 
 
+def lent_to_one(rank: int, world: int) -> None:
+    """One optimizer for a module that Fabric exchanges and for a parameter of nobody's: only the first is lent a beta1."""
+    fabric = fabric_of(rank, world, ratio=0.01, planned_steps=3)
+    net, alone = net_of_four_layers(), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([{"params": net.parameters()}, {"params": [alone]}])
+    model, wrapped = fabric.setup(net, optimizer)
+    seen: list[float] = []
+    optimizer.register_step_pre_hook(lambda o, *_: seen.extend(group["betas"][0] for group in o.param_groups))
+    train(fabric, [(model, wrapped)], rank, range(2))
+    assert seen == [0.0, 0.9] * 2
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999)] * 2
+
+
+def test_the_default_recipe_lends_adam_a_beta1_in_fabric_too(groups):
+    groups(2).run(lent_to_one)
+
+
 def shared_optimizer(rank: int, world: int, folder: str) -> None:
     """Two modules, one optimizer: a gradient of the first that is not finite undoes what the second sent, too."""
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
