@@ -156,9 +156,8 @@ RECIPES: dict[str, Recipe] = {
     "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
     "own shards, equal bytes": _more(OwnShards),
     "EF21-SGDM, equal bytes": _more(partial(Differences, new=0.1), keeps_momentum=False),
-    "dense, no momentum": Recipe(
-        {"topology": "dense"}, keeps_momentum=False
-    ),  # what the last three are to be held against
+    # What corrections of momentum and EF21-SGDM are to be held against.
+    "dense, no momentum": Recipe({"topology": "dense"}, keeps_momentum=False),
     # More bytes, and fewer.
     "from 0.48": _from(0.48),
     "from 0.04": _from(0.04),
@@ -242,7 +241,8 @@ def _key(task: Task, name: str, seed: int) -> str:
     """What a run is known by: another recipe of the same name is another run."""
     recipe = RECIPES[name]
     budget = _default(task).summary() if recipe.equal_bytes else None
-    settings = [recipe.config(task).summary(), repr(recipe.cluster), recipe.rank, budget]
+    momentum = recipe.keeps_momentum, recipe.momentum
+    settings = [recipe.config(task).summary(), repr(recipe.cluster), recipe.rank, budget, momentum]
     return json.dumps([*asdict(task).values(), name, seed, hashlib.sha1(repr(settings).encode()).hexdigest()[:8]])
 
 
