@@ -236,7 +236,7 @@ def main() -> None:
         return  # another process prints
     print("\n" + table({name: values for name, (_, values, _) in runs.items()}))
     if options.plot:
-        from lightning_topk.plots import plot_runs
+        from lightning_topk.lab.plots import plot_runs
 
         plot_runs({name: series for name, (*_, series) in runs.items()}, options.plot)
         print(f"plot: {options.plot}")

@@ -12,15 +12,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_topk import _register
 from lightning_topk._version import __version__
 from lightning_topk.config import TopKConfig, presets
-from lightning_topk.hook import TopKState, attach, topk_hook
+from lightning_topk.ddp import TopKState, attach, topk_hook
+from lightning_topk.lightning import _register
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 
 if TYPE_CHECKING:
-    from lightning_topk.callback import CompressionMonitor
-    from lightning_topk.strategy import TopKStrategy
+    from lightning_topk.lightning.callback import CompressionMonitor
+    from lightning_topk.lightning.strategy import TopKStrategy
 
 
 __all__ = [
@@ -36,18 +36,24 @@ __all__ = [
     "topk_hook",
 ]
 
-_NEEDS_LIGHTNING = {"TopKStrategy": "lightning_topk.strategy", "CompressionMonitor": "lightning_topk.callback"}
+_MODULES = ("fabric", "metrics", "select")
+_NEEDS_LIGHTNING = {
+    "TopKStrategy": "lightning_topk.lightning.strategy",
+    "CompressionMonitor": "lightning_topk.lightning.callback",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what needs Lightning when it is first asked for."""
+    """Imports the public modules, and what needs Lightning, when they are first asked for."""
+    if name in _MODULES:
+        return importlib.import_module(f"lightning_topk.{name}")
     if name in _NEEDS_LIGHTNING:
         return getattr(importlib.import_module(_NEEDS_LIGHTNING[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])
 
 
 _register.when_lightning_is_imported()

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_topk import scale
-from lightning_topk.advice import Hardware, forecasts, parameter_sizes, sentence, table
-from lightning_topk.bench import BENCHES, bench
 from lightning_topk.config import START, TopKConfig
-from lightning_topk.costs import Links, bytes_per_second, load_costs
-from lightning_topk.reproduce import CLAIMS, EXPERIMENTS, report, reproduce
-from lightning_topk.reproduce.result import markdown
+from lightning_topk.lab import scale
+from lightning_topk.lab.bench import BENCHES, bench
+from lightning_topk.lab.papers import CLAIMS, EXPERIMENTS, report, reproduce
+from lightning_topk.lab.report import markdown
+from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, sentence, table
+from lightning_topk.planning.costs import Links, bytes_per_second, load_costs
 
 TRAINED = ("convergence", *EXPERIMENTS)
 """Commands whose runs may be of other data, or shorter."""

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_topk.exchange import EXCHANGES, Endpoint, FusedLink, Link
-from lightning_topk.layout import Layout, Parts, kept_count
-from lightning_topk.memory import Memory, MomentumResidual, NoMemory, Residual
+from lightning_topk.core.exchange import EXCHANGES, Endpoint, FusedLink, Link
+from lightning_topk.core.layout import Layout, Parts, kept_count
+from lightning_topk.core.memory import Memory, MomentumResidual, NoMemory, Residual
+from lightning_topk.core.select import SELECTORS, RandK, Selector, TopK
+from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup, Ratio, Schedule, ratio_at
-from lightning_topk.select import SELECTORS, RandK, Selector, TopK
-from lightning_topk.wire import WIRES, Codec
 
 AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 """Those among which ``ratio="auto"`` chooses."""

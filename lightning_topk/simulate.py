@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.exchange import (
+from lightning_topk.core.exchange import (
     AllGather,
     AllReduce,
     AllToAll,

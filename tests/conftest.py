@@ -14,8 +14,8 @@ from groups import Group
 # Spawned processes spend seconds on imports. A fork server imports once; it is as clean as a spawned process.
 multiprocessing.set_forkserver_preload(
     [
-        "lightning_topk.strategy",
-        "lightning_topk.callback",
+        "lightning_topk.lightning.strategy",
+        "lightning_topk.lightning.callback",
         "test_lightning",
         "test_gloo",
         "test_precision",

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_topk import CompressionMonitor, hosts
-from lightning_topk.bench import memory, select, wire
-from lightning_topk.bench import step as step_bench
-from lightning_topk.bench.peers import ON_NODES, PEERS
+from lightning_topk import CompressionMonitor
+from lightning_topk.lab import hosts
+from lightning_topk.lab.bench import memory, select, wire
+from lightning_topk.lab.bench import step as step_bench
+from lightning_topk.lab.bench.peers import ON_NODES, PEERS
 
 
 def test_select_holds_ours_beside_the_naive_way(monkeypatch):
@@ -41,7 +42,7 @@ def test_wire_meets_its_byte_targets_at_every_size(monkeypatch):
 
 def test_an_exchange_needs_its_residuals_and_little_more():
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_topk.bench.memory", "8000000", "4"],
+        [sys.executable, "-m", "lightning_topk.lab.bench.memory", "8000000", "4"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from lightning_topk import attach
-from lightning_topk.beta1 import Beta1, lend_beta1, take_back_beta1
-from lightning_topk.residuals import Residuals
+from lightning_topk.runtime.beta1 import Beta1, lend_beta1, take_back_beta1
+from lightning_topk.runtime.residuals import Residuals
 
 OWN = (0.9, 0.95)
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import ExponentialWarmup, TopKStrategy
-from lightning_topk.checkpoint import KEY
-from lightning_topk.hook import attach
+from lightning_topk.ddp import attach
+from lightning_topk.runtime.checkpoint import KEY
 
 MODES = {
     "several_buckets": {"bucket_cap_mb": 0.001},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_topk.choose import judge
 from lightning_topk.config import AUTO_RATIOS, TopKConfig
+from lightning_topk.runtime.autotune import judge
 
 SIZES = [1000, 2_000_000]
 

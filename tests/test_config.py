@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from lightning_topk.config import PASSES, START, TopKConfig, presets
-from lightning_topk.layout import Layout
-from lightning_topk.plan import volume
+from lightning_topk.core.layout import Layout
+from lightning_topk.core.select import Selector
+from lightning_topk.lightning.strategy import TopKStrategy
+from lightning_topk.planning.volume import volume
 from lightning_topk.schedule import ExponentialWarmup
-from lightning_topk.select import Selector
 from lightning_topk.simulate import Cluster
-from lightning_topk.strategy import TopKStrategy
 
 BAD = [
     ({"ratio": 0}, ValueError, r"ratio=0 must be in \(0, 1\].*Use ratio=0\.001"),

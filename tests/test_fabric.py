@@ -14,7 +14,7 @@ from test_gloo import every_rank
 from test_precision import loss_of, net_of_four_layers
 from torch import nn
 
-from lightning_topk.fabric import TopKStrategy
+from lightning_topk.lightning.fabric import TopKStrategy
 
 
 def fabric_of(rank: int, world: int, **settings) -> Fabric:

@@ -16,9 +16,9 @@ from groups import Group
 from test_precision import loss_of, net_of_four_layers
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import collectives
-from lightning_topk.checks import check_same_model
-from lightning_topk.hook import attach
+from lightning_topk.ddp import attach
+from lightning_topk.runtime import collectives
+from lightning_topk.runtime.checks import check_same_model
 
 
 def configured(rank: int, world: int, settings: list[dict]) -> str:
@@ -136,7 +136,8 @@ import os, signal, sys
 import lightning as L, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_topk import TopKStrategy, collectives
+from lightning_topk import TopKStrategy
+from lightning_topk.runtime import collectives
 
 folder, kill = sys.argv[1:]
 first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -188,7 +189,7 @@ def test_after_a_kill_torchrun_restarts_and_nothing_is_lost(tmp_path):
 
 FABRIC = """
 import os, sys, torch, lightning as L
-from lightning_topk.fabric import TopKStrategy
+from lightning_topk.lightning.fabric import TopKStrategy
 
 if __name__ == "__main__":
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=TopKStrategy(ratio=0.1))

@@ -14,12 +14,12 @@ from test_laws import ON_NODES, routes, selectors, wires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.collectives import Groups, Meter, ThreadLane, dense_cost, drive
 from lightning_topk.config import TopKConfig
-from lightning_topk.exchange import exchange
-from lightning_topk.hook import TopKState, attach, topk_hook, tree_broadcast_sends
-from lightning_topk.plan import volume
-from lightning_topk.residuals import Residuals
+from lightning_topk.core.exchange import exchange
+from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
+from lightning_topk.planning.volume import volume
+from lightning_topk.runtime.collectives import Groups, Meter, ThreadLane, dense_cost, drive
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 

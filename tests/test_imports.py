@@ -133,7 +133,7 @@ def test_the_names_are_registered_in_either_order_of_imports(order):
     "first",
     [
         "from lightning_topk import CompressionMonitor",
-        "import lightning_topk.fabric",
+        "import lightning_topk.lightning.fabric",
     ],
 )
 def test_any_module_can_be_imported_before_lightning(first):

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from lightning_topk import ops
 from lightning_topk.config import TopKConfig
-from lightning_topk.exchange import deliver, mean
-from lightning_topk.layout import Layout
-from lightning_topk.ops import reference
+from lightning_topk.core import ops
+from lightning_topk.core.exchange import deliver, mean
+from lightning_topk.core.layout import Layout
+from lightning_topk.core.ops import reference
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,7 +55,7 @@ def given(name: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     ("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 1, 70), (70_001, 3, 200), (100_000, 4, 25)]
 )
 def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
-    from lightning_topk.ops import kernels
+    from lightning_topk.core.ops import kernels
 
     layout, finite = Layout(numel, shards), torch.tensor(True, device=DEVICE)
     e, x = given(name, numel)
@@ -77,7 +77,7 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
 @on_a_device
 @pytest.mark.parametrize("shards", [1, 3])
 def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost(shards):
-    from lightning_topk.ops import kernels
+    from lightning_topk.core.ops import kernels
 
     numel, k = 70_001, 200
     layout = Layout(numel, shards)
@@ -94,7 +94,7 @@ def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost
 @on_a_device
 @pytest.mark.parametrize("width", [64, 100, 256])
 def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(width):
-    from lightning_topk.ops import kernels
+    from lightning_topk.core.ops import kernels
 
     numel, k = 2**17, 1310
     layout, finite = Layout(numel, 2), torch.tensor(True, device=DEVICE)
@@ -110,7 +110,7 @@ def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(
 
 @on_a_device
 def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
-    from lightning_topk.ops import kernels
+    from lightning_topk.core.ops import kernels
 
     e, x = given("normal", 20_000)
     before = e.clone()

@@ -8,13 +8,13 @@ import torch
 from oracle import BidirectionalTopK, bfloat16, deal
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.layout import Parts
-from lightning_topk.ops.reference import join_parts, split_parts
-from lightning_topk.plan import volume
-from lightning_topk.residuals import _served
+from lightning_topk.core.layout import Parts
+from lightning_topk.core.ops.reference import join_parts, split_parts
+from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
+from lightning_topk.planning.volume import volume
+from lightning_topk.runtime.residuals import _served
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
-from lightning_topk.wire import WIRES as WIRES_BY_NAME
 
 ROUTES = [
     ("sharded", True),

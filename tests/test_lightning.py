@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy, presets
-from lightning_topk.metrics import CompressionError, ExchangeVolume
-from lightning_topk.plan import volume
+from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.planning.volume import volume
 
 ROOT = Path(__file__).parent.parent
 KEYS = {

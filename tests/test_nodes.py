@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from lightning_topk import hosts
 from lightning_topk.config import TopKConfig
-from lightning_topk.plan import volume
+from lightning_topk.lab import hosts
+from lightning_topk.planning.volume import volume
 
 pytestmark = pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
 
@@ -20,7 +20,8 @@ SCRIPT = """
 import json, os, signal, sys
 import lightning as L, torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning_topk import CompressionMonitor, TopKStrategy, collectives
+from lightning_topk import CompressionMonitor, TopKStrategy
+from lightning_topk.runtime import collectives
 
 folder, kill = sys.argv[1:]
 first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

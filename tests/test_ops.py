@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from lightning_topk.config import START, TopKConfig
-from lightning_topk.exchange import FusedLink
-from lightning_topk.layout import Layout, kept_count
-from lightning_topk.ops import cpu, reference
+from lightning_topk.core.exchange import FusedLink
+from lightning_topk.core.layout import Layout, kept_count
+from lightning_topk.core.ops import cpu, reference
+from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.simulate import Cluster
-from lightning_topk.wire import WIRES, Codec
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])

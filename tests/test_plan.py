@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import __main__, scale
-from lightning_topk.advice import Hardware, forecasts, parameter_sizes, recommend, sentence
-from lightning_topk.bench import costs as bench_costs
+from lightning_topk import __main__
 from lightning_topk.config import TopKConfig
-from lightning_topk.costs import (
+from lightning_topk.ddp import attach
+from lightning_topk.lab import scale
+from lightning_topk.lab.bench import costs as bench_costs
+from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, recommend, sentence
+from lightning_topk.planning.costs import (
     CPU,
     GPU,
     Costs,
@@ -29,8 +31,7 @@ from lightning_topk.costs import (
     step_seconds,
     store_costs,
 )
-from lightning_topk.hook import attach
-from lightning_topk.plan import volume
+from lightning_topk.planning.volume import volume
 
 FREE = Costs(scan=0, encode=0, decode=0, copy=0, fixed=0, latency=0, byte=0, reduce=0, efficiency=1)
 """A machine that computes in no time: only links count."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import TopKStrategy
 from lightning_topk.config import TopKConfig
-from lightning_topk.hook import attach
+from lightning_topk.ddp import attach
 from lightning_topk.simulate import Cluster
 
 

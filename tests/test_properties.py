@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, undelivered
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.plan import volume
+from lightning_topk.planning.volume import volume
 from lightning_topk.simulate import Cluster
 
 VALUES = st.one_of(

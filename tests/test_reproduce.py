@@ -14,12 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_topk import __main__, hosts
+from lightning_topk import __main__
 from lightning_topk.config import TopKConfig
-from lightning_topk.ops import reference
-from lightning_topk.plan import volume
-from lightning_topk.plots import Panel
-from lightning_topk.reproduce import (
+from lightning_topk.core.ops import reference
+from lightning_topk.lab import hosts
+from lightning_topk.lab.papers import (
     CLAIMS,
     bound,
     convergence,
@@ -33,8 +32,10 @@ from lightning_topk.reproduce import (
     tuning,
     variants,
 )
-from lightning_topk.reproduce.parallel import run_all
-from lightning_topk.reproduce.result import Check, Result
+from lightning_topk.lab.parallel import run_all
+from lightning_topk.lab.plots import Panel
+from lightning_topk.lab.report import Check, Result
+from lightning_topk.planning.volume import volume
 from lightning_topk.simulate import Cluster
 
 
@@ -59,7 +60,7 @@ def test_equal_bytes_are_not_more_bytes():
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_every_claim_has_its_command(name):
-    assert callable(importlib.import_module(f"lightning_topk.reproduce.{name}").run)
+    assert callable(importlib.import_module(f"lightning_topk.lab.papers.{name}").run)
 
 
 def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
@@ -185,7 +186,7 @@ def test_predicted_bytes_are_those_that_leave_the_interface():
     try:
         with hosts.emulate(world, "1gbit") as group:
             before = group.sent_bytes()
-            outputs = group.run("lightning_topk.reproduce.step", str(numel), "bidirectional_topk", timeout=120)
+            outputs = group.run("lightning_topk.lab.papers.step", str(numel), "bidirectional_topk", timeout=120)
             sent = [now - then for now, then in zip(group.sent_bytes(), before, strict=True)]
     except RuntimeError as error:  # a container may be root without the right to make namespaces
         pytest.skip(f"no network namespaces here: {error}")

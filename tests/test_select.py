@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.layout import Layout
-from lightning_topk.ops import cpu, reference
-from lightning_topk.select import GaussianK, RandK, SampledK, TopK, TrimmedK
+from lightning_topk.core.layout import Layout
+from lightning_topk.core.ops import cpu, reference
+from lightning_topk.core.select import GaussianK, RandK, SampledK, TopK, TrimmedK
 from lightning_topk.simulate import Cluster
 
 NUMEL = 100_000

@@ -1,0 +1,291 @@
+"""The compression's tensor operations in plain torch, on any device, without host synchronisation.
+
+Every function has output shapes that follow from its integer arguments alone. Rows are independent: ``R`` is one row a
+shard on the way out, and one row a sender on the way in.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_topk.core.layout import Layout, Parts
+
+
+def shard_rows(x: Tensor, layout: Layout) -> Tensor:
+    """Deals a bucket to its shards.
+
+    Args:
+        x: ``[numel]``, any dtype.
+        layout: The bucket's layout.
+
+    Returns:
+        ``[shards, shard_size]``, row s is shard s; padding is zero. A view of ``x`` when there is one shard.
+    """
+    if layout.shards == 1:
+        return x.view(1, -1)
+    rows = x.new_empty(layout.shards, layout.rounds, layout.block)
+    whole = layout.numel // (layout.shards * layout.block)  # rounds without padding
+    head, tail = x.split([whole * layout.shards * layout.block, layout.numel % (layout.shards * layout.block)])
+    rows[:, :whole] = head.view(whole, layout.shards, layout.block).transpose(0, 1)
+    if len(tail):
+        padding = layout.shards * layout.block - len(tail)
+        rows[:, whole] = torch.nn.functional.pad(tail, (0, padding)).view(layout.shards, layout.block)
+    return rows.view(layout.shards, -1)[:, : layout.shard_size]
+
+
+def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
+    """Positions in the bucket of positions in shards: the inverse of :func:`shard_rows`.
+
+    Args:
+        index: ``[R, K]`` int64, positions in a shard, elements.
+        layout: The bucket's layout.
+        shard: ``[R, 1]`` int64, the shard of each row; row r is shard r when absent.
+
+    Returns:
+        ``[R, K]`` int64, positions in the bucket. A position in the padding becomes the bucket's last one: what
+        padding carries is zero, so adding it there changes nothing.
+    """
+    if layout.shards == 1:
+        return index
+    if shard is None:
+        shard = torch.arange(layout.shards, device=index.device).unsqueeze(1)
+    block = layout.block
+    offset = index & (block - 1) if block.bit_count() == 1 else index % block  # a division costs ten times as much
+    flat = (index - offset).mul_(layout.shards).add_(offset.add_(shard * block))
+    return flat.clamp_(max=layout.numel - 1)
+
+
+def split_parts(x: Tensor, parts: Parts) -> Tensor:
+    """Deals a bucket to the ranks of a node.
+
+    Args:
+        x: ``[numel]``, any dtype.
+        parts: How.
+
+    Returns:
+        ``[count, parts.numel]``, row l for local rank l; padding is zero. A view of ``x`` when there is one.
+    """
+    if parts.count == 1:
+        return x.view(1, -1)
+    rows: list[list[Tensor]] = [[] for _ in range(parts.count)]
+    padding = x.new_zeros(max(parts.pieces))
+    for parameter, size in zip(x.split(parts.sizes), parts.pieces, strict=True):
+        for local, row in enumerate(rows):
+            piece = parameter[local * size : (local + 1) * size]
+            row += [piece, padding[: size - len(piece)]]
+    return torch.cat([piece for row in rows for piece in row]).view(parts.count, -1)
+
+
+def join_parts(rows: Tensor, parts: Parts, out: Tensor) -> None:
+    """Undoes :func:`split_parts`.
+
+    Args:
+        rows: ``[count, parts.numel]``.
+        parts: How the bucket was dealt.
+        out: ``[numel]``, of the same dtype; overwritten. It may be what ``rows`` is a view of.
+    """
+    if parts.count == 1:
+        if rows.data_ptr() != out.data_ptr():
+            out.copy_(rows[0])
+        return
+    columns = zip(parts.sizes, rows.split(parts.pieces, dim=1), strict=True)
+    torch.cat([piece for size, column in columns for piece in _trimmed(column, size)], out=out)
+
+
+def _trimmed(column: Tensor, size: int) -> list[Tensor]:
+    """The pieces ``[count, piece]`` of one parameter of ``size`` elements, without padding."""
+    ends = [min(column.shape[1], max(0, size - local * column.shape[1])) for local in range(len(column))]
+    return [piece[:end] for piece, end in zip(column, ends, strict=True)]
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """Scalar bool: whether ``x``, of any shape but empty, has neither NaN nor infinity."""
+    return torch.stack(torch.aminmax(x)).isfinite().all()
+
+
+def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
+    """Sets ``x`` to zero in place unless the scalar ``condition`` holds, and returns it.
+
+    On the CPU the condition can be looked at; on a GPU that would stall the stream.
+    """
+    if x.device.type == "cpu":
+        return x if condition else x.zero_()
+    return x.masked_fill_(~condition, 0)
+
+
+def replace_(x: Tensor, other: Tensor, where: Tensor | None) -> Tensor:
+    """Writes ``other`` into ``x`` where the bool ``where``, a scalar or of their shape, holds; returns ``x``."""
+    if where is not None and where.dim() == 0 and x.device.type == "cpu":
+        return x.copy_(other) if where else x
+    return x.copy_(other if where is None else torch.where(where, other, x))
+
+
+def topk_index(rows: Tensor, k: int) -> Tensor:
+    """Positions of the k entries of each row that are largest in magnitude; of equal ones, the first.
+
+    Ties are common: a server's mean of values rounded to bf16 is full of them.
+
+    Args:
+        rows: ``[R, S]``, a floating dtype, finite.
+        k: Entries to choose of each row, in [1, S].
+
+    Returns:
+        ``[R, k]`` int64, ascending in each row.
+    """
+    magnitude = rows.abs()
+    threshold = magnitude.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    above, ties = magnitude > threshold, magnitude == threshold
+    room = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (ties & (ties.cumsum(dim=1, dtype=torch.int32) <= room))
+    return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
+
+
+def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+    """Moves ``x`` into ``e`` and chooses the k entries of every shard of the sum that are largest in magnitude.
+
+    Args:
+        e: ``[numel]``, a floating dtype, finite; becomes the sum.
+        x: ``[numel]`` of the same dtype; becomes zero.
+        finite: Scalar bool: whether ``x`` is. If not, ``e`` stays as it was.
+        layout: How the elements are dealt to shards.
+        k: Entries to choose of each shard, in [1, shard_size].
+
+    Returns:
+        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there, ``[shards, k]``. Of entries of equal
+        magnitude the first are chosen.
+    """
+    e.add_(zero_unless_(x, finite))
+    x.zero_()
+    rows = shard_rows(e, layout)
+    index = topk_index(rows, k)
+    return index, rows.gather(1, index)
+
+
+def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
+    """How many entries of each row reach a threshold in magnitude.
+
+    Args:
+        rows: ``[R, S]``, a floating dtype, finite.
+        threshold: ``[R, 1]``, at least 0.
+
+    Returns:
+        ``[R, 1]`` int64.
+    """
+    return (rows.abs() >= threshold).sum(dim=1, keepdim=True)
+
+
+def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
+    """Positions of the entries whose magnitude reaches a threshold; of more than k, the k largest.
+
+    Args:
+        rows: ``[R, S]``, a floating dtype, finite.
+        threshold: ``[R, 1]``, at least 0.
+        k: Entries to choose of each row, at most; in [1, S].
+
+    Returns:
+        ``[R, k]`` int64, ascending in each row; where fewer reach the threshold, the row ends in -1.
+    """
+    index = topk_index(rows, k)
+    passed = rows.gather(1, index).abs() >= threshold
+    size = rows.shape[1]
+    index = torch.where(passed, index, size).sort(dim=1).values
+    return index.masked_fill_(index == size, -1)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Packs booleans eight to a byte, the first one lowest.
+
+    Args:
+        bits: ``[R, n]`` bool or uint8 of 0 and 1.
+
+    Returns:
+        ``[R, ceil(n / 8)]`` uint8.
+    """
+    padding = -bits.shape[1] % 8
+    octets = torch.nn.functional.pad(bits.to(torch.uint8), (0, padding)).view(bits.shape[0], -1, 8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (octets * weights).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, n: int) -> Tensor:
+    """Undoes :func:`pack_bits`.
+
+    Args:
+        packed: ``[R, ceil(n / 8)]`` uint8.
+        n: Bits in each row.
+
+    Returns:
+        ``[R, n]`` uint8 of 0 and 1.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed.unsqueeze(-1) >> shifts) & 1
+    return bits.reshape(packed.shape[0], packed.shape[1] * 8)[:, :n]
+
+
+@cache
+def elias_fano_low_width(universe: int, k: int) -> int:
+    """The number of low bits that makes :func:`elias_fano_encode` shortest for k positions below ``universe``."""
+    widths = range(max(1, (universe - 1).bit_length() + 1))
+    return min(widths, key=lambda low: elias_fano_bytes(universe, k, low))
+
+
+def elias_fano_bytes(universe: int, k: int, low: int) -> int:
+    """Bytes of k positions below ``universe`` with ``low`` low bits: the low part and the high bitmap."""
+    return -(-k * low // 8) + -(-elias_fano_high_bits(universe, k, low) // 8)
+
+
+def elias_fano_high_bits(universe: int, k: int, low: int) -> int:
+    """Bits of the high bitmap of k positions below ``universe``."""
+    return k + ((universe - 1) >> low)
+
+
+def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
+    """Elias-Fano code of ascending positions (Elias 1974, Fano 1971), one fixed-size row each.
+
+    The ``low`` low bits of every position are stored as they are; the high part of the i-th position h sets
+    bit ``h + i`` of a bitmap. Ascending positions set distinct bits, equal positions too.
+
+    Args:
+        index: ``[R, K]`` int64, not descending in a row, in [0, universe).
+        universe: Number of positions.
+        low: Width of the low part, bits.
+
+    Returns:
+        ``[R, elias_fano_bytes(universe, K, low)]`` uint8.
+    """
+    rows, k = index.shape
+    place = torch.arange(low, device=index.device)
+    lows = ((index.unsqueeze(-1) >> place) & 1).to(torch.uint8).view(rows, k * low)
+    highs = torch.zeros(rows, elias_fano_high_bits(universe, k, low), dtype=torch.uint8, device=index.device)
+    highs.scatter_(1, (index >> low) + torch.arange(k, device=index.device), 1)
+    return torch.cat([pack_bits(lows), pack_bits(highs)], dim=1)
+
+
+def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
+    """Undoes :func:`elias_fano_encode`.
+
+    Args:
+        code: ``[R, elias_fano_bytes(universe, k, low)]`` uint8.
+        universe: Number of positions.
+        k: Positions in each row.
+        low: Width of the low part, bits.
+
+    Returns:
+        ``[R, k]`` int64, ascending in each row.
+    """
+    rows, low_bytes = code.shape[0], -(-k * low // 8)
+    place = torch.arange(low, device=code.device)
+    lows = unpack_bits(code[:, :low_bytes], k * low).view(rows, k, low)
+    lows = (lows.long() << place).sum(dim=-1)
+    highs = unpack_bits(code[:, low_bytes:], elias_fano_high_bits(universe, k, low))
+    # The i-th set bit stands at h_i + i. Every bit writes its position to the slot of its rank; clear bits go to a
+    # spare slot k, so no shape depends on the data.
+    rank = highs.cumsum(dim=1, dtype=torch.int64) - 1
+    slot = torch.where(highs.bool(), rank, k).clamp_(0, k)
+    position = torch.arange(highs.shape[1], device=code.device).expand(rows, -1)
+    placed = torch.zeros(rows, k + 1, dtype=torch.int64, device=code.device).scatter_(1, slot, position)
+    high = placed[:, :k] - torch.arange(k, device=code.device)
+    return (high << low) + lows

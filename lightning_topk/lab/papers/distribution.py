@@ -1,0 +1,87 @@
+"""What gradients look like, alone and with the residual (Shi et al. 2019, figures 2 and 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.lab.plots import Panel
+from lightning_topk.lab.report import Check, Result, Row
+from lightning_topk.lab.training import Optimizer, train
+from lightning_topk.simulate import Cluster
+
+STEPS = (10, 50, 150)
+
+
+def run() -> Result:
+    """Looks at g and g + e of worker 0 during training of three models."""
+    result = Result(
+        "distribution",
+        "gradients, and gradients plus residuals, are bell-shaped around zero, with π² under the line 1 - i/d",
+        f"Digits, 4 workers, TopK at 0.01 by all-gather, SGD lr 0.1, batch 10, worker 0 at steps {STEPS}.",
+    )
+    rows: list[Row] = []
+    for model in ("mlp", "cnn", "lstm"):
+
+        def see(cluster: Cluster, gradients: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+            if cluster.steps not in STEPS:
+                return None
+            return gradients[0], gradients[0] + cluster.endpoints[0].uplink.memory.tensors()["residual"]
+
+        config = TopKConfig(ratio=0.01, bidirectional=False, topology="allgather")
+        seen = train(model, config, 4, steps=max(STEPS) + 1, optimizer=Optimizer(0.1), seed=0, observe=see).seen
+        for name, side in (("g", 0), ("g + e", 1)):
+            panel = Panel(f"{model}: {name}, in standard deviations", "value / std", ylog=True)
+            for step, pair in zip(STEPS, (pair for pair in seen if pair is not None), strict=True):
+                u = pair[side].double()
+                panel.curves[f"step {step}"] = histogram(u)
+                rows.append({"model": model, "vector": name, "step": step, **statistics(u)})
+            result.panels.append(panel)
+    result.tables["Shape of the vectors (a normal one has kurtosis 3)"] = rows
+    below = min(float(row["π² below the line"]) for row in rows)
+    convex = min(float(row["π² convex"]) for row in rows)
+    peaked = min(float(row["kurtosis"]) for row in rows)
+    tails = {
+        name: sorted(float(row["kurtosis"]) for row in rows if row["vector"] == name)[len(rows) // 4]
+        for name in ("g", "g + e")
+    }
+    result.checks = [
+        Check("π² lies below 1 - i/d, the premise of theorem 1", "on all models", f"at least {below:.2%} of it", below > 0.999),
+        Check("tails no lighter than a normal's", "bell-shaped", f"least kurtosis {peaked:.1f}", peaked > 3),
+        Check("π² is convex", "on all models", f"at least {convex:.0%} of it", convex > 0.99),
+        Check(
+            "with residuals closer to normal (median kurtosis)",
+            "Gaussian_k assumes it",
+            f"{tails['g + e']:.0f} against {tails['g']:.0f} without",
+            tails["g + e"] < tails["g"],
+        ),
+        Check("so a normal threshold is right for g + e", "Gaussian_k assumes it", f"kurtosis {tails['g + e']:.0f}, not 3", tails["g + e"] < 4),
+    ]  # fmt: skip
+    return result
+
+
+def histogram(u: Tensor) -> tuple[list[float], list[float]]:
+    """Centres of bins in standard deviations, and the density there."""
+    scaled = (u - u.mean()) / u.std()
+    density, edges = torch.histogram(scaled, bins=61, range=(-6.0, 6.0), density=True)
+    return ((edges[1:] + edges[:-1]) / 2).tolist(), density.clamp(min=1e-5).tolist()
+
+
+def statistics(u: Tensor) -> dict[str, float]:
+    """Kurtosis; how much of π² lies under the line; how much of it is convex.
+
+    π is |u| in descending order over its largest entry. The line runs from (0, 1) to (1, 0).
+    """
+    centred = u - u.mean()
+    kurtosis = centred.pow(4).mean() / centred.square().mean().square()
+    squares = (u.abs().sort(descending=True).values / u.abs().max()).square()
+    line = 1 - torch.arange(len(u), dtype=u.dtype) / len(u)
+    coarse = squares[:: max(1, len(u) // 50)]
+    convex = (coarse[2:] - 2 * coarse[1:-1] + coarse[:-2]) >= -1e-6
+    return {
+        "kurtosis": float(kurtosis),
+        "π² below the line": float((squares <= line + 1e-9).double().mean()),
+        "π² convex": float(convex.double().mean()),
+        "zeros": float((u == 0).double().mean()),
+    }

@@ -1,0 +1,58 @@
+"""Makes ``Trainer(strategy="topk")`` work after ``import lightning_topk``, in either order of imports.
+
+Lightning has no entry points for strategies: whoever wants a name known must call its registry. Importing Lightning for
+that would cost users of plain DDP seconds, and a dependency. So the names are registered at once if Lightning is there, and
+otherwise as soon as it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+_REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+_STRATEGY = "lightning_topk.lightning.strategy"  # registers its names when it is imported
+
+
+def when_lightning_is_imported() -> None:
+    """Registers the strategies' names now, or right after Lightning's registry is imported."""
+    if any(registry in sys.modules for registry in _REGISTRIES):
+        importlib.import_module(_STRATEGY)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds Lightning's registry as usual, and has its loader register our names after it ran."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _REGISTRIES:
+            return None
+        sys.meta_path.remove(self)  # once; and the search below must not end here again
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisteringLoader(spec.loader)
+        return spec
+
+
+class _RegisteringLoader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        importlib.import_module(_STRATEGY)

@@ -1,0 +1,244 @@
+"""A Lightning callback that logs what crossed the wire and what the compression lost."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+# First, since importing Lightning registers it, and must not find _lightning half done.
+import lightning_topk.lightning.strategy  # noqa: F401
+from lightning_topk.ddp import TopKState
+from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
+from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.schedule import LATE
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = importlib.import_module(PACKAGE).Callback
+
+
+SETTLED, COMPARED = 3, 5
+"""Steps until DDP has its final buckets, and steps of which the median is compared with dense all-reduces."""
+
+
+class CompressionMonitor(Callback):
+    """Logs the exchange's bytes at every optimizer step, and its error when the Trainer logs.
+
+    Bytes are those that *this* rank sent to other ranks in the step (loggers see rank 0's). Errors and norms are over all
+    ranks: measuring them costs two passes over each bucket and one small all-reduce, at log steps and an
+    epoch's last batch only.
+
+    ============================== ==========================================================================
+    key                            meaning
+    ============================== ==========================================================================
+    ``topk/uplink_bytes``          bytes from this worker to the servers
+    ``topk/downlink_bytes``        bytes from this server to the workers
+    ``topk/broadcast_bytes``       bytes by which DDP made weights equal (once) and buffers (each step), and by which the
+                                   link was timed (once); no gradients
+    ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
+    ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
+    ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
+    ``topk/saving``                dense bytes over uplink + downlink bytes
+    ``topk/ratio``                 fraction of the gradient for which this worker's payloads have room
+    ``topk/average_ratio``         the same, on average since fit began
+    ``topk/selected_ratio``        fraction that the worker's selector really chose, at log steps
+    ``topk/bound``                 (1 - k/d)², the error that top-k of a bell-shaped vector does not exceed
+    ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
+    ``topk/downlink_error``        the same of this step's servers
+    ``topk/worker_residual_norm``  root mean square over the workers (nodes, if their ranks exchange as one) of the norm of their
+                                   residual
+    ``topk/server_residual_norm``  norm of the servers' residual
+    ``topk/nonfinite_steps``       backward passes since fit began that gave a gradient with a NaN or an infinity, at log steps
+    ``topk/exchange_seconds``      time that this rank's exchanges of the step took, at log steps
+    ``topk/hidden_share``          the part of it that backward hid: what was over before the last gradient was there
+    ``topk/dense_seconds``         time that dense all-reduces of the same buckets would take, about, on this link, at log steps
+    ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; so for each of the above, such as
+                                   ``topk/total_uplink_bytes``
+    ============================== ==========================================================================
+
+    After the first step the ranks time an all-reduce of at most 1 MiB; after some more, rank 0 warns if dense all-reduces would
+    take less time than the exchanges do. When fit ends, rank 0 prints a summary.
+
+    Args:
+        per_layer: Whether to log, at log steps, for every parameter ``topk/error/NAME`` (the worker's compression error),
+            ``topk/payload_share/NAME`` (its part of the entries that were sent) and ``topk/residual_norm/NAME`` (root mean square
+            over the workers), and histograms of rank 0's residuals to every logger that takes them, such as TensorBoard's.
+            It costs some more passes over each bucket.
+    """
+
+    def __init__(self, per_layer: bool = False) -> None:
+        self.per_layer = per_layer
+        self._total = ExchangeVolume(sync_on_compute=False)
+        self._steps = 0
+        self._kept = self._elements = 0  # room in payloads, and elements exchanged, so far
+        self._ratio = 0.0  # of the last step
+        self._measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
+        self._timed: list[float] = []  # seconds of the exchanges of a step, of the first ones
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Warns if there is nothing to monitor."""
+        if stage == "fit" and not hasattr(trainer.strategy, "topk_state"):
+            rank_zero_warn(
+                f"CompressionMonitor logs nothing: the strategy is {type(trainer.strategy).__name__}, which does not compress."
+                " Use lightning_topk.TopKStrategy, or remove the callback."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the totals at zero."""
+        self._total.reset()
+        self._steps, self._measured, self._timed = 0, [], []
+        self._kept = self._elements = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Has the exchange measure its error if this step will be logged."""
+        state = _state(trainer)
+        if state is not None:
+            state.measure, state.measure_layers = _is_log_step(trainer), self.per_layer
+            state.timing = state.measure or (state.world > 1 and len(self._timed) < COMPARED)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs the step, if this batch ended one."""
+        state = _state(trainer)
+        if state is None or not state.exchanged:
+            return
+        if self._steps == 0 and state.world > 1:
+            state.measure_link()
+        report = state.report()
+        self._steps += 1
+        self._total.update(**report.bytes)
+        dense = state.dense_seconds(report)
+        if state.config.topology != "auto":  # which has compared by itself
+            self._compare(dense, report.seconds, trainer, state.config.at(LATE, LATE).ratio)
+        step = ExchangeVolume(sync_on_compute=False)
+        step.update(**report.bytes)
+        values = dict(step.compute())
+        del values["total_bytes"]
+        values["bound"] = torch.tensor((1 - report.kept / report.elements) ** 2)
+        for name, total in self._total.compute().items():
+            if name.endswith("_bytes"):
+                values[name if name == "total_bytes" else f"total_{name}"] = total
+        self._kept, self._elements = self._kept + report.kept, self._elements + report.elements
+        self._ratio = report.kept / report.elements
+        values["ratio"] = torch.tensor(self._ratio)
+        values["average_ratio"] = torch.tensor(self._kept / self._elements)
+        if state.measure:
+            values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
+            values["selected_ratio"] = torch.tensor(report.selected / report.elements)
+            local = torch.cat([report.energy.view(-1), state.residual_energy()]).to(trainer.strategy.root_device)
+            values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
+            values["exchange_seconds"] = torch.tensor(report.seconds)
+            values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
+            if dense is not None:
+                values["dense_seconds"] = torch.tensor(dense)
+            self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
+            if report.layers:
+                values |= _by_layer(trainer, state, report.layers)
+                _draw_histograms(trainer, state)
+        pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
+        pl_module.log("topk/saving", values["saving"], prog_bar=True)
+
+    def _compare(self, dense: float | None, seconds: float, trainer: Trainer, end: Any) -> None:
+        """Takes note of a step's exchanges; warns, once, if dense all-reduces would take less."""
+        if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
+            return
+        self._timed.append(seconds)
+        if len(self._timed) < COMPARED:
+            return
+        # The rank that comes last does not wait for others: its time is the exchange's own.
+        mine = torch.tensor(median(self._timed), device=trainer.strategy.root_device)
+        least = float(trainer.strategy.reduce(mine, reduce_op="min"))
+        if least > dense:
+            later = ""
+            if isinstance(end, float) and end < 0.9 * self._ratio:  # else it stays, or is a function of the step
+                later = f" The density will fall to {end:.3g} by and by, and the exchange's time with it."
+            rank_zero_warn(
+                f"lightning_topk: the exchange takes {1000 * least:.1f} ms a step at a density of {self._ratio:.3g}, while dense "
+                f"all-reduces of the same gradients would take about {1000 * dense:.1f} ms on this link: DDPStrategy would be faster "
+                "here. Compression pays on slower links, with larger models and with smaller ratios."
+                f"{later}"
+            )
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the summary."""
+        if self._steps and trainer.is_global_zero:
+            rank_zero_info(self.summary())
+
+    def summary(self) -> str:
+        """The run so far in words, as rank 0 saw it."""
+        volume = {name: float(value) for name, value in self._total.compute().items()}
+        words = [
+            f"lightning_topk: {self._steps} steps sent {volume['uplink_bytes']:,.0f} B up and {volume['downlink_bytes']:,.0f} B "
+            f"down instead of {volume['dense_bytes']:,.0f} B ({volume['saving']:.1f}x less)",
+            f"density {self._kept / max(1, self._elements):.3g} on average, {self._ratio:.3g} at the end",
+        ]
+        if self._measured:
+            errors, seconds, exposed = zip(*self._measured, strict=True)
+            steps = len(self._measured)
+            hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
+            words.append(f"mean compression error {sum(errors) / steps:.3f}")
+            words.append(
+                f"exchange {1000 * sum(seconds) / steps:.1f} ms a step, {hidden:.0%} of it hidden behind backward ({steps} steps "
+                "measured)"
+            )
+        return "; ".join(words) + "."
+
+
+def _by_layer(trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The logged values of each parameter, over all ranks."""
+    names = sorted(layers)
+    residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
+    norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
+    counts = {state.names[p]: count for p, count in state.residuals.counts.items()}
+    shared = torch.tensor([counts.get(name, 1) for name in names])  # held() shows a piece times the ranks of a node
+    local = torch.cat([torch.stack([layers[name] for name in names]), (norms.square() / shared).unsqueeze(1)], dim=1)
+    energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T
+    return {
+        f"{what}/{name}": value
+        for what, column in (
+            ("error", torch.where(energy > 0, lost / energy.clamp(min=1e-300), 0.0)),
+            ("payload_share", sent / sent.sum().clamp(min=1)),
+            ("residual_norm", (kept / state.world).sqrt()),
+        )
+        for name, value in zip(names, column, strict=True)
+    }
+
+
+def _draw_histograms(trainer: Trainer, state: TopKState) -> None:
+    """Gives rank 0's residuals to the loggers that draw histograms."""
+    experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
+    drawers = [experiment.add_histogram for experiment in experiments if hasattr(experiment, "add_histogram")]
+    if not drawers or not trainer.is_global_zero:
+        return
+    for parameter, (worker, _) in state.residuals.held().items():
+        for draw in drawers if parameter.numel() else []:
+            draw(f"topk/residual/{state.names[parameter]}", worker, trainer.global_step)
+
+
+def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
+    """The logged values of ``[6]``: ‖a‖² and ‖a - C(a)‖² up, the same down, and both residuals' energy; sums over ranks."""
+    up, down, (worker, server) = sums.view(3, 2)
+    values = {"worker_residual_norm": (worker / world).sqrt(), "server_residual_norm": server.sqrt()}
+    for name, (energy, lost) in (("uplink_error", up), ("downlink_error", down)):
+        error = CompressionError(sync_on_compute=False)
+        error.update(energy, lost)
+        values[name] = error.compute()
+    return values
+
+
+def _state(trainer: Trainer) -> TopKState | None:
+    return getattr(trainer.strategy, "topk_state", None)
+
+
+def _is_log_step(trainer: Trainer) -> bool:
+    """Whether the step under way is one of the logger's, or the last of its epoch or of the fit; the same on all ranks."""
+    last = trainer.global_step + max(1, len(trainer.optimizers)) >= (
+        math.inf if trainer.max_steps < 0 else trainer.max_steps
+    )
+    return trainer._logger_connector.should_update_logs or trainer.is_last_batch or last

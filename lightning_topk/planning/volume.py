@@ -1,0 +1,150 @@
+"""What an exchange will send, before it runs: bytes by arithmetic, equal to what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.exchange import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
+from lightning_topk.core.layout import Parts
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes of a step.
+
+    Attributes:
+        uplink: Sent by this rank as a worker, to other ranks.
+        downlink: Sent by this rank as a server.
+        dense: By a ring all-reduce of the same gradients, for comparison.
+        intra_node: Sent by the ranks of this rank's node together, to each other.
+        inter_node: Sent by them to other nodes: what the node's network interface counts.
+        dense_inter_node: Sent to other nodes by a ring all-reduce.
+    """
+
+    uplink: int
+    downlink: int
+    dense: int
+    intra_node: int
+    inter_node: int
+    dense_inter_node: int
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    @property
+    def saving(self) -> float:
+        """Dense bytes over bytes sent; 1 where nothing is sent."""
+        sent = self.uplink + self.downlink
+        return self.dense / sent if sent else 1.0
+
+
+Bucket = int | Sequence[int]
+"""Elements of a bucket, or of each of its parameters."""
+
+
+def volume(
+    config: TopKConfig,
+    buckets: Iterable[Bucket],
+    world: int,
+    rank: int = 0,
+    itemsize: int = 4,
+    parameters: Iterable[int] | None = None,
+    step: int = 0,
+    epoch: int = 0,
+    local: int = 1,
+    exact: Iterable[int] = (),
+) -> Volume:
+    """Predicts the bytes of a step.
+
+    Args:
+        config: The settings.
+        buckets: DDP's buckets, by their elements; one for a model that fits one bucket. With ``topology="hierarchical"`` the
+            elements of each parameter matter, since the ranks of a node take a piece of each.
+        world: Number of ranks.
+        rank: The rank in question; with ``single_server`` rank 0 differs from the others.
+        itemsize: Bytes of an element of the dense gradient.
+        parameters: Parameters in each bucket, with ``find_unused_parameters`` only: the ranks then exchange one bit each.
+        step: Gradients exchanged before this one, for schedules.
+        epoch: Epochs completed, for schedules.
+        local: Ranks of a node.
+        exact: Elements of each bucket that belong to ``dense_parameters``; none by default.
+    """
+    config, sizes = config.on(world, local), [_sizes(bucket) for bucket in buckets]
+    counts, whole = list(parameters or ()), list(exact) or [0] * len(sizes)
+    if config.scope == "model":
+        sizes, counts, whole = [sum(sizes, ())], [sum(counts)] * bool(counts), [sum(whole)]
+    asked: list[Request] = []
+    for each, uncompressed in zip(sizes, whole, strict=True):
+        way = config.dense if uncompressed == sum(each) else config
+        asked += requests(way, each, world, local, itemsize, step, epoch, uncompressed)
+    asked += [AllGather(_bytes(-(-count // 8)), "uplink") for count in counts]
+    sent = {"uplink": 0, "downlink": 0}
+    inside = outside = dense = dense_outside = 0
+    for request in asked:
+        group = {"all": (rank, world), "node": (rank % local, local), "peers": (rank // local, world // local)}
+        sent[request.direction] += request.sent_bytes(*group[request.among])
+        near, far = request.node_bytes(rank, world, local)
+        inside, outside = inside + near, outside + far
+    for each in sizes:
+        ring = AllReduce(_bytes(sum(each) * itemsize), "uplink")
+        dense += ring.sent_bytes(rank, world)
+        dense_outside += ring.node_bytes(rank, world, local)[1]
+    return Volume(sent["uplink"], sent["downlink"], dense, inside, outside, dense_outside)
+
+
+def requests(
+    config: TopKConfig,
+    sizes: Sequence[int],
+    world: int,
+    local: int = 1,
+    itemsize: int = 4,
+    step: int = 0,
+    epoch: int = 0,
+    exact: int = 0,
+) -> list[Request]:
+    """What the exchange of one bucket will ask for, with payloads of the right size and no content.
+
+    Args:
+        config: The settings.
+        sizes: Elements of each parameter of the bucket.
+        world: Number of ranks.
+        local: Ranks of a node.
+        itemsize: Bytes of an element of the gradient.
+        step: Gradients exchanged before this one, for schedules.
+        epoch: Epochs completed, for schedules.
+        exact: Elements that are not compressed.
+    """
+    config = config.on(world, local)
+    if config.topology == "dense":
+        return [AllReduce(_bytes(sum(sizes) * itemsize), "uplink")]
+    first: list[Request] = [AllReduce(_bytes(exact * itemsize), "uplink")] if exact else []
+    if config.topology == "hierarchical":
+        part, nodes = Parts(tuple(sizes), local).numel, world // local
+        _, up, down = config.codecs(part, nodes, step, epoch)
+        assert down is not None
+        return [
+            *first,
+            AllToAll(_bytes(local, part * itemsize), "uplink", "node"),
+            AllToAll(_bytes(nodes, up.nbytes), "uplink", "peers"),
+            AllGather(_bytes(down.nbytes), "downlink", "peers"),
+            AllGather(_bytes(nodes * down.nbytes), "downlink", "node"),
+        ]
+    _, up, down = config.codecs(sum(sizes), world, step, epoch)
+    if config.topology == "allgather" or down is None:
+        return [*first, AllGather(_bytes(up.nbytes), "uplink")]
+    if config.topology == "single_server":
+        return [*first, Gather(_bytes(up.nbytes), "uplink"), Broadcast(_bytes(down.nbytes), "downlink")]
+    return [*first, AllToAll(_bytes(world, up.nbytes), "uplink"), AllGather(_bytes(down.nbytes), "downlink")]
+
+
+def _bytes(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+def _sizes(bucket: Bucket) -> tuple[int, ...]:
+    return (bucket,) if isinstance(bucket, int) else tuple(bucket)

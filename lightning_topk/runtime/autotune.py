@@ -1,0 +1,185 @@
+"""Chooses by measuring: what ``topology="auto"`` and ``ratio="auto"`` do.
+
+In the first steps gradients are exchanged by all-reduce, until DDP has built its final buckets. Then every rank takes part in
+trial exchanges of made-up gradients of those sizes, over the very links, and all know the slowest rank's times. Nothing is
+compressed, and no residual exists, before the choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.exchange import exchange
+from lightning_topk.runtime.collectives import Groups, Meter, dense_cost, drive
+from lightning_topk.schedule import LATE
+
+TRIALS = 4
+"""Exchanges of each kind, of which the first is not counted."""
+SLACK = 1.05
+"""How much more time a larger ratio, or all-reduce, may take than the fastest: both lose less of the gradient."""
+PROBE_BYTES = 1 << 20
+"""Of the all-reduce from whose time longer ones are estimated: a quarter of a second at 100 Mbit/s."""
+PATIENCE = 0.5
+"""Seconds that an all-reduce may take, by that estimate, to be tried whole."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How each bucket is exchanged.
+
+    Attributes:
+        configs: The settings, bucket by bucket.
+        words: The same for people.
+    """
+
+    configs: tuple[TopKConfig, ...]
+    words: str
+
+
+def choose(
+    config: TopKConfig,
+    buckets: Sequence[Sequence[Tensor]],
+    exact: Sequence[Sequence[int]],
+    groups: Groups,
+    meter: Meter,
+    middle: int | None = None,
+) -> Choice:
+    """Measures and chooses; a collective.
+
+    Args:
+        config: The settings, of which something is automatic.
+        buckets: The parameters of each bucket.
+        exact: Which of them, by number, are not compressed.
+        groups: The process groups.
+        meter: Takes note of the bytes sent, as ``broadcast``: they are no gradients.
+        middle: The step in the middle of what is left of the run, whose densities count where they change. Unknown by default: then those with which
+            schedules end, and functions of the step begin.
+
+    Returns:
+        The same choice on every rank.
+    """
+    world = dist.get_world_size(groups.all)
+    ways = config.candidates(world, groups.local)
+    device = buckets[0][0].device
+    scratch = Meter()
+    link = dense_cost(PROBE_BYTES, device, groups.all, scratch)
+    seconds = []
+    for bucket, uncompressed in zip(buckets, exact, strict=True):
+        tried = [trial(way, bucket, groups, scratch, uncompressed, middle or 0) for way in _at(middle, ways)]
+        dense = link.seconds([sum(p.nbytes for p in bucket)])
+        if dense < PATIENCE:
+            dense = trial(config.dense, bucket, groups, scratch)
+        seconds.append([*tried, dense])
+    meter.bytes["broadcast"] += sum(scratch.bytes[kind] for kind in ("uplink", "downlink", "broadcast"))
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups.all)
+    return judge(config, ways, [sum(p.numel() for p in bucket) for bucket in buckets], slowest.tolist(), middle)
+
+
+def trial(
+    config: TopKConfig,
+    bucket: Sequence[Tensor],
+    groups: Groups,
+    meter: Meter,
+    exact: Sequence[int] = (),
+    step: int = 0,
+) -> float:
+    """Seconds of an exchange of a made-up gradient, the median of several.
+
+    Args:
+        config: The settings, with nothing automatic and no schedule.
+        bucket: The parameters.
+        groups: The process groups.
+        meter: Takes note of the bytes sent.
+        exact: Which of the parameters, by number, are not compressed.
+        step: Whose density counts, if that is a function of the step.
+    """
+    like, sizes = bucket[0], tuple(p.numel() for p in bucket)
+    rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
+    end = config.endpoint(sum(sizes), rank, world, like.dtype, like.device, sizes, groups.local, exact)
+    config.resize_(end, step, LATE)
+    given = torch.randn(sum(sizes), device=like.device, dtype=like.dtype)
+    took = []
+    for _ in range(TRIALS):
+        g = given.clone()
+        dist.barrier(groups.all)
+        _wait(like.device)
+        begin = time.perf_counter()
+        drive(exchange(end, g), groups, meter)
+        _wait(like.device)
+        took.append(time.perf_counter() - begin)
+    return median(took[1:])
+
+
+def _at(middle: int | None, ways: Sequence[TopKConfig]) -> list[TopKConfig]:
+    """The settings whose exchanges are timed."""
+    return [way.at(LATE if middle is None else middle, LATE) for way in ways]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def judge(
+    config: TopKConfig,
+    ways: Sequence[TopKConfig],
+    sizes: Sequence[int],
+    seconds: Sequence[Sequence[float]],
+    middle: int | None = None,
+) -> Choice:
+    """Chooses from what was measured.
+
+    Args:
+        config: The settings, of which something is automatic.
+        ways: Those among which to choose, besides all-reduce.
+        sizes: Elements of each bucket.
+        seconds: For each bucket, those of each way, and of all-reduce.
+        middle: The step whose densities were timed, see :func:`choose`.
+    """
+    found: dict[Any, list[tuple[float, TopKConfig]]] = {}
+    for ratio in dict.fromkeys(way.ratio for way in ways):  # ascending
+        found[ratio] = []
+        for times in seconds:
+            best, number = min(
+                (t, n) for n, (t, way) in enumerate(zip(times, ways, strict=False)) if way.ratio == ratio
+            )
+            exact = config.topology == "auto" and times[-1] <= SLACK * best
+            found[ratio].append((times[-1], config.dense) if exact else (best, ways[number]))
+    cost = {ratio: sum(took for took, _ in chosen) for ratio, chosen in found.items()}
+    *_, largest = (ratio for ratio in cost if cost[ratio] <= SLACK * min(cost.values()))
+    chosen = found[largest]
+    return Choice(tuple(way for _, way in chosen), _in_words(chosen, sizes, seconds, len(ways), middle))
+
+
+def _in_words(
+    chosen: Sequence[tuple[float, TopKConfig]],
+    sizes: Sequence[int],
+    seconds: Sequence[Sequence[float]],
+    ways: int,
+    middle: int | None,
+) -> str:
+    kinds: dict[str, list[int]] = {}
+    for number, way in enumerate(_at(middle, [way for _, way in chosen])):
+        ratio = f"{way.ratio:.3g}" if isinstance(way.ratio, float) else "by step"
+        name = "all-reduce" if way.topology == "dense" else f"{way.topology} exchange at ratio {ratio}"
+        kinds.setdefault(name, []).append(number)
+    parts = []
+    for name, numbers in kinds.items():
+        took = 1000 * sum(chosen[number][0] for number in numbers)
+        other = [min(seconds[n][:ways]) if name == "all-reduce" else seconds[n][-1] for n in numbers]
+        elements = sum(sizes[number] for number in numbers)
+        parts.append(
+            f"{name} for {len(numbers)} bucket{'s' * (len(numbers) > 1)} ({elements:,} elements), {took:.1f} ms instead of "
+            f"{1000 * sum(other):.1f} ms {'compressed' if name == 'all-reduce' else 'by all-reduce'}"
+        )
+    return "lightning_topk measured and chose " + "; ".join(parts) + "."
