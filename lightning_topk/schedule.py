@@ -1,4 +1,4 @@
-"""Density schedules: which fraction is sent at which step."""
+"""Density schedules: the fraction of the gradient that is sent at each step."""
 
 from __future__ import annotations
 
@@ -7,47 +7,52 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 
 class Schedule(ABC):
     """A ratio that changes over training. It must be the same function on every rank."""
 
     @property
     def by_epoch(self) -> bool:
-        """Whether the epoch matters."""
+        """Whether the ratio depends on the epoch."""
         return False
 
     @property
     def by_plan(self) -> bool:
-        """Whether it must be told how many steps are planned before it can say anything."""
+        """Whether :meth:`planned` must be called before :meth:`at`."""
         return False
 
     def planned(self, steps: float) -> Schedule:
-        """The schedule of a run of so many optimizer steps, infinite if it has no end."""
+        """Returns the schedule for a run of ``steps`` optimizer steps; infinite if unlimited or unknown."""
         return self
 
     @abstractmethod
     def at(self, step: int, epoch: int) -> float:
-        """The ratio, in (0, 1].
+        """Returns the ratio, in (0, 1].
 
         Args:
-            step: Gradients exchanged before this one, optimizer steps.
-            epoch: Epochs completed; 0 outside a Trainer.
+            step: Number of optimizer steps whose gradients were exchanged before this one.
+            epoch: Number of completed epochs; 0 outside a Trainer.
         """
 
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
-    """A descent from ``start`` to ``ratio``, constant afterwards.
+    """A ratio that decays from ``start`` to ``ratio`` and then stays constant.
+
+    Pass exactly one of ``steps``, ``epochs`` and ``share``.
 
     Args:
         ratio: The ratio after the warm-up, in (0, 1].
         start: The ratio at the beginning, in (0, 1].
-        steps: Length of the warm-up in optimizer steps. Give this, ``epochs`` or ``share``.
-        epochs: Length in epochs; the ratio then changes between epochs only.
-        share: Length as a share of all planned steps, in (0, 1]. The Trainer knows these; elsewhere pass ``planned_steps=``.
+        steps: Length of the warm-up in optimizer steps, at least 1.
+        epochs: Length in epochs, at least 1; the ratio then changes between epochs only.
+        share: Length as a fraction of all planned steps, in (0, 1]. The Trainer knows their number; elsewhere pass
+            ``planned_steps=``.
 
     Raises:
-        ValueError: A ratio is not in (0, 1], or not exactly one positive length is given.
+        ValueError: A ratio or a length is out of range, or not exactly one length is given.
     """
 
     ratio: float
@@ -64,78 +69,83 @@ class Warmup(Schedule):
         lengths = [length for length in (self.steps, self.epochs, self.share) if length is not None]
         if len(lengths) != 1 or (self.share is None and lengths[0] < 1):
             raise ValueError(
-                f"{name}: give one of steps and epochs, at least 1, and share; got steps={self.steps!r}, "
-                f"epochs={self.epochs!r}, share={self.share!r}."
+                f"{name}: pass exactly one of steps (at least 1), epochs (at least 1) and share; got "
+                f"steps={self.steps!r}, epochs={self.epochs!r}, share={self.share!r}."
             )
         if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(f"{name}: share={self.share!r} of the planned steps must be in (0, 1].")
+            raise ValueError(f"{name}: share={self.share!r} must be in (0, 1]; it is a fraction of the planned steps.")
 
     @property
+    @override
     def by_epoch(self) -> bool:
-        """See :attr:`Schedule.by_epoch`."""
         return self.epochs is not None
 
     @property
+    @override
     def by_plan(self) -> bool:
-        """See :attr:`Schedule.by_plan`."""
         return self.share is not None
 
+    @override
     def planned(self, steps: float) -> Schedule:
-        """See :meth:`Schedule.planned`.
+        """Converts ``share`` to steps.
 
         Raises:
-            ValueError: It goes by share, and the run has no end.
+            ValueError: ``share`` is set and the run is unlimited.
         """
         if self.share is None:
             return self
         if math.isinf(steps):
             raise ValueError(
-                f"{self!r} is a share of a run that has no end. Give the Trainer max_steps or max_epochs, or the schedule steps=."
+                f"{self!r}: share needs the length of the run, which is unlimited or unknown. Set max_steps or "
+                "max_epochs of the Trainer, or pass steps= to the schedule instead of share=."
             )
         return replace(self, share=None, steps=max(1, round(self.share * steps)))
 
+    @override
     def at(self, step: int, epoch: int) -> float:
-        """See :meth:`Schedule.at`."""
         if self.share is not None:
-            raise ValueError(f"{self!r} is a share of the planned steps, which nobody told: pass planned_steps=.")
+            raise ValueError(
+                f"{self!r}: share needs the number of planned steps, which is unknown. Pass planned_steps=, or steps= "
+                "to the schedule instead of share=."
+            )
         now, length = (step, self.steps) if self.epochs is None else (epoch, self.epochs)
         assert length is not None
         return self.shape(min(now, length) / length)
 
     @abstractmethod
     def shape(self, progress: float) -> float:
-        """The ratio when a share ``progress`` of the warm-up is over."""
+        """Returns the ratio after a fraction ``progress`` of the warm-up, in [0, 1]."""
 
 
 class ExponentialWarmup(Warmup):
-    """A geometric descent (Lin et al. 2018, section 3.3)."""
+    """Exponential decay of the ratio (Lin et al. 2018, section 3.3)."""
 
+    @override
     def shape(self, progress: float) -> float:
-        """See :meth:`Warmup.shape`."""
         return float(self.start * (self.ratio / self.start) ** progress)
 
 
 class CosineWarmup(Warmup):
-    """A descent along half a cosine, as learning rates often take it."""
+    """Decay along half a cosine, as is common for learning rates."""
 
+    @override
     def shape(self, progress: float) -> float:
-        """See :meth:`Warmup.shape`."""
         return self.ratio + (self.start - self.ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
 Ratio = float | Schedule | Callable[[int], float]
-"""A constant, a schedule, or any function of the step."""
+"""A constant, a schedule, or a function of the step."""
 
 
 LATE = 1_000_000_000
-"""A step, and an epoch, by which every schedule has ended."""
+"""A step, and an epoch, by which every schedule is assumed to have ended."""
 
 
 def ratio_at(ratio: Ratio, step: int, epoch: int) -> float:
-    """The ratio in force at a step.
+    """Returns the ratio in force at a step.
 
     Raises:
-        ValueError: A schedule or function gave a value outside (0, 1].
+        ValueError: A schedule or function returned a value outside (0, 1].
     """
     if isinstance(ratio, Schedule):
         value = ratio.at(step, epoch)
@@ -144,5 +154,5 @@ def ratio_at(ratio: Ratio, step: int, epoch: int) -> float:
     else:
         return ratio
     if not 0 < value <= 1:
-        raise ValueError(f"the ratio schedule {ratio!r} gave {value!r} at step {step}; it must stay in (0, 1].")
+        raise ValueError(f"the ratio schedule {ratio!r} returned {value!r} at step {step}; it must be in (0, 1].")
     return float(value)

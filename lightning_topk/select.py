@@ -1,4 +1,4 @@
-"""The selectors, under their public names: subclass :class:`Selector` or :class:`Threshold` and pass ``selector=`` an instance."""
+"""The selectors, under their public names; to make one, subclass :class:`Selector` or :class:`Threshold`."""
 
 from lightning_topk.core.select import GaussianK, RandK, SampledK, Selector, Threshold, TopK, TrimmedK
 

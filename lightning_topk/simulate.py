@@ -7,18 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Among,
-    Broadcast,
-    Exchange,
-    Gather,
-    Request,
-    exchange,
-)
+from lightning_topk.core.exchange import Exchange, Outcome, exchange
+from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
 
 
 class Cluster:
@@ -31,7 +24,8 @@ class Cluster:
         dtype: dtype of the gradient.
         local: Workers on each node.
         sizes: Elements of each parameter of the gradient. Default: there is one.
-        exact: Which of them, by number, are not compressed.
+        uncompressed: Which of them, by number, are not compressed.
+        measure: What the exchanges measure.
     """
 
     def __init__(
@@ -42,13 +36,14 @@ class Cluster:
         dtype: torch.dtype = torch.float32,
         local: int = 1,
         sizes: tuple[int, ...] | None = None,
-        exact: Sequence[int] = (),
+        uncompressed: Sequence[int] = (),
+        measure: Measure = NOTHING,
     ) -> None:
-        self.config, self.local = config.on(world, local), local
-        cpu = torch.device("cpu")
-        self.endpoints = [
-            self.config.endpoint(numel, rank, world, dtype, cpu, sizes, local, exact) for rank in range(world)
-        ]
+        self.config, self.local, self.measure = config.on(world, local), local, measure
+        shape, cpu = make_shape(self.config, sizes or (numel,), world, local), torch.device("cpu")
+        self.endpoints = [make_endpoint(self.config, shape, rank, dtype, cpu, uncompressed) for rank in range(world)]
+        self.outcomes: list[Outcome] = []
+        """What became of the last exchange, rank by rank."""
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
         """Bytes that each worker has sent to others so far, by direction."""
         self.steps = 0
@@ -66,25 +61,31 @@ class Cluster:
             What is delivered to each worker: W tensors ``[numel]``.
         """
         outputs = [gradient.clone() for gradient in gradients]
-        for end in self.endpoints:
-            self.config.resize_(end, self.steps, epoch)
+        exchanges = []
+        for end, g in zip(self.endpoints, outputs, strict=True):
             end.rescale_(lr_ratio)
-        self.drive([exchange(e, g, self.steps) for e, g in zip(self.endpoints, outputs, strict=True)])
+            codecs = make_codecs(self.config, end, self.steps, epoch, end.uplink.selector)
+            exchanges.append(exchange(end, g, codecs, self.steps, measure=self.measure))
+        self.outcomes = self.drive(exchanges)
         self.steps += 1
         return outputs
 
-    def drive(self, exchanges: Sequence[Exchange]) -> None:
-        """Runs one exchange for each rank to its end, answering requests when all ranks have made theirs."""
+    def drive(self, exchanges: Sequence[Exchange]) -> list[Outcome]:
+        """Runs one exchange for each rank to its end, answering requests when all ranks have made theirs.
+
+        Returns:
+            What became of each.
+        """
         replies: list[Tensor | None] = [None] * len(exchanges)
         while True:
-            requests = []
-            for step, reply in zip(exchanges, replies, strict=True):
+            requests, outcomes = [], []
+            for each, reply in zip(exchanges, replies, strict=True):
                 try:
-                    requests.append(step.send(reply))  # type: ignore[arg-type]  # None starts a generator
-                except StopIteration:
-                    continue
+                    requests.append(each.send(reply))  # type: ignore[arg-type]  # None starts a generator
+                except StopIteration as end:
+                    outcomes.append(end.value)
             if not requests:
-                return
+                return outcomes
             replies = [None] * len(requests)
             for ranks in self._groups(requests[0].among, len(requests)):
                 asked = [requests[rank] for rank in ranks]

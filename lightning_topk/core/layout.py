@@ -1,14 +1,14 @@
-"""Where the elements of a bucket live: blocks, shards, and how many of them are kept.
+"""The layout of a bucket: its blocks, its shards, and how many elements each shard keeps.
 
-A bucket of ``numel`` elements is cut into blocks of 256, and the blocks are dealt to the servers in turn, so
-element ``i`` belongs to shard ``(i // block) % shards``. Layers are contiguous in a bucket; dealing blocks gives every
-server a sample of every layer. The loads are then so even that each shard keeps the same count, and every
-size on the wire follows from integers known in advance.
+A bucket of ``numel`` elements is cut into blocks of 256, and the blocks are dealt to the servers in turn
+(block-cyclic), so element ``i`` belongs to shard ``(i // block) % shards``. Layers are contiguous in a bucket, so every
+server gets a sample of every layer. Loads are then even enough that every shard keeps the same number of entries, and
+all sizes on the wire follow from integers known in advance.
 
-With several ranks a node that exchange gradients as one (``topology="hierarchical"``), each rank takes a *part* of the
-bucket: a piece of every parameter, so that a rank's part stays the same whatever bucket the parameter is in.
+With ``topology="hierarchical"`` the ranks of a node exchange gradients as one worker. Each rank then takes a *part* of
+the bucket: a piece of every parameter, which does not depend on the bucket that the parameter is in.
 
-Integers only: the tensor side of a layout is :mod:`lightning_topk.core.ops.reference`.
+This module holds integers only; the tensor operations are in :mod:`lightning_topk.core.ops.reference`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 BLOCK = 256
-"""Elements in a block. A bucket that cannot fill one block a shard uses smaller blocks."""
+"""Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Layout:
     """How ``numel`` elements are dealt to ``shards`` servers, block by block.
 
     Args:
-        numel: Elements of the bucket, at least 1.
-        shards: Servers among which they are dealt, at least 1. One shard is the bucket as it stands.
+        numel: Number of elements in the bucket, at least 1.
+        shards: Number of servers, at least 1. With one shard, the bucket is not rearranged.
     """
 
     numel: int
@@ -36,30 +36,29 @@ class Layout:
     def __post_init__(self) -> None:
         if self.numel < 1 or self.shards < 1:
             raise ValueError(
-                f"Layout(numel={self.numel}, shards={self.shards}): both must be at least 1; "
-                "an empty bucket has nothing to exchange."
+                f"Layout(numel={self.numel}, shards={self.shards}): both must be at least 1. Leave out empty buckets."
             )
 
     @cached_property
     def block(self) -> int:
-        """Elements in a block."""
+        """Number of elements in a block."""
         return self.numel if self.shards == 1 else min(BLOCK, math.ceil(self.numel / self.shards))
 
     @cached_property
     def rounds(self) -> int:
-        """Times that each shard is dealt a block; the last time some may get a part, or none."""
+        """Number of blocks dealt to each shard; in the last round some shards may get a partial block or none."""
         return math.ceil(self.numel / (self.block * self.shards))
 
     @cached_property
     def shard_size(self) -> int:
-        """Elements of shard 0, which has the most. The others are padded to it."""
+        """Number of elements in shard 0, the largest. The others are padded to this size."""
         full = (self.rounds - 1) * self.block
         return full + min(self.block, self.numel - full * self.shards)
 
     def kept_per_shard(self, kept: int) -> int:
-        """The share of one shard when ``kept`` elements of the bucket are kept: an equal part, rounded up.
+        """Number of elements that each shard keeps if the bucket keeps ``kept``: an equal share, rounded up.
 
-        All of the largest shard when ``kept == numel``, so that a ratio of 1 keeps everything.
+        If ``kept == numel``, it is ``shard_size``, so a ratio of 1 keeps everything.
         """
         return self.shard_size if kept == self.numel else math.ceil(kept / self.shards)
 
@@ -69,8 +68,8 @@ class Parts:
     """How a bucket is dealt to the ranks of a node: each parameter in equal pieces, the last one padded with zeros.
 
     Args:
-        sizes: Elements of each parameter of the bucket.
-        count: Ranks of the node; one takes the bucket as it stands.
+        sizes: Number of elements of each parameter in the bucket.
+        count: Number of ranks in the node. With one rank, the bucket is not rearranged.
     """
 
     sizes: tuple[int, ...]
@@ -78,15 +77,15 @@ class Parts:
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:
-        """Elements of each parameter in one part."""
+        """Number of elements of each parameter in one part."""
         return tuple(math.ceil(size / self.count) for size in self.sizes)
 
     @cached_property
     def numel(self) -> int:
-        """Elements of one part."""
+        """Number of elements in one part."""
         return sum(self.pieces)
 
 
 def kept_count(numel: int, ratio: float) -> int:
-    """The papers' ``k = max(1, floor(ratio * d))``, safe from the binary rounding of a decimal ratio."""
+    """``k = max(1, floor(ratio * d))`` as in the papers, robust to the binary rounding of a decimal ratio."""
     return min(numel, max(1, math.floor(ratio * numel + 1e-6)))

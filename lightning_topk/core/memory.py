@@ -1,7 +1,7 @@
 """Memories: what one end of a link keeps of what it did not send.
 
-Error feedback (Stich et al. 2018; Alistarh et al. 2018): a link adds its residual to what it is given, sends a part of
-the sum, and keeps the rest, the rounding of the wire included. So nothing is lost, only late.
+Error feedback (Stich et al. 2018; Alistarh et al. 2018): a link adds its residual to its input, sends some entries of
+the sum, and keeps the rest, including the wire's rounding error. So nothing is lost, only delayed.
 """
 
 from __future__ import annotations
@@ -10,77 +10,86 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_topk.core import ops
 from lightning_topk.core.ops import reference
 
 
 class Memory(ABC):
-    """The state of one end of a link, over the elements that it sends."""
+    """The state of one end of a link, for the elements that it sends."""
 
     @abstractmethod
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """Joins ``x`` with what was kept earlier.
+        """Adds what was kept earlier to ``x``.
 
         Args:
-            x: ``[numel]``; zero if the input was not finite. It is moved: zero afterwards.
-            finite: Scalar bool. If false, this step must leave the memory as it was.
+            x: ``[numel]``; zero if the input was not finite. Set to zero by this call.
+            finite: Scalar bool. If false, this step must leave the memory unchanged.
 
         Returns:
-            ``[numel]``, what there is to send; possibly this memory's own storage.
+            ``[numel]``, the sum to send from; may share this memory's storage.
         """
 
     @abstractmethod
     def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
-        """Takes note that of the last sum's entries ``value`` ``[n]``, at ``index`` ``[n]`` int64, ``sent`` ``[n]`` left."""
+        """Keeps what was not sent of the sum that :meth:`compensate` returned.
+
+        Args:
+            index: ``[n]`` int64, positions of the selected entries.
+            value: ``[n]``, the sum at these positions.
+            sent: ``[n]``, what the receiver will decode there.
+        """
 
     @abstractmethod
     def add_(self, x: Tensor) -> None:
-        """Adds ``x`` ``[numel]`` to what the next ``compensate`` joins."""
+        """Adds ``x`` ``[numel]`` to the residual, so the next :meth:`compensate` includes it."""
 
     @abstractmethod
     def scale_(self, factor: float) -> None:
-        """Multiplies what is kept."""
+        """Multiplies what is kept by ``factor``."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What survives a step, by name, each ``[numel]``; the storage itself, not a copy.
+        """Returns the state kept between steps, by name, each ``[numel]``; the storage itself, not a copy.
 
         What is still to be sent is named ``residual``.
         """
 
     @abstractmethod
     def hold(self, absent: Tensor) -> None:
-        """Sets aside what belongs to the elements where ``absent`` ``[numel]`` bool is true, until ``release``."""
+        """Sets aside the state of the elements where ``absent`` ``[numel]`` bool is true, until :meth:`release`."""
 
     @abstractmethod
     def release(self) -> None:
-        """Puts back what :meth:`hold` set aside."""
+        """Restores what :meth:`hold` set aside."""
 
 
 class Residual(Memory):
     """Error feedback: ``a = x + e``, then ``e = a - sent``.
 
     Args:
-        numel: Elements.
+        numel: Number of elements.
         dtype: dtype of the residual.
-        device: Where it lives.
+        device: Device of the residual.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.residual = torch.zeros(numel, dtype=dtype, device=device)
         self._held: dict[str, Tensor] = {}
 
+    @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """See :meth:`Memory.compensate`. In place: between this and ``keep`` the residual is the sum."""
+        """In place: between this call and :meth:`keep`, the residual holds the sum."""
         a = self.residual.add_(x)
         x.zero_()
         return a
 
+    @override
     def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
-        """See :meth:`Memory.keep`. Subtracts what will be decoded, so the wire's rounding is kept as well."""
-        # The sum of finite parts may have left the range; the largest entries are selected, so it shows here. A GPU does not
-        # stop to look, and mends what was selected.
+        """Subtracts what will be decoded, so the wire's rounding error is kept too."""
+        # The sum of two finite numbers may overflow. Overflowed entries are the largest, so they are among those
+        # selected. On a GPU, checking would synchronise the host: the selected entries are always clamped.
         limit = torch.finfo(self.residual.dtype).max
         if value.device.type == "cpu":
             if not ops.is_finite(value):
@@ -89,43 +98,44 @@ class Residual(Memory):
             self.residual.index_copy_(0, index, self.residual.index_select(0, index).clamp_(-limit, limit))
         self.residual.scatter_add_(0, index, sent.neg())
 
+    @override
     def add_(self, x: Tensor) -> None:
-        """See :meth:`Memory.add_`."""
         self.residual.add_(x)
 
+    @override
     def scale_(self, factor: float) -> None:
-        """See :meth:`Memory.scale_`."""
         self.residual.mul_(factor)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See :meth:`Memory.tensors`."""
         return {"residual": self.residual}
 
+    @override
     def hold(self, absent: Tensor) -> None:
-        """See :meth:`Memory.hold`."""
         for name, kept in self.tensors().items():
             self._held[name] = kept.masked_fill(~absent, 0)
             kept.masked_fill_(absent, 0)
 
+    @override
     def release(self) -> None:
-        """See :meth:`Memory.release`."""
         for name, kept in self.tensors().items():
             if name in self._held:
                 kept.add_(self._held.pop(name))
 
 
 class MomentumResidual(Residual):
-    """Error feedback on velocities: the momentum correction of Deep Gradient Compression (Lin et al. 2018, section 3.2).
+    """Error feedback on velocities: momentum correction of Deep Gradient Compression (Lin et al. 2018, section 3.2).
 
-    ``u = m u + x``; ``a = v + u``; ``v = a - sent``. Momentum is applied on the worker, before compression, so the optimizer's
-    own must be 0. With masking, ``u`` is zeroed where something was sent, which stops stale momentum.
+    ``u = m u + x``; ``a = v + u``; ``v = a - sent``. Momentum is applied on the worker, before compression, so the
+    optimizer's own momentum must be 0. With masking, ``u`` is zeroed where something was sent, which stops stale
+    momentum.
 
     Args:
-        numel: Elements.
+        numel: Number of elements.
         dtype: dtype of velocity and residual.
-        device: Where they live.
+        device: Device of velocity and residual.
         momentum: m, in (0, 1).
-        masking: Momentum factor masking.
+        masking: Whether to apply momentum factor masking.
     """
 
     def __init__(
@@ -135,40 +145,42 @@ class MomentumResidual(Residual):
         self.velocity = torch.zeros_like(self.residual)
         self.momentum, self.masking = momentum, masking
 
+    @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """See :meth:`Memory.compensate`."""
         velocity = self.velocity * self.momentum
         velocity += x
         self.velocity.copy_(torch.where(finite, velocity, self.velocity))
         x.zero_()
         return self.residual.add_(reference.zero_unless_(velocity, finite))
 
+    @override
     def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
-        """See :meth:`Memory.keep`."""
         super().keep(index, value, sent)
         if self.masking:
-            # Padding repeats positions with zeros: of several entries for one position, any that was sent counts.
+            # Padding repeats positions with value 0, so a position counts as sent if any of its entries is nonzero.
             self.velocity.masked_fill_(torch.zeros_like(self.velocity).index_add_(0, index, sent.abs()) > 0, 0)
 
+    @override
     def scale_(self, factor: float) -> None:
-        """See :meth:`Memory.scale_`. The velocity is made of gradients and stays."""
+        """The velocity is a sum of gradients and is not scaled."""
         self.residual.mul_(factor)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See :meth:`Memory.tensors`."""
         return {"residual": self.residual, "velocity": self.velocity}
 
 
 class Leftover(Residual):
-    """What other settings have left, under settings that keep nothing: it joins the next vector, and no more is kept."""
+    """A residual left by other settings, under settings without error feedback: added once, then nothing is kept."""
 
+    @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """See :meth:`Memory.compensate`."""
         self._finite = finite
         return super().compensate(x, finite)
 
+    @override
     def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
-        """See :meth:`Memory.keep`. Forgets, unless nothing was sent."""
+        """Clears the residual, unless the step was not finite and so nothing was sent."""
         self.residual.masked_fill_(self._finite, 0)
 
 
@@ -176,34 +188,38 @@ class NoMemory(Memory):
     """No error feedback: what is not sent is lost. For comparison with the papers.
 
     Args:
-        dtype: dtype in which the sum is handed on.
+        dtype: dtype of what :meth:`compensate` returns.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
+    @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """See :meth:`Memory.compensate`."""
         a = x.to(self.dtype, copy=True)
         x.zero_()
         return a
 
+    @override
     def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
-        """See :meth:`Memory.keep`."""
+        """Keeps nothing."""
 
+    @override
     def add_(self, x: Tensor) -> None:
-        """See :meth:`Memory.add_`."""
-        raise NotImplementedError("nothing is kept here; what other settings have left needs a Leftover.")
+        raise NotImplementedError("NoMemory keeps no residual; use Leftover for a residual that other settings left.")
 
+    @override
     def scale_(self, factor: float) -> None:
-        """See :meth:`Memory.scale_`."""
+        """There is nothing to scale."""
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """See :meth:`Memory.tensors`."""
         return {}
 
+    @override
     def hold(self, absent: Tensor) -> None:
-        """See :meth:`Memory.hold`."""
+        """There is nothing to set aside."""
 
+    @override
     def release(self) -> None:
-        """See :meth:`Memory.release`."""
+        """There is nothing to restore."""

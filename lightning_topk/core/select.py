@@ -1,12 +1,13 @@
 """Selectors: which entries of a vector are sent.
 
-A selector sees a vector and its layout and chooses at most k entries in every shard. All but :class:`TopK` and :class:`RandK` set
-a threshold that should let about k entries pass. Where more pass, the k largest of them are sent and the rest stays in the
-residual; where fewer pass, fewer are sent. So no selector ever sends more than k, and payloads keep their size; and where at least
-k pass, a threshold selector chooses just what :class:`TopK` does.
+A selector takes a vector and its layout and selects at most k entries of every shard. All selectors but :class:`TopK`
+and :class:`RandK` set a threshold that about k entries should reach. If more than k reach it, the k largest are sent
+and the rest stays in the residual; if fewer reach it, fewer are sent. No selector sends more than k entries, so
+payloads have a fixed size. If at least k entries reach the threshold, a threshold selector selects the same entries as
+:class:`TopK`.
 
-To make one, subclass :class:`Selector` and write :meth:`Selector.pick`, or :class:`Threshold` and write
-:meth:`Threshold.threshold`; pass an instance as ``selector=``.
+To add a selector, subclass :class:`Selector` and implement :meth:`Selector.pick`, or subclass :class:`Threshold` and
+implement :meth:`Threshold.threshold`; pass an instance as ``selector=``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from statistics import NormalDist
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
@@ -23,22 +25,22 @@ from lightning_topk.core.ops import reference
 
 
 class Selector(ABC):
-    """Chooses at most k entries of every shard of a vector."""
+    """Selects at most k entries of every shard of a vector."""
 
     step = 0
-    """Exchanges before this one; the same on every rank."""
+    """Number of exchanges before this one; the same on every rank."""
 
     def select(self, a: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Chooses entries of each shard of ``a``.
+        """Selects entries of each shard of ``a``.
 
         Args:
-            a: ``[numel]``, what there is to send: gradient plus residual. Finite; not to be modified.
+            a: ``[numel]``, gradient plus residual. Finite; must not be modified.
             layout: How its elements are dealt to shards.
-            k: Entries to choose of each shard, at most; in [1, shard_size].
+            k: Maximum number of entries to select from each shard, in [1, shard_size].
 
         Returns:
-            Positions in the shard, ``[shards, k]`` int64, not descending in each row; the values there, ``[shards, k]`` of
-            the dtype of ``a``; and how many of them are not zero, a scalar int64. Slots that were not needed have value 0.
+            Positions in the shard, ``[shards, k]`` int64, not descending in each row; the values there, ``[shards, k]``
+            of the dtype of ``a``; and the number of nonzero values, a scalar int64. Unused slots have value 0.
         """
         rows = reference.shard_rows(a, layout)
         if k == layout.shard_size:
@@ -58,53 +60,53 @@ class Selector(ABC):
 
     @abstractmethod
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        """Positions of the entries to send.
+        """Returns the positions of the entries to send.
 
         Args:
-            rows: ``[R, S]``, one shard a row, padded with zeros.
-            k: How many entries to choose of each row, at most; in [1, S].
+            rows: ``[R, S]``, one shard per row, padded with zeros.
+            k: Maximum number of entries to select from each row, in [1, S].
 
         Returns:
-            ``[R, k]`` int64 positions on the device of ``rows``, distinct in each row; to choose fewer, fill up with -1. A shape that depends on the data would make the payload's size depend on it; it is
-            refused.
+            ``[R, k]`` int64 positions on the device of ``rows``, distinct in each row; to select fewer, pad with -1.
+            Any other shape is refused, since the payload size must not depend on the data.
         """
 
 
 class TopK(Selector):
-    """The k entries of largest magnitude, exactly."""
+    """Selects exactly the k entries of largest magnitude."""
 
+    @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        """See :meth:`Selector.pick`."""
         return ops.topk_index(rows, k)
 
 
 class RandK(Selector):
-    """k random entries, the same on all ranks, so that no positions are sent.
+    """Selects k random entries, the same on all ranks, so no positions are sent.
 
-    The positions of a shard are drawn from the seed, the step and the shard's size. A server that keeps fewer than the workers
-    keeps a part of theirs.
+    The positions in a shard are drawn from the seed, the step and the shard's size. A server that keeps fewer entries
+    than the workers keeps a subset of theirs.
 
     Args:
-        seed: Of the positions.
+        seed: Seed of the positions.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._drawn: tuple[tuple[int, int], Tensor] | None = None
 
+    @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        """See :meth:`Selector.pick`."""
         return self.shared_positions(rows.shape[1], k).to(rows.device).expand(rows.shape[0], -1)
 
     def shared_positions(self, universe: int, k: int) -> Tensor:
-        """The positions of this step, which both ends of a link know.
+        """Returns the positions of this step, which both ends of a link compute.
 
         Args:
-            universe: Elements of the shard.
-            k: How many positions are drawn.
+            universe: Number of elements in the shard.
+            k: Number of positions to draw.
 
         Returns:
-            ``[k]`` int64 on the CPU, distinct, ascending: a uniformly random subset, and a subset of that of any larger k.
+            ``[k]`` int64 on the CPU, distinct, ascending: a uniformly random subset, contained in that of any larger k.
         """
         if self._drawn is None or self._drawn[0] != (self.step, universe):
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.step + universe)
@@ -113,19 +115,19 @@ class RandK(Selector):
 
 
 class Threshold(Selector):
-    """Chooses the entries that reach a threshold in magnitude; the k largest of them if more than k do."""
+    """Selects the entries whose magnitude reaches a threshold; the k largest of them if more than k do."""
 
+    @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        """See :meth:`Selector.pick`."""
         return ops.over_threshold_index(rows, self.threshold(rows, k), k)
 
     @abstractmethod
     def threshold(self, rows: Tensor, k: int) -> Tensor:
-        """The thresholds.
+        """Returns the threshold of each row.
 
         Args:
-            rows: ``[R, S]``, one shard a row, padded with zeros.
-            k: How many entries of each row should pass.
+            rows: ``[R, S]``, one shard per row, padded with zeros.
+            k: Number of entries of each row that should reach the threshold.
 
         Returns:
             ``[R, 1]`` of the dtype of ``rows``, at least 0.
@@ -133,18 +135,19 @@ class Threshold(Selector):
 
 
 def _none(condition: Tensor) -> bool:
-    """Whether ``condition`` is known to hold nowhere: a GPU is not asked, since the host would wait for its answer."""
+    """Whether ``condition`` holds nowhere. Always False on a GPU, where reading it would synchronise the host."""
     return condition.device.type == "cpu" and not condition.any()
 
 
 class GaussianK(Threshold):
-    """Gaussian_k of Shi et al. 2019 (algorithm 1): the threshold that k of S normal entries would pass, corrected thrice.
+    """Gaussian_k of Shi et al. 2019 (algorithm 1): the threshold that k of S normally distributed entries would reach.
 
-    ``t = |mean + ppf(1 - k / 2S) std|``; if fewer than 2k/3 pass, t is halved; if more than 4k/3, it grows by half.
+    ``t = |mean + ppf(1 - k / 2S) std|``, then up to three corrections: t is halved if fewer than 2k/3 entries reach it,
+    and multiplied by 1.5 if more than 4k/3 do.
     """
 
+    @override
     def threshold(self, rows: Tensor, k: int) -> Tensor:
-        """See :meth:`Threshold.threshold`."""
         std, mean = torch.std_mean(rows, dim=1, keepdim=True, correction=0)
         quantile = NormalDist().inv_cdf(1 - k / rows.shape[1] / 2)
         threshold: Tensor = (mean + quantile * std).abs_()
@@ -158,12 +161,13 @@ class GaussianK(Threshold):
 
 
 class SampledK(Threshold):
-    """DGC_k of Lin et al. 2018: the threshold is the one that the same fraction of a sample passes.
+    """DGC_k of Lin et al. 2018: the threshold is estimated from a sample, of which the fraction k / S reaches it.
 
-    If fewer than k pass, it is loosened by a fifth, at most ten times.
+    While fewer than k entries reach it, it is lowered by a fifth, at most ten times.
 
     Args:
-        fraction: Of a shard's elements that are sampled, in (0, 1]; at least 100 of those that should pass.
+        fraction: Fraction of a shard's elements that is sampled, in (0, 1]; more are sampled where needed to include
+            about 100 of the k largest.
     """
 
     def __init__(self, fraction: float = 0.01) -> None:
@@ -171,8 +175,8 @@ class SampledK(Threshold):
             raise ValueError(f"SampledK: fraction={fraction!r} must be in (0, 1].")
         self.fraction = fraction
 
+    @override
     def threshold(self, rows: Tensor, k: int) -> Tensor:
-        """See :meth:`Threshold.threshold`."""
         size = rows.shape[1]
         stride = max(1, min(int(1 / self.fraction), k // 100))
         sample = rows[:, self.step * 7919 % stride :: stride].abs()
@@ -187,13 +191,13 @@ class SampledK(Threshold):
 
 
 class TrimmedK(Threshold):
-    """Trimmed_topk of RedSync (Fang et al. 2019): ``t = mean + r (max - mean)`` of the magnitudes, r = .8, .6, .4, .2, 0.
+    """Trimmed_topk of RedSync (Fang et al. 2019): ``t = mean + r (max - mean)`` of the magnitudes.
 
-    The first r at which at least k pass; the original has no upper limit.
+    r is the first of 0.8, 0.6, 0.4, 0.2 and 0 at which at least k entries reach t. The original has no upper limit.
     """
 
+    @override
     def threshold(self, rows: Tensor, k: int) -> Tensor:
-        """See :meth:`Threshold.threshold`."""
         mean = torch.linalg.vector_norm(rows, 1, dim=1, keepdim=True) / rows.shape[1]
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
         threshold: Tensor = mean + 0.8 * (largest - mean)
@@ -212,4 +216,4 @@ SELECTORS: dict[str, type[Selector]] = {
     "trimmed": TrimmedK,
     "randk": RandK,
 }
-"""Selectors that have a name."""
+"""Selectors by name."""

@@ -1,18 +1,20 @@
-"""The wire: a selection as bytes, and bytes as a selection.
+"""Wires: encode a selection as bytes, and decode it.
 
-A payload row is ``[values | Elias-Fano positions | check]``: k values in the wire's dtype, then k ascending positions at about
-``log2(S / k) + 2`` bits each (5 % above their entropy), zeros up to a whole word, and a word that makes the sum of all words
-what both ends expect. Its size follows from (S, k, wire) alone, so no sizes travel. Positions that both ends know are not sent: all
-of them when k = S, and those of a selector that draws the same on every rank.
+A payload row is ``[values | Elias-Fano positions | check]``: k values in the wire's dtype, k ascending positions at
+about ``log2(S / k) + 2`` bits each (5 % above their entropy), zeros up to a multiple of the word size, and a check word
+that makes the sum of all words equal a constant. The size follows from (S, k, wire) alone, so sizes are not exchanged.
+Positions that both ends know are not sent: when k = S, and with a selector that draws the same positions on every rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_topk.core import ops
 from lightning_topk.core.ops import reference
@@ -21,11 +23,11 @@ from lightning_topk.core.select import RandK
 
 @dataclass(frozen=True)
 class Wire:
-    """A format of values.
+    """A format of the values in a payload.
 
     Args:
-        name: What users call it.
-        value_dtype: dtype in which values travel. What its rounding loses stays in the sender's residual.
+        name: The name in settings.
+        value_dtype: dtype of the values on the wire. The rounding error stays in the sender's residual.
     """
 
     name: str
@@ -33,44 +35,45 @@ class Wire:
 
     @property
     def eps(self) -> float:
-        """How much larger than itself the largest value may arrive, relatively, at most."""
+        """Bound on how much larger than itself, relatively, the largest value can be decoded."""
         return torch.finfo(self.value_dtype).eps
 
     @property
     def rounding(self) -> float:
-        """How far from itself a value may arrive, at most, over the largest magnitude around it."""
+        """Bound on a value's rounding error, relative to the value; in a :class:`BlockWire`, to its block's largest."""
         return self.eps / 2
 
     @property
     def largest(self) -> float:
-        """The largest magnitude that arrives finite."""
+        """The largest magnitude that is decoded as finite."""
         return torch.finfo(self.value_dtype).max
 
     def nbytes(self, k: int) -> int:
-        """Bytes of k values."""
+        """Size of k values in bytes."""
         return k * self.value_dtype.itemsize
 
     def write(self, value: Tensor) -> Tensor:
-        """Writes ``[R, k]`` floating values, at most :attr:`largest`, as ``[R, nbytes(k)]`` uint8. NaN stays NaN."""
+        """Encodes values ``[R, k]``, at most :attr:`largest` in magnitude, as uint8 ``[R, nbytes(k)]``; keeps NaN."""
         return value.to(self.value_dtype).view(torch.uint8)
 
     def read(self, written: Tensor, k: int) -> Tensor:
-        """Undoes :meth:`write`, but for rounding: ``[R, k]`` floating."""
+        """Decodes what :meth:`write` returned as floating values ``[R, k]``: the original values, rounded."""
         return written.contiguous().view(self.value_dtype)
 
 
 @dataclass(frozen=True)
 class BlockWire(Wire):
-    """Values as small integers, and a scale for every block of them: ``[k integers | ceil(k / 64) scales]``.
+    """Values as small integers with a scale for every block: ``[k integers | ceil(k / 64) scales]``.
 
-    Integers of b bits lie in ±(2^(b - 1) - 1); several share a byte, the first one lowest. A block's scale is its largest magnitude
-    over the largest integer (Dettmers 2016 has such blocks); entries are in the order of their positions.
+    Integers of b bits lie in ±(2^(b - 1) - 1). 4-bit integers are packed two to a byte, the first in the low bits. A
+    block's scale is its largest magnitude divided by the largest integer (blocks as in Dettmers 2016). Entries are
+    ordered by position.
 
     Args:
-        name: What users call it.
+        name: The name in settings.
         value_dtype: dtype of the scales.
-        bits: Of an integer, 8 or 4.
-        block: Values that share a scale.
+        bits: Bits of an integer, 8 or 4.
+        block: Number of values that share a scale.
     """
 
     bits: int = 8
@@ -82,21 +85,23 @@ class BlockWire(Wire):
         return (1 << self.bits - 1) - 1
 
     @property
+    @override
     def rounding(self) -> float:
-        """See :attr:`Wire.rounding`. Half a unit, whose scale is rounded too."""
+        """Half a unit, enlarged by the rounding of the scale."""
         return (0.5 / self.top + self.eps / 2) * (1 + self.eps)
 
     @property
+    @override
     def largest(self) -> float:
-        """See :attr:`Wire.largest`. The scale may be rounded up."""
+        """Below the scale's own limit, since the scale may be rounded up."""
         return torch.finfo(self.value_dtype).max * (1 - self.eps)
 
+    @override
     def nbytes(self, k: int) -> int:
-        """See :meth:`Wire.nbytes`."""
         return self._integer_bytes(k) + -(-k // self.block) * self.value_dtype.itemsize
 
+    @override
     def write(self, value: Tensor) -> Tensor:
-        """See :meth:`Wire.write`."""
         rows, k = value.shape
         blocks = torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block)
         scale = (blocks.abs().amax(dim=2) / self.top).to(self.value_dtype)
@@ -106,19 +111,20 @@ class BlockWire(Wire):
             [self._pack(whole.view(rows, -1))[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1
         )
 
+    @override
     def read(self, written: Tensor, k: int) -> Tensor:
-        """See :meth:`Wire.read`. A product has at most 15 bits, so it is exact."""
+        """The product of integer and scale has at most 15 significant bits, so it is exact in float32."""
         filled = self._integer_bytes(k)
         scale = written[:, filled:].clone(memory_format=torch.contiguous_format)
-        scale = scale.view(self.value_dtype)  # a copy, since a view of two bytes must begin at an even one
+        scale = scale.view(self.value_dtype)  # a copy: a view as a 2-byte dtype needs an even offset
         return self._unpack(written[:, :filled])[:, :k] * scale.float().repeat_interleave(self.block, dim=1)[:, :k]
 
     def _integer_bytes(self, k: int) -> int:
-        """Bytes of k integers."""
+        """Size of k integers in bytes."""
         return -(-k * self.bits // 8)
 
     def _pack(self, whole: Tensor) -> Tensor:
-        """int8 ``[R, n]``, n a multiple of a block, as uint8 ``[R, n bits / 8]``."""
+        """Packs int8 ``[R, n]``, n a multiple of :attr:`block`, into uint8 ``[R, n bits / 8]``."""
         octets = whole.view(torch.uint8)
         if self.bits == 8:
             return octets
@@ -126,13 +132,14 @@ class BlockWire(Wire):
         return low & 15 | high << 4
 
     def _unpack(self, octets: Tensor) -> Tensor:
-        """Undoes :meth:`_pack`: int8 ``[R, n]``."""
+        """Inverse of :meth:`_pack`: int8 ``[R, n]``."""
         if self.bits == 8:
             return octets.view(torch.int8)
-        # A shift down keeps the sign of what stands at the upper end.
+        # The right shift of an int8 is arithmetic: it extends the sign of the upper four bits.
         return torch.stack([octets << 4, octets], dim=2).view(torch.int8).flatten(1) >> 4
 
 
+WireName = Literal["fp32", "bf16", "int8", "int4"]
 WIRES: dict[str, Wire] = {
     "fp32": Wire("fp32", torch.float32),
     "bf16": Wire("bf16", torch.bfloat16),
@@ -144,17 +151,17 @@ WIRES: dict[str, Wire] = {
 
 WORD = torch.int32
 WORDS_SUM = 0x746F706B
-"""What the words of a payload add up to, modulo 2^32."""
+"""The sum of the words of an undamaged payload, modulo 2^32."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A wire for one size of selection: k entries of a shard of ``universe`` elements.
+    """Encodes and decodes selections of one size: k entries of a shard of ``universe`` elements.
 
     Args:
-        wire: The format.
-        universe: Elements of the shard, S.
-        kept: Entries a payload carries, k.
+        wire: Format of the values.
+        universe: Number of elements in the shard, S.
+        kept: Number of entries in a payload, k.
         shared: The selector, if it draws the same positions on every rank; else None.
     """
 
@@ -171,43 +178,44 @@ class Codec:
 
     @cached_property
     def low_width(self) -> int:
-        """Low bits of a position in the Elias-Fano code."""
+        """Number of low bits of a position in the Elias-Fano code."""
         return reference.elias_fano_low_width(self.universe, self.kept)
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a payload's values."""
+        """Size of a payload's values in bytes."""
         return self.wire.nbytes(self.kept)
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of a payload's positions."""
+        """Size of a payload's positions in bytes; 0 if both ends know them."""
         if self.shared is not None or self.kept == self.universe:
             return 0
         return reference.elias_fano_bytes(self.universe, self.kept, self.low_width)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of one payload, P; a multiple of a word's."""
+        """Size of a payload in bytes, P; a multiple of the word size."""
         return (-(-(self.value_bytes + self.index_bytes) // WORD.itemsize) + 1) * WORD.itemsize
 
     def encode(
         self, index: Tensor, value: Tensor, delivered: torch.dtype | None = None, finite: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Writes selections as payloads.
+        """Encodes selections as payloads.
 
         Args:
             index: ``[R, k]`` int64, ascending in each row, in [0, universe).
-            value: ``[R, k]``, floating; clamped to what the wire can carry.
-            delivered: dtype into which the receiver writes them, if its rounding counts too.
+            value: ``[R, k]``, floating; clamped to the range of the wire.
+            delivered: dtype to which the receiver casts the values, if that rounding is to be kept in the residual too.
             finite: Scalar bool. If false, all values on the wire are NaN.
 
         Returns:
-            The payloads, ``[R, P]`` uint8; and what will arrive of ``value``, of its shape and dtype: zero if not ``finite``.
+            The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, with the shape and dtype of
+            ``value``: zero if not ``finite``.
         """
         limit = self.wire.largest
         if delivered is not None and torch.finfo(delivered).max < limit:
-            # The largest value of the narrower dtype may round up on the wire, out of its range: stay below it.
+            # On the wire, the largest value of the narrower dtype may round up to one outside its range: stay below.
             limit = torch.finfo(delivered).max * (1 - self.wire.eps)
         given = value.clamp(-limit, limit)
         if finite is not None:
@@ -228,25 +236,25 @@ class Codec:
         return payload, sent
 
     def decode(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Reads payloads.
+        """Decodes payloads.
 
         Args:
             payload: ``[R, P]`` uint8.
-            dtype: dtype in which the values are wanted.
+            dtype: dtype of the returned values.
 
         Returns:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
 
         Raises:
-            ValueError: A payload was damaged on its way. On a GPU, where the host does not wait to see it, a device-side
-                assertion fails instead.
+            ValueError: A payload was damaged in transit. On a GPU, a device-side assertion fails instead, which needs
+                no host synchronisation.
         """
         whole = payload.view(WORD).sum(dim=1, dtype=WORD) == WORDS_SUM
         if payload.device.type != "cpu":
-            torch._assert_async(whole.all(), "a payload was damaged on its way")
+            torch._assert_async(whole.all(), "lightning_topk: a payload was damaged in transit")
         elif not whole.all():
             rows = (~whole).nonzero().flatten().tolist()
-            raise ValueError(f"the payload from rank {', '.join(map(str, rows))} was damaged on its way.")
+            raise ValueError(f"the payload from rank {', '.join(map(str, rows))} was damaged in transit.")
         value = self.wire.read(payload[:, : self.value_bytes], self.kept).to(dtype)
         known = self.known_index(payload.device)
         if known is not None:

@@ -1,4 +1,4 @@
-"""What to use on a cluster, before the run: bytes by arithmetic, times by the model of :mod:`lightning_topk.planning.costs`."""
+"""What to use on a cluster, before the run: bytes by arithmetic, times by a model of links and of computing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from statistics import mean
 import torch
 from torch import nn
 
-from lightning_topk.config import TopKConfig, check_count
+from lightning_topk import recipe
+from lightning_topk.build import make_endpoint, make_shape
+from lightning_topk.config import SLACK, TopKConfig, check_count
+from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.planning.costs import Costs, Links, break_even, ddp_buckets, exchange_seconds, step_seconds
 from lightning_topk.planning.volume import Volume, volume
-from lightning_topk.runtime.autotune import SLACK
 from lightning_topk.schedule import LATE
 
 MOMENTS = 51
@@ -65,9 +67,7 @@ class Forecast:
     @property
     def name(self) -> str:
         """The topology and its ratio in words."""
-        return (
-            "all-reduce (DDP)" if self.config.topology == "dense" else f"{self.config.topology} {self.config.ratio:g}"
-        )
+        return f"{self.config.topology} {self.config.ratio:g}" if self.config.compresses else "all-reduce (DDP)"
 
 
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
@@ -130,7 +130,8 @@ def forecasts(
         compute: Seconds of forward, backward and optimizer; zero if unknown.
         base: Other settings.
         bucket_cap_mb: DDP's.
-        steps: Planned for the run: forecasts are then means over it, of what the recipe makes of it. Default: ratios are literal.
+        steps: Planned for the run: forecasts are then means over it, of what the recipe makes of it. Default: ratios
+            are literal.
     """
     base, buckets = base or TopKConfig(), ddp_buckets(sizes, bucket_cap_mb)
     topologies = ["sharded", "hierarchical", "single_server", "allgather"]
@@ -138,7 +139,7 @@ def forecasts(
         topologies.remove("hierarchical")
     ways = [base.dense]
     for topology in topologies:
-        bidirectional = base.bidirectional and topology != "allgather"
+        bidirectional = base.bidirectional and TOPOLOGIES[topology].has_servers
         server = base.server_ratio if bidirectional else None
         way = {"topology": topology, "bidirectional": bidirectional, "server_ratio": server}
         ways += [replace(base, **way, ratio=ratio) for ratio in ratios]  # type: ignore[arg-type]
@@ -152,7 +153,7 @@ def _over_a_run(
     config: TopKConfig, steps: int, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float
 ) -> Forecast:
     """The means over steps that stand for a run; the middle one says below which link speed it pays."""
-    planned, count = config.planned(steps, hardware.world), min(MOMENTS, steps)
+    planned, count = recipe.planned(config, steps, hardware.world), min(MOMENTS, steps)
     moments = [planned.at((2 * n + 1) * steps // (2 * count), LATE) for n in range(count)]
     spent = [_spent(moment, buckets, hardware, compute) for moment in moments]
     total = sum((sent for sent, _, _ in spent[1:]), start=spent[0][0])
@@ -169,8 +170,9 @@ def _over_a_run(
 def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float) -> Forecast:
     world, local, costs = hardware.world, hardware.ranks, hardware.costs
     residuals = 0
-    for bucket in buckets if config.topology != "dense" else ():
-        end = config.endpoint(sum(bucket), 0, world, torch.float32, torch.device("meta"), tuple(bucket), local)
+    for bucket in buckets if config.compresses else ():
+        shape = make_shape(config, bucket, world, local)
+        end = make_endpoint(config, shape, 0, torch.float32, torch.device("meta"))
         residuals += sum(kept.nbytes for link in end.links for kept in link.memory.tensors().values())
     return Forecast(
         config,
@@ -213,15 +215,18 @@ def sentence(found: Sequence[Forecast], compute: float) -> str:
     if best is dense:
         hidden = ", which backward hides" if compute and dense.step <= SLACK * compute else ""
         return (
-            f"Use DDPStrategy: {what} {take} {1000 * dense.step:.1f} ms with all-reduce{hidden}, and {1000 * fastest.step:.1f} ms with "
-            f"the fastest compression ({fastest.name}), which loses a part of the gradient for a while."
+            f"Use DDPStrategy: {what} {take} {1000 * dense.step:.1f} ms with all-reduce{hidden}, and "
+            f"{1000 * fastest.step:.1f} ms with the fastest compression ({fastest.name}), which delays a part of the "
+            "gradient."
         )
     settings = {"ratio": best.config.ratio, **best.config.changed, "topology": best.config.topology}
     words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-    said = f"Use TopKStrategy({words}): {what} {take} {1000 * best.step:.1f} ms instead of {1000 * dense.step:.1f} ms with all-reduce"
-    if not dense.volume.inter_node:
+    times = f"{1000 * best.step:.1f} ms instead of {1000 * dense.step:.1f} ms with all-reduce"
+    said = f"Use TopKStrategy({words}): {what} {take} {times}"
+    ours, theirs = best.volume.inter_node, dense.volume.inter_node
+    if not theirs:
         return f"{said}, inside the one node there is."
-    return f"{said}, since a node sends {best.volume.inter_node:,} B over the network instead of {dense.volume.inter_node:,} B."
+    return f"{said}, since a node sends {ours:,} B over the network instead of {theirs:,} B."
 
 
 def table(found: Sequence[Forecast], compute: float) -> list[dict[str, object]]:
@@ -239,7 +244,7 @@ def table(found: Sequence[Forecast], compute: float) -> list[dict[str, object]]:
             "saving": f"{found[0].volume.inter_node / each.volume.inter_node:.1f}x" if each.volume.inter_node else "",
             "exchange ms": 1000 * each.exchange,
             **({"step ms": 1000 * each.step} if compute else {}),
-            "pays below": _rate(each.break_even) if each.config.topology != "dense" else "",
+            "pays below": _rate(each.break_even) if each.config.compresses else "",
             "residuals": f"{each.residuals / 2**20:.1f} MiB",
         }
         for each in found

@@ -1,9 +1,9 @@
 """How long an exchange will take: an alpha-beta model of links, and what computing costs by the element.
 
-A request takes ``rounds x alpha + bytes x beta``: the latency of each round, and the time that the busiest link needs, or a rank's
-own processor if that takes longer. A worker passes over its gradient, a server over its shard; entries are encoded and
-decoded. ``bench costs`` fits the constants to exchanges that it times on a machine, and stores them; ``bench model`` says how wrong
-the model is.
+A request takes ``rounds x alpha + bytes x beta``: the latency of each round, and the time that the busiest link needs,
+or a rank's own processor if that takes longer. A worker passes over its gradient, a server over its shard; entries are
+encoded and decoded. ``bench costs`` fits the constants to exchanges that it times on a machine, and stores them;
+``bench model`` says how wrong the model is.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import AllGather, AllReduce, Request
-from lightning_topk.core.layout import Parts
+from lightning_topk.core.requests import AllGather, AllReduce, Request
 from lightning_topk.planning.volume import requests
 from lightning_topk.schedule import LATE
 
@@ -60,7 +60,8 @@ GPU = Costs(
     latency=2e-5,
     byte=0.0,
     reduce=0.0,
-    source="estimates for a GPU of 3 TB/s and NCCL, not measured: run `python -m lightning_topk bench costs --device cuda` on a node",
+    source="estimates for a GPU of 3 TB/s and NCCL, not measured: "
+    "run `python -m lightning_topk bench costs --device cuda` on a node",
 )
 CPU = Costs(
     scan=4.0e-9,
@@ -71,7 +72,8 @@ CPU = Costs(
     latency=1e-3,
     byte=8e-10,
     reduce=6e-10,
-    source="of four ranks on two cores of 2.5 GHz, not of this machine: run `python -m lightning_topk bench costs` on a node",
+    source="of four ranks on two cores of 2.5 GHz, not of this machine: "
+    "run `python -m lightning_topk bench costs` on a node",
 )
 
 
@@ -127,7 +129,7 @@ def bytes_per_second(rate: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])(bit|byte)", rate.lower())
     if not found or float(found[1]) == 0:
-        raise ValueError(f"rate {rate!r} is none; write it like 100mbit, 1gbit, 2.5gbit or 600gbyte.")
+        raise ValueError(f"invalid rate {rate!r}; write it like 100mbit, 1gbit, 2.5gbit or 600gbyte.")
     bits = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[found[2]]
     return bits / 8 if found[3] == "bit" else bits
 
@@ -188,25 +190,8 @@ def work(config: TopKConfig, sizes: Sequence[int], world: int, local: int, items
         local: Ranks of a node.
         itemsize: Bytes of an element of the gradient.
     """
-    numel = sum(sizes)
-    if config.topology == "dense":
-        return {"scan": 0.25 * numel}  # divides in place, and looks whether it is finite
-    copied, shared = 0, 1
-    if config.topology == "hierarchical":
-        copied, shared = itemsize * numel, local
-        numel, world = Parts(tuple(sizes), local).numel, world // local
-    layout, up, down = config.codecs(numel, world, LATE, LATE)
-    sent, served = up.kept * layout.shards, layout.shard_size
-    if down is None:  # all-gather: every rank sums everyone's
-        return {"fixed": 1, "scan": 2 * numel, "encode": sent, "decode": world * sent}
-    delivered = down.kept * layout.shards * shared
-    return {
-        "fixed": 1,
-        "scan": numel + served,
-        "encode": sent + down.kept,
-        "decode": world * up.kept + delivered,
-        "copy": copied,
-    }
+    shape = make_shape(config, sizes, world, local)
+    return shape.topology.work(shape, make_codecs(config, shape, LATE, LATE), itemsize)
 
 
 def break_even(
@@ -264,7 +249,7 @@ def step_seconds(
 
 
 def ddp_buckets(sizes: Sequence[int], cap_mb: float = 25, itemsize: int = 4) -> list[list[int]]:
-    """How DDP groups parameters whose gradients come in the opposite order: a first bucket of 1 MiB, then of ``cap_mb``.
+    """How DDP groups parameters, whose gradients come in the opposite order: 1 MiB first, then ``cap_mb`` a bucket.
 
     Args:
         sizes: Elements of each parameter, in the model's order.

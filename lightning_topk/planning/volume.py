@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-import torch
-from torch import Tensor
-
+from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
-from lightning_topk.core.layout import Parts
+from lightning_topk.core import exchange
+from lightning_topk.core.requests import AllReduce, Request, placeholder
 
 
 @dataclass(frozen=True)
@@ -57,32 +55,36 @@ def volume(
     step: int = 0,
     epoch: int = 0,
     local: int = 1,
-    exact: Iterable[int] = (),
+    uncompressed: Iterable[int] = (),
 ) -> Volume:
     """Predicts the bytes of a step.
 
     Args:
         config: The settings.
-        buckets: DDP's buckets, by their elements; one for a model that fits one bucket. With ``topology="hierarchical"`` the
-            elements of each parameter matter, since the ranks of a node take a piece of each.
+        buckets: DDP's buckets, by their elements; one for a model that fits one bucket. With
+            ``topology="hierarchical"`` the elements of each parameter matter, since the ranks of a node take a piece of
+            each.
         world: Number of ranks.
         rank: The rank in question; with ``single_server`` rank 0 differs from the others.
         itemsize: Bytes of an element of the dense gradient.
-        parameters: Parameters in each bucket, with ``find_unused_parameters`` only: the ranks then exchange one bit each.
+        parameters: Parameters in each bucket, with ``find_unused_parameters`` only: the ranks then exchange one bit
+            each.
         step: Gradients exchanged before this one, for schedules.
         epoch: Epochs completed, for schedules.
         local: Ranks of a node.
-        exact: Elements of each bucket that belong to ``dense_parameters``; none by default.
+        uncompressed: Elements of each bucket that belong to ``dense_parameters``; none by default.
     """
     config, sizes = config.on(world, local), [_sizes(bucket) for bucket in buckets]
-    counts, whole = list(parameters or ()), list(exact) or [0] * len(sizes)
+    counts, whole = list(parameters or ()), list(uncompressed) or [0] * len(sizes)
     if config.scope == "model":
         sizes, counts, whole = [sum(sizes, ())], [sum(counts)] * bool(counts), [sum(whole)]
     asked: list[Request] = []
-    for each, uncompressed in zip(sizes, whole, strict=True):
-        way = config.dense if uncompressed == sum(each) else config
-        asked += requests(way, each, world, local, itemsize, step, epoch, uncompressed)
-    asked += [AllGather(_bytes(-(-count // 8)), "uplink") for count in counts]
+    for number, (each, skipped) in enumerate(zip(sizes, whole, strict=True)):
+        if not sum(each):
+            continue  # nothing is exchanged
+        way = config.dense if skipped == sum(each) else config
+        voters = counts[number] if counts else None
+        asked += requests(way, each, world, local, itemsize, step, epoch, skipped, voters)
     sent = {"uplink": 0, "downlink": 0}
     inside = outside = dense = dense_outside = 0
     for request in asked:
@@ -91,7 +93,7 @@ def volume(
         near, far = request.node_bytes(rank, world, local)
         inside, outside = inside + near, outside + far
     for each in sizes:
-        ring = AllReduce(_bytes(sum(each) * itemsize), "uplink")
+        ring = AllReduce(placeholder(sum(each) * itemsize), "uplink")
         dense += ring.sent_bytes(rank, world)
         dense_outside += ring.node_bytes(rank, world, local)[1]
     return Volume(sent["uplink"], sent["downlink"], dense, inside, outside, dense_outside)
@@ -105,7 +107,8 @@ def requests(
     itemsize: int = 4,
     step: int = 0,
     epoch: int = 0,
-    exact: int = 0,
+    uncompressed: int = 0,
+    voters: int | None = None,
 ) -> list[Request]:
     """What the exchange of one bucket will ask for, with payloads of the right size and no content.
 
@@ -117,33 +120,13 @@ def requests(
         itemsize: Bytes of an element of the gradient.
         step: Gradients exchanged before this one, for schedules.
         epoch: Epochs completed, for schedules.
-        exact: Elements that are not compressed.
+        uncompressed: Elements that are not compressed.
+        voters: Parameters of the bucket, with ``find_unused_parameters`` only.
     """
     config = config.on(world, local)
-    if config.topology == "dense":
-        return [AllReduce(_bytes(sum(sizes) * itemsize), "uplink")]
-    first: list[Request] = [AllReduce(_bytes(exact * itemsize), "uplink")] if exact else []
-    if config.topology == "hierarchical":
-        part, nodes = Parts(tuple(sizes), local).numel, world // local
-        _, up, down = config.codecs(part, nodes, step, epoch)
-        assert down is not None
-        return [
-            *first,
-            AllToAll(_bytes(local, part * itemsize), "uplink", "node"),
-            AllToAll(_bytes(nodes, up.nbytes), "uplink", "peers"),
-            AllGather(_bytes(down.nbytes), "downlink", "peers"),
-            AllGather(_bytes(nodes * down.nbytes), "downlink", "node"),
-        ]
-    _, up, down = config.codecs(sum(sizes), world, step, epoch)
-    if config.topology == "allgather" or down is None:
-        return [*first, AllGather(_bytes(up.nbytes), "uplink")]
-    if config.topology == "single_server":
-        return [*first, Gather(_bytes(up.nbytes), "uplink"), Broadcast(_bytes(down.nbytes), "downlink")]
-    return [*first, AllToAll(_bytes(world, up.nbytes), "uplink"), AllGather(_bytes(down.nbytes), "downlink")]
-
-
-def _bytes(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.uint8, device="meta")
+    shape = make_shape(config, sizes, world, local)
+    uncompressed = uncompressed if config.compresses else 0  # the topology sends all of the bucket uncompressed
+    return exchange.requests(shape, make_codecs(config, shape, step, epoch), itemsize, uncompressed, voters)
 
 
 def _sizes(bucket: Bucket) -> tuple[int, ...]:

@@ -15,26 +15,27 @@ from lightning_topk.core.layout import Layout
 from lightning_topk.core.ops import reference
 
 SMALL = 1 << 16
-"""Vectors below this size go to the reference: sampling would not pay."""
+"""Vectors below this size go to the reference: sampling would not pay off."""
 
 CHUNK = 1 << 16
-"""Elements that are taken at a time: what is done to them is done while they stay in a core's cache."""
+"""Elements processed at a time, few enough to stay in a core's cache."""
 
 SAMPLE = 1 << 14
-"""Elements of a sample, at least: each costs a cache line of the residual and one of the gradient."""
+"""Minimum size of a sample. Each element costs a cache line of the residual and one of the gradient."""
 
-_offsets = np.random.default_rng()  # of samples; what is chosen does not depend on them
+_offsets = np.random.default_rng()  # of samples; the selection does not depend on them
 
 
 def suits(numel: int, layout: Layout, k: int) -> bool:
-    """Whether :func:`add_and_choose` pays: many elements, of which few are chosen."""
+    """Whether :func:`add_and_select` pays off: many elements, of which few are selected."""
     return numel >= SMALL and k * layout.shards <= numel // 8
 
 
 def is_finite(x: Tensor) -> Tensor:
     """The same as :func:`lightning_topk.core.ops.reference.is_finite`, in one read of ``x``.
 
-    The sum of squares is finite only if every element is. If it is not, it may have overflowed: then each is looked at.
+    The sum of squares is finite only if every element is. If it is not, it may have overflowed, so each element is
+    checked.
     """
     if x.dim() == 1 and x.dtype in (torch.float32, torch.float64) and math.isfinite(torch.dot(x, x)):
         return torch.tensor(True)
@@ -46,7 +47,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
 
     Args:
         rows: ``[R, S]`` on the CPU, finite.
-        k: Entries to choose of each row, in [1, S].
+        k: Number of entries to select from each row, in [1, S].
 
     Returns:
         ``[R, k]`` int64, ascending in each row.
@@ -81,10 +82,10 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     Args:
         rows: ``[R, S]`` on the CPU, finite.
         threshold: ``[R, 1]``, at least 0.
-        k: Entries to choose of each row, at most; in [1, S].
+        k: Maximum number of entries to select from each row, in [1, S].
 
     Returns:
-        ``[R, k]`` int64, ascending in each row; where fewer reach the threshold, the row ends in -1.
+        ``[R, k]`` int64, ascending in each row; rows with fewer than k such entries end in -1.
     """
     chosen = torch.full((rows.shape[0], k), -1)
     for row, index, limit in zip(rows, chosen, threshold, strict=True):
@@ -96,15 +97,15 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     return chosen
 
 
-def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """The same as :func:`lightning_topk.core.ops.reference.add_and_choose`, in one pass over memory.
+def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+    """The same as :func:`lightning_topk.core.ops.reference.add_and_select`, in one pass over memory.
 
     Args:
         e: ``[numel]`` float32 or float64 on the CPU, contiguous.
         x: ``[numel]`` of the same dtype, contiguous.
-        finite: Scalar bool.
-        layout: How the elements are dealt to shards; it :func:`suits`.
-        k: Entries to choose of each shard, in [1, shard_size).
+        finite: Scalar bool, whether ``x`` is finite. If false, ``e`` is unchanged.
+        layout: How the elements are dealt to shards; :func:`suits` must hold.
+        k: Number of entries to select from each shard, in [1, shard_size).
 
     Returns:
         Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there.
@@ -115,11 +116,15 @@ def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
 
 
 def _choose(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Moves ``given``, if there is any, into ``kept``, and chooses the k largest of every shard: as :func:`add_and_choose` returns.
+    """Adds ``given``, unless it is None, to ``kept`` in place, zeroes it, and selects the k largest of every shard.
 
-    A threshold that more than k entries of each shard should reach is read off a sample of the sum. While the sum is made, chunk
-    by chunk, the positions that reach it are noted; among them the choice is exact. If there are fewer than k in some shard, the
-    sum is looked through again with a lower threshold, at last with the least: then all that is not zero is known.
+    A sample of the sum gives a threshold that more than k entries of each shard should reach. While the sum is
+    computed, chunk by chunk, the positions that reach it are recorded; top-k among these candidates is exact. If some
+    shard has fewer than k candidates, the sum is scanned again with a lower threshold, the last of which all nonzero
+    entries reach.
+
+    Returns:
+        Positions and values as :func:`add_and_select` returns them.
     """
     for threshold in _thresholds(kept, given, layout, k):
         shards = _by_shard(*_scan(kept, given, threshold), layout)
@@ -128,7 +133,7 @@ def _choose(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: int) 
             break
     index, value = np.empty((layout.shards, k), np.int64), np.empty((layout.shards, k), kept.dtype)
     for shard, (places, sums) in enumerate(shards):
-        if len(places) < k:  # the first zeros join what is not zero
+        if len(places) < k:  # fewer than k are nonzero: fill up with the first zeros
             zeros = np.setdiff1d(np.arange(k), places, assume_unique=True)[: k - len(places)]
             places, sums = np.concatenate([places, zeros]), np.concatenate([sums, np.zeros(len(zeros), sums.dtype)])
             order = np.argsort(places)
@@ -139,19 +144,19 @@ def _choose(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: int) 
 
 
 def _thresholds(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: int) -> Iterator[Any]:
-    """Magnitudes, falling, that ever more than k entries of each shard should reach; the least is above zero."""
+    """Yields descending thresholds above zero, each of which more than k entries of each shard should reach."""
     numel = len(kept)
-    # So many that no shard gets fewer than k by chance, if entries fall into shards and samples as coins do: four standard
-    # deviations are added for each.
+    # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
+    # added for each, so that no shard gets fewer than k by chance.
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
     stride = max(1, min(numel // SAMPLE, int(needed) // 32))
     offset = int(_offsets.integers(stride))
-    with np.errstate(over="ignore"):  # what leaves the range is infinite, and chosen
+    with np.errstate(over="ignore"):  # overflow gives infinity, which is selected
         sample = np.abs(kept[offset::stride] + (0 if given is None else given[offset::stride]))
     expected = needed / stride
     least = _least(kept.dtype)
     last = math.inf
-    # Shards may differ, and a sample may misjudge them; but candidates are memory.
+    # Shards may differ and the sample may misjudge them, so later thresholds are lower; but candidates take memory.
     for times, deviations in ((1, 4), (1, 16), (4, 64)):
         rank = times * expected + deviations * (math.sqrt(expected) + 1)
         place = len(sample) - min(len(sample), math.ceil(rank))
@@ -163,14 +168,17 @@ def _thresholds(kept: np.ndarray, given: np.ndarray | None, layout: Layout, k: i
 
 
 def _least(dtype: np.dtype[Any]) -> Any:
-    """The least number above zero."""
+    """The smallest number above zero."""
     return np.finfo(dtype).smallest_subnormal
 
 
 def _scan(kept: np.ndarray, given: np.ndarray | None, threshold: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Moves ``given``, if there is any, into ``kept``; returns ascending positions where that reaches a magnitude, and it there.
+    """Adds ``given``, unless it is None, to ``kept`` in place, zeroes it, and finds what reaches a magnitude.
 
-    Chunks are dealt to as many threads as torch uses: NumPy's loops run beside each other.
+    Chunks are distributed over as many threads as torch uses; NumPy's loops release the GIL.
+
+    Returns:
+        Ascending positions where the magnitude of ``kept`` reaches ``threshold``, and the values there.
     """
 
     def scan(chunks: range) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -204,10 +212,10 @@ def _scan(kept: np.ndarray, given: np.ndarray | None, threshold: Any) -> tuple[n
 
 
 def _by_shard(flat: np.ndarray, value: np.ndarray, layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of ascending positions in a bucket and values, those in each shard, with their positions there."""
+    """Splits ascending positions in a bucket and their values by shard: positions in the shard and values of each."""
     if layout.shards == 1:
         return [(flat, value)]
-    # NumPy divides by one number fast, in narrow integers twice so; it has no such remainder.
+    # NumPy's division by a scalar is fast, and twice as fast in narrow integers; its remainder is not.
     flat = flat.astype(np.uint32 if layout.numel <= 2**32 else np.uint64)
     block = flat // flat.dtype.type(layout.block)
     turn = block // flat.dtype.type(layout.shards)
@@ -219,7 +227,7 @@ def _by_shard(flat: np.ndarray, value: np.ndarray, layout: Layout) -> list[tuple
 
 
 def _largest(magnitude: np.ndarray, k: int) -> np.ndarray:
-    """Ascending positions of the k largest of ``[n]``, n >= k; of equal ones, the first."""
+    """Returns the ascending positions of the k largest of ``[n]``, n >= k; of equal ones, the first."""
     if len(magnitude) == k:
         return np.arange(k)
     least = np.partition(magnitude, len(magnitude) - k)[len(magnitude) - k]
@@ -234,8 +242,8 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
 
     Args:
         index: ``[R, K]`` int64 on the CPU, not descending in a row, in [0, universe).
-        universe: Number of positions.
-        low: Width of the low part, bits.
+        universe: Number of possible positions.
+        low: Width of the low part in bits.
 
     Returns:
         ``[R, elias_fano_bytes(universe, K, low)]`` uint8.
@@ -254,15 +262,15 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
     Args:
         code: ``[R, elias_fano_bytes(universe, k, low)]`` uint8 on the CPU.
-        universe: Number of positions.
-        k: Positions in each row.
-        low: Width of the low part, bits.
+        universe: Number of possible positions.
+        k: Number of positions in each row.
+        low: Width of the low part in bits.
 
     Returns:
         ``[R, k]`` int64, ascending in each row.
 
     Raises:
-        ValueError: The code does not hold k positions in each row: it was damaged on its way.
+        ValueError: The code does not hold k positions in each row, so it was damaged in transit.
     """
     packed = code.numpy()
     rows, low_bytes = len(packed), -(-k * low // 8)
@@ -280,9 +288,10 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 def _pack(numbers: np.ndarray, width: int) -> np.ndarray:
-    """Numbers ``[R, n]`` below ``2**width``, width < 64, as bits one after the other, ``[R, ceil(n width / 8)]`` uint8.
+    """Packs numbers ``[R, n]`` below ``2**width``, width < 64, bit by bit: ``[R, ceil(n width / 8)]`` uint8.
 
-    Eight numbers are ``width`` whole bytes. Each of the eight is shifted to its bit in the words that hold them.
+    Eight numbers fill exactly ``width`` bytes. Each of the eight is shifted to its bit offset in the 64-bit words of a
+    group.
     """
     rows, n = numbers.shape
     groups = -(-n // 8)
@@ -300,14 +309,14 @@ def _pack(numbers: np.ndarray, width: int) -> np.ndarray:
 
 
 def _unpack(packed: np.ndarray, n: int, width: int) -> np.ndarray:
-    """Undoes :func:`_pack`: ``[R, n]`` int64."""
+    """Inverse of :func:`_pack`: ``[R, n]`` int64."""
     rows, groups = len(packed), -(-n // 8)
     padded = np.zeros((rows, groups * width + 8), np.uint8)
     padded[:, : packed.shape[1]] = packed
     numbers = np.empty((rows, groups, 8), np.int64)
     for place in range(8):
         byte, bit = divmod(place * width, 8)
-        # Where the number begins, a word of eight bytes at any address holds the whole of it.
+        # An unaligned 64-bit word from the number's first byte on contains all its bits.
         strides = (padded.strides[0], width)
         words = np.ndarray((rows, groups), "<u8", padded, offset=byte, strides=strides)
         numbers[:, :, place] = words >> np.uint64(bit) & np.uint64((1 << width) - 1)

@@ -1,7 +1,7 @@
-"""The compression's tensor operations in plain torch, on any device, without host synchronisation.
+"""The compression's tensor operations in plain torch, on any device, without host synchronisation on a GPU.
 
-Every function has output shapes that follow from its integer arguments alone. Rows are independent: ``R`` is one row a
-shard on the way out, and one row a sender on the way in.
+Output shapes follow from input shapes and integer arguments alone. The ``R`` rows of an argument are independent: one
+row per shard when sending, one row per sender when receiving.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
         layout: The bucket's layout.
 
     Returns:
-        ``[shards, shard_size]``, row s is shard s; padding is zero. A view of ``x`` when there is one shard.
+        ``[shards, shard_size]``, where row s is shard s, padded with zeros. A view of ``x`` if there is one shard.
     """
     if layout.shards == 1:
         return x.view(1, -1)
@@ -37,16 +37,16 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
-    """Positions in the bucket of positions in shards: the inverse of :func:`shard_rows`.
+    """Converts positions in shards to positions in the bucket, the inverse of :func:`shard_rows`.
 
     Args:
-        index: ``[R, K]`` int64, positions in a shard, elements.
+        index: ``[R, K]`` int64, positions in a shard, in elements.
         layout: The bucket's layout.
-        shard: ``[R, 1]`` int64, the shard of each row; row r is shard r when absent.
+        shard: ``[R, 1]`` int64, the shard of each row. Default: row r is shard r.
 
     Returns:
-        ``[R, K]`` int64, positions in the bucket. A position in the padding becomes the bucket's last one: what
-        padding carries is zero, so adding it there changes nothing.
+        ``[R, K]`` int64, positions in the bucket. Positions in the padding map to the bucket's last element; their
+        values are zero, so adding them there changes nothing.
     """
     if layout.shards == 1:
         return index
@@ -63,10 +63,10 @@ def split_parts(x: Tensor, parts: Parts) -> Tensor:
 
     Args:
         x: ``[numel]``, any dtype.
-        parts: How.
+        parts: How the bucket is dealt.
 
     Returns:
-        ``[count, parts.numel]``, row l for local rank l; padding is zero. A view of ``x`` when there is one.
+        ``[count, parts.numel]``, row l for local rank l, padded with zeros. A view of ``x`` if ``count`` is 1.
     """
     if parts.count == 1:
         return x.view(1, -1)
@@ -80,12 +80,12 @@ def split_parts(x: Tensor, parts: Parts) -> Tensor:
 
 
 def join_parts(rows: Tensor, parts: Parts, out: Tensor) -> None:
-    """Undoes :func:`split_parts`.
+    """Inverse of :func:`split_parts`.
 
     Args:
         rows: ``[count, parts.numel]``.
         parts: How the bucket was dealt.
-        out: ``[numel]``, of the same dtype; overwritten. It may be what ``rows`` is a view of.
+        out: ``[numel]``, of the same dtype; overwritten. ``rows`` may be a view of it.
     """
     if parts.count == 1:
         if rows.data_ptr() != out.data_ptr():
@@ -96,20 +96,20 @@ def join_parts(rows: Tensor, parts: Parts, out: Tensor) -> None:
 
 
 def _trimmed(column: Tensor, size: int) -> list[Tensor]:
-    """The pieces ``[count, piece]`` of one parameter of ``size`` elements, without padding."""
+    """Removes the padding from the pieces ``[count, piece]`` of one parameter of ``size`` elements."""
     ends = [min(column.shape[1], max(0, size - local * column.shape[1])) for local in range(len(column))]
     return [piece[:end] for piece, end in zip(column, ends, strict=True)]
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """Scalar bool: whether ``x``, of any shape but empty, has neither NaN nor infinity."""
+    """Whether ``x``, of any shape but not empty, has neither NaN nor infinity: a scalar bool."""
     return torch.stack(torch.aminmax(x)).isfinite().all()
 
 
 def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
     """Sets ``x`` to zero in place unless the scalar ``condition`` holds, and returns it.
 
-    On the CPU the condition can be looked at; on a GPU that would stall the stream.
+    On the CPU the condition is read; on a GPU, reading it would synchronise the host, so the zeros are masked in.
     """
     if x.device.type == "cpu":
         return x if condition else x.zero_()
@@ -117,20 +117,26 @@ def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
 
 
 def replace_(x: Tensor, other: Tensor, where: Tensor | None) -> Tensor:
-    """Writes ``other`` into ``x`` where the bool ``where``, a scalar or of their shape, holds; returns ``x``."""
+    """Copies ``other`` into ``x`` where ``where`` holds, and returns ``x``.
+
+    Args:
+        x: Any shape; overwritten.
+        other: Shape and dtype of ``x``.
+        where: bool, a scalar or of the shape of ``x``. None: everywhere.
+    """
     if where is not None and where.dim() == 0 and x.device.type == "cpu":
         return x.copy_(other) if where else x
     return x.copy_(other if where is None else torch.where(where, other, x))
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
-    """Positions of the k entries of each row that are largest in magnitude; of equal ones, the first.
+    """Returns the positions of the k entries of largest magnitude in each row; of equal ones, the first.
 
-    Ties are common: a server's mean of values rounded to bf16 is full of them.
+    Ties are common: a server's mean of values rounded to bf16 has many.
 
     Args:
         rows: ``[R, S]``, a floating dtype, finite.
-        k: Entries to choose of each row, in [1, S].
+        k: Number of entries to select from each row, in [1, S].
 
     Returns:
         ``[R, k]`` int64, ascending in each row.
@@ -143,19 +149,19 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
-def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """Moves ``x`` into ``e`` and chooses the k entries of every shard of the sum that are largest in magnitude.
+def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+    """Adds ``x`` to ``e`` in place, zeroes ``x``, and selects the k entries of largest magnitude in every shard.
 
     Args:
         e: ``[numel]``, a floating dtype, finite; becomes the sum.
         x: ``[numel]`` of the same dtype; becomes zero.
-        finite: Scalar bool: whether ``x`` is. If not, ``e`` stays as it was.
+        finite: Scalar bool, whether ``x`` is finite. If false, ``e`` is unchanged.
         layout: How the elements are dealt to shards.
-        k: Entries to choose of each shard, in [1, shard_size].
+        k: Number of entries to select from each shard, in [1, shard_size].
 
     Returns:
-        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there, ``[shards, k]``. Of entries of equal
-        magnitude the first are chosen.
+        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there, ``[shards, k]``. Of entries of
+        equal magnitude, the first are selected.
     """
     e.add_(zero_unless_(x, finite))
     x.zero_()
@@ -165,7 +171,7 @@ def add_and_choose(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
 
 
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
-    """How many entries of each row reach a threshold in magnitude.
+    """Counts the entries of each row whose magnitude reaches a threshold.
 
     Args:
         rows: ``[R, S]``, a floating dtype, finite.
@@ -178,15 +184,15 @@ def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Positions of the entries whose magnitude reaches a threshold; of more than k, the k largest.
+    """Returns the positions of the entries whose magnitude reaches a threshold; the k largest if more than k do.
 
     Args:
         rows: ``[R, S]``, a floating dtype, finite.
         threshold: ``[R, 1]``, at least 0.
-        k: Entries to choose of each row, at most; in [1, S].
+        k: Maximum number of entries to select from each row, in [1, S].
 
     Returns:
-        ``[R, k]`` int64, ascending in each row; where fewer reach the threshold, the row ends in -1.
+        ``[R, k]`` int64, ascending in each row; rows with fewer than k such entries end in -1.
     """
     index = topk_index(rows, k)
     passed = rows.gather(1, index).abs() >= threshold
@@ -196,7 +202,7 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Packs booleans eight to a byte, the first one lowest.
+    """Packs booleans eight to a byte, the first in the lowest bit.
 
     Args:
         bits: ``[R, n]`` bool or uint8 of 0 and 1.
@@ -211,11 +217,11 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, n: int) -> Tensor:
-    """Undoes :func:`pack_bits`.
+    """Inverse of :func:`pack_bits`.
 
     Args:
         packed: ``[R, ceil(n / 8)]`` uint8.
-        n: Bits in each row.
+        n: Number of bits in each row.
 
     Returns:
         ``[R, n]`` uint8 of 0 and 1.
@@ -227,31 +233,31 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
 
 @cache
 def elias_fano_low_width(universe: int, k: int) -> int:
-    """The number of low bits that makes :func:`elias_fano_encode` shortest for k positions below ``universe``."""
+    """Returns the ``low`` with which :func:`elias_fano_encode` is shortest for k positions below ``universe``."""
     widths = range(max(1, (universe - 1).bit_length() + 1))
     return min(widths, key=lambda low: elias_fano_bytes(universe, k, low))
 
 
 def elias_fano_bytes(universe: int, k: int, low: int) -> int:
-    """Bytes of k positions below ``universe`` with ``low`` low bits: the low part and the high bitmap."""
+    """Size in bytes of k positions below ``universe`` with ``low`` low bits: the low parts and the high bitmap."""
     return -(-k * low // 8) + -(-elias_fano_high_bits(universe, k, low) // 8)
 
 
 def elias_fano_high_bits(universe: int, k: int, low: int) -> int:
-    """Bits of the high bitmap of k positions below ``universe``."""
+    """Size in bits of the high bitmap of k positions below ``universe``."""
     return k + ((universe - 1) >> low)
 
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
-    """Elias-Fano code of ascending positions (Elias 1974, Fano 1971), one fixed-size row each.
+    """Encodes rows of ascending positions with the Elias-Fano code (Elias 1974, Fano 1971); rows have a fixed size.
 
-    The ``low`` low bits of every position are stored as they are; the high part of the i-th position h sets
-    bit ``h + i`` of a bitmap. Ascending positions set distinct bits, equal positions too.
+    The ``low`` low bits of every position are stored verbatim; the high part h of the i-th position sets bit ``h + i``
+    of a bitmap. Ascending positions set distinct bits, even where they are equal.
 
     Args:
         index: ``[R, K]`` int64, not descending in a row, in [0, universe).
-        universe: Number of positions.
-        low: Width of the low part, bits.
+        universe: Number of possible positions.
+        low: Width of the low part in bits.
 
     Returns:
         ``[R, elias_fano_bytes(universe, K, low)]`` uint8.
@@ -265,13 +271,13 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
-    """Undoes :func:`elias_fano_encode`.
+    """Inverse of :func:`elias_fano_encode`.
 
     Args:
         code: ``[R, elias_fano_bytes(universe, k, low)]`` uint8.
-        universe: Number of positions.
-        k: Positions in each row.
-        low: Width of the low part, bits.
+        universe: Number of possible positions.
+        k: Number of positions in each row.
+        low: Width of the low part in bits.
 
     Returns:
         ``[R, k]`` int64, ascending in each row.
@@ -281,8 +287,8 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     lows = unpack_bits(code[:, :low_bytes], k * low).view(rows, k, low)
     lows = (lows.long() << place).sum(dim=-1)
     highs = unpack_bits(code[:, low_bytes:], elias_fano_high_bits(universe, k, low))
-    # The i-th set bit stands at h_i + i. Every bit writes its position to the slot of its rank; clear bits go to a
-    # spare slot k, so no shape depends on the data.
+    # The i-th set bit is at position h_i + i. Every set bit writes its position to the slot of its rank among the set
+    # bits; clear bits write to a spare slot k, so no shape depends on the data.
     rank = highs.cumsum(dim=1, dtype=torch.int64) - 1
     slot = torch.where(highs.bool(), rank, k).clamp_(0, k)
     position = torch.arange(highs.shape[1], device=code.device).expand(rows, -1)

@@ -1,0 +1,200 @@
+"""One lossy direction: what its sending end does with a vector, and its receiving end with the payloads.
+
+Sending is compensate, select, encode, keep: steps 1-4 of :mod:`lightning_topk.core.exchange`. Receiving is
+:func:`aggregate` at a server (step 6) and :func:`deliver` at a worker (step 9). The uplink and the downlink are two
+instances of one class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_topk.core import ops
+from lightning_topk.core.layout import Layout
+from lightning_topk.core.memory import Memory, Residual
+from lightning_topk.core.ops import reference
+from lightning_topk.core.select import Selector, TopK
+from lightning_topk.core.wire import Codec
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What an exchange measures beside its work. Each costs two more passes over the bucket.
+
+    Attributes:
+        error: The compression error.
+        per_layer: The same for each parameter; on the uplink only.
+    """
+
+    error: bool = False
+    per_layer: bool = False
+
+
+NOTHING = Measure()
+
+
+@dataclass(frozen=True)
+class LinkStats:
+    """What one link sent of one vector.
+
+    Attributes:
+        selected: Scalar int64: entries that the selector chose and that are not zero. None where nothing selects.
+        error: ``[2]`` float64: ‖a‖² and ‖a - C(a)‖². None unless measured.
+        per_layer: ``[3, parameters]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, of each parameter. None unless
+            measured.
+    """
+
+    selected: Tensor | None = None
+    error: Tensor | None = None
+    per_layer: Tensor | None = None
+
+
+class Link:
+    """One lossy direction, at its sending end: compensate, select, encode, keep.
+
+    Args:
+        layout: How the vector is dealt to its receivers.
+        selector: Which entries are sent.
+        memory: What becomes of the rest.
+        delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
+        pieces: Elements of each parameter in the vector, to measure them one by one; empty if they are not known.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        selector: Selector,
+        memory: Memory,
+        delivered: torch.dtype | None = None,
+        pieces: tuple[int, ...] = (),
+    ) -> None:
+        self.layout = layout
+        self.selector = selector
+        self.memory = memory
+        self.delivered = delivered
+        self.pieces = pieces
+
+    def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
+        """Compresses ``x`` and remembers what was left out.
+
+        A vector with a NaN or an infinity is not sent at all: every value on the wire is NaN, so that every
+        receiver learns of it, and the memory stays as it was.
+
+        Args:
+            x: ``[numel]``, floating. It is moved: zero afterwards.
+            codec: How selections are written, and how many entries they have.
+            measure: What to measure.
+
+        Returns:
+            The payloads ``[shards, P]`` uint8, and what was sent in numbers.
+        """
+        a, finite, index, value, selected = self.select(x, codec.kept)
+        payloads, sent = codec.encode(index, value, self.delivered, finite)
+        flat, arrives = reference.flat_index(index, self.layout).view(-1), sent.view(-1)
+        error = _error(a, flat, arrives) if measure.error else None
+        per_layer = _error_per_layer(a, flat, arrives, self.pieces) if measure.per_layer and self.pieces else None
+        self.memory.keep(flat, value.reshape(-1), arrives)
+        return payloads, LinkStats(selected, error, per_layer)
+
+    def select(self, x: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Compensates and selects.
+
+        Args:
+            x: ``[numel]``, floating; zero afterwards.
+            kept: Entries to select of each shard, at most.
+
+        Returns:
+            The sum ``[numel]``; whether ``x`` is finite, a scalar bool (if not, the sum is what was kept); and what
+            :meth:`lightning_topk.select.Selector.select` returns of the sum.
+        """
+        finite = ops.is_finite(x)
+        a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
+        return a, finite, *self.selector.select(a, self.layout, kept)
+
+
+class FusedLink(Link):
+    """A link that compensates and selects in one pass over memory: exact top-k with a plain residual."""
+
+    @staticmethod
+    def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:
+        """Whether there is one pass for these, and for vectors of dtype ``given``."""
+        return type(selector) is TopK and type(memory) is Residual and memory.residual.dtype == given
+
+    @override
+    def select(self, x: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        assert isinstance(self.memory, Residual)
+        if kept == self.layout.shard_size:
+            return super().select(x, kept)
+        a, finite = self.memory.residual, ops.is_finite(x)
+        index, value = ops.add_and_select(a, x, finite, self.layout, kept)
+        return a, finite, index, value, value.count_nonzero()
+
+
+def _error(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
+    rest = a.index_add(0, flat, sent, alpha=-1)
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (a, rest)]).square()
+
+
+def _error_per_layer(a: Tensor, flat: Tensor, sent: Tensor, pieces: tuple[int, ...]) -> Tensor:
+    def energies(x: Tensor) -> Tensor:
+        return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.split(pieces)]).square()
+
+    ends = torch.tensor(pieces).cumsum(0).to(a.device)
+    layer = torch.bucketize(flat, ends, right=True).clamp_(max=len(pieces) - 1)
+    count = torch.zeros(len(pieces), dtype=torch.float64, device=a.device).index_add_(0, layer, (sent != 0).double())
+    return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
+
+
+def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) -> Tensor:
+    """Decodes one payload of each worker, all for the same shard, and averages them.
+
+    Args:
+        payloads: ``[W, P]`` uint8, row w from worker w.
+        codec: How they were written.
+        dtype: dtype of the sum.
+        room: ``[numel]``, zero: a bucket whose content was sent. The sum is made there if it is of that dtype and large
+            enough.
+
+    Returns:
+        ``[shard_size]``, the mean over the W workers.
+    """
+    index, value = codec.decode(payloads, dtype)
+    fits = room.dtype == dtype and len(room) >= codec.universe
+    total = room[: codec.universe] if fits else room.new_zeros(codec.universe, dtype=dtype)
+    workers = len(payloads)
+    exact = workers.bit_count() == 1  # then dividing first gives the same bits, and costs nothing
+    if exact:
+        value = value / workers
+    if total.device.type == "cpu":  # where one entry is added after the other
+        total.scatter_add_(0, index.reshape(-1), value.reshape(-1))
+    else:
+        # Worker by worker: within one, no two values other than padding's zeros share a position, so the sum has one
+        # order.
+        for worker in range(workers):
+            total.scatter_add_(0, index[worker], value[worker])
+    if exact:
+        return total
+    # Only what was written is divided; where several workers wrote, the same quotient is written as often.
+    places = index.reshape(-1)
+    return total.index_copy_(0, places, total.index_select(0, places).div_(workers))
+
+
+def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tensor:
+    """Writes the replies of all servers into the bucket.
+
+    Args:
+        payloads: ``[shards, P]`` uint8, row s from server s.
+        codec: How they were written.
+        layout: How the bucket was dealt to the servers.
+        out: ``[numel]``, zero: a bucket whose content was sent.
+
+    Returns:
+        Scalar bool: whether all that was delivered is finite.
+    """
+    index, value = codec.decode(payloads, out.dtype)
+    out.scatter_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
+    return ops.is_finite(value.view(-1))
