@@ -13,9 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_topk._version import __version__
-from lightning_topk.config import TopKConfig, presets
+from lightning_topk.config import TopKConfig
 from lightning_topk.ddp import TopKState, attach, topk_hook
 from lightning_topk.lightning import _register
+from lightning_topk.presets import presets
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 
 if TYPE_CHECKING:

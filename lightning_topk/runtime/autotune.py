@@ -1,8 +1,8 @@
 """Chooses by measuring: what ``topology="auto"`` and ``ratio="auto"`` do.
 
-In the first steps gradients are exchanged by all-reduce, until DDP has built its final buckets. Then every rank takes part in
-trial exchanges of made-up gradients of those sizes, over the very links, and all know the slowest rank's times. Nothing is
-compressed, and no residual exists, before the choice.
+In the first steps gradients are exchanged by all-reduce, until DDP has built its final buckets. Then every rank takes
+part in trial exchanges of made-up gradients of those sizes, over the very links, and all know the slowest rank's times.
+Nothing is compressed, and no residual exists, before the choice.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.config import SLACK, TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.runtime.collectives import Groups, Meter, dense_cost, drive
+from lightning_topk.runtime.drive import Meter, dense_cost, drive
+from lightning_topk.runtime.groups import Groups
 from lightning_topk.schedule import LATE
 
 TRIALS = 4
 """Exchanges of each kind, of which the first is not counted."""
-SLACK = 1.05
-"""How much more time a larger ratio, or all-reduce, may take than the fastest: both lose less of the gradient."""
 PROBE_BYTES = 1 << 20
 """Of the all-reduce from whose time longer ones are estimated: a quarter of a second at 100 Mbit/s."""
 PATIENCE = 0.5
@@ -48,7 +48,7 @@ class Choice:
 def choose(
     config: TopKConfig,
     buckets: Sequence[Sequence[Tensor]],
-    exact: Sequence[Sequence[int]],
+    uncompressed: Sequence[Sequence[int]],
     groups: Groups,
     meter: Meter,
     middle: int | None = None,
@@ -58,11 +58,11 @@ def choose(
     Args:
         config: The settings, of which something is automatic.
         buckets: The parameters of each bucket.
-        exact: Which of them, by number, are not compressed.
+        uncompressed: Which of them, by number, are not compressed.
         groups: The process groups.
         meter: Takes note of the bytes sent, as ``broadcast``: they are no gradients.
-        middle: The step in the middle of what is left of the run, whose densities count where they change. Unknown by default: then those with which
-            schedules end, and functions of the step begin.
+        middle: The step in the middle of what is left of the run, whose densities count where they change. Unknown by
+            default: then those with which schedules end, and functions of the step begin.
 
     Returns:
         The same choice on every rank.
@@ -73,9 +73,9 @@ def choose(
     scratch = Meter()
     link = dense_cost(PROBE_BYTES, device, groups.all, scratch)
     seconds = []
-    for bucket, uncompressed in zip(buckets, exact, strict=True):
-        tried = [trial(way, bucket, groups, scratch, uncompressed, middle or 0) for way in _at(middle, ways)]
-        dense = link.seconds([sum(p.nbytes for p in bucket)])
+    for bucket, some in zip(buckets, uncompressed, strict=True):
+        tried = [trial(way, bucket, groups, scratch, some, middle or 0) for way in _at(middle, ways)]
+        dense = link.seconds(1, sum(p.nbytes for p in bucket))
         if dense < PATIENCE:
             dense = trial(config.dense, bucket, groups, scratch)
         seconds.append([*tried, dense])
@@ -90,7 +90,7 @@ def trial(
     bucket: Sequence[Tensor],
     groups: Groups,
     meter: Meter,
-    exact: Sequence[int] = (),
+    uncompressed: Sequence[int] = (),
     step: int = 0,
 ) -> float:
     """Seconds of an exchange of a made-up gradient, the median of several.
@@ -100,13 +100,14 @@ def trial(
         bucket: The parameters.
         groups: The process groups.
         meter: Takes note of the bytes sent.
-        exact: Which of the parameters, by number, are not compressed.
+        uncompressed: Which of the parameters, by number, are not compressed.
         step: Whose density counts, if that is a function of the step.
     """
     like, sizes = bucket[0], tuple(p.numel() for p in bucket)
     rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
-    end = config.endpoint(sum(sizes), rank, world, like.dtype, like.device, sizes, groups.local, exact)
-    config.resize_(end, step, LATE)
+    shape = make_shape(config, sizes, world, groups.local)
+    end = make_endpoint(config, shape, rank, like.dtype, like.device, uncompressed)
+    codecs = make_codecs(config, end, step, LATE, end.uplink.selector)
     given = torch.randn(sum(sizes), device=like.device, dtype=like.dtype)
     took = []
     for _ in range(TRIALS):
@@ -114,7 +115,7 @@ def trial(
         dist.barrier(groups.all)
         _wait(like.device)
         begin = time.perf_counter()
-        drive(exchange(end, g), groups, meter)
+        drive(exchange(end, g, codecs), groups, meter)
         _wait(like.device)
         took.append(time.perf_counter() - begin)
     return median(took[1:])
@@ -153,8 +154,8 @@ def judge(
             best, number = min(
                 (t, n) for n, (t, way) in enumerate(zip(times, ways, strict=False)) if way.ratio == ratio
             )
-            exact = config.topology == "auto" and times[-1] <= SLACK * best
-            found[ratio].append((times[-1], config.dense) if exact else (best, ways[number]))
+            by_all_reduce = config.fixed_topology is None and times[-1] <= SLACK * best
+            found[ratio].append((times[-1], config.dense) if by_all_reduce else (best, ways[number]))
     cost = {ratio: sum(took for took, _ in chosen) for ratio, chosen in found.items()}
     *_, largest = (ratio for ratio in cost if cost[ratio] <= SLACK * min(cost.values()))
     chosen = found[largest]
@@ -171,7 +172,7 @@ def _in_words(
     kinds: dict[str, list[int]] = {}
     for number, way in enumerate(_at(middle, [way for _, way in chosen])):
         ratio = f"{way.ratio:.3g}" if isinstance(way.ratio, float) else "by step"
-        name = "all-reduce" if way.topology == "dense" else f"{way.topology} exchange at ratio {ratio}"
+        name = f"{way.topology} exchange at ratio {ratio}" if way.compresses else "all-reduce"
         kinds.setdefault(name, []).append(number)
     parts = []
     for name, numbers in kinds.items():
@@ -179,7 +180,7 @@ def _in_words(
         other = [min(seconds[n][:ways]) if name == "all-reduce" else seconds[n][-1] for n in numbers]
         elements = sum(sizes[number] for number in numbers)
         parts.append(
-            f"{name} for {len(numbers)} bucket{'s' * (len(numbers) > 1)} ({elements:,} elements), {took:.1f} ms instead of "
-            f"{1000 * sum(other):.1f} ms {'compressed' if name == 'all-reduce' else 'by all-reduce'}"
+            f"{name} for {len(numbers)} bucket{'s' * (len(numbers) > 1)} ({elements:,} elements), {took:.1f} ms "
+            f"instead of {1000 * sum(other):.1f} ms {'compressed' if name == 'all-reduce' else 'by all-reduce'}"
         )
     return "lightning_topk measured and chose " + "; ".join(parts) + "."

@@ -1,8 +1,8 @@
-"""The first beta of Adam while it steps.
+"""Overrides Adam's beta1 during each step.
 
-What is kept back arrives as a sum of gradients: error feedback averages over the 1 / density steps that an entry waits. Adam's beta1
-averages once more, over 1 / (1 - beta1) steps, and what is late comes later still. So the default recipe has Adam step with a beta1 of
-zero. The optimizer is left as it is: when it has stepped, its groups say what they said before.
+Error feedback delivers an entry as the sum of the gradients of the steps it waited, about 1 / density of them, which
+already averages over time. Adam's beta1 averages again, over 1 / (1 - beta1) steps, and adds delay. So with the default
+recipe Adam steps with a beta1 of zero. ``param_groups`` are restored after each step.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from torch.optim import Adam, Optimizer
 
 
 class Beta1:
-    """Lends an optimizer another first beta for each update. There is one for each optimizer: :meth:`of`.
+    """Overrides an optimizer's beta1 during each update. Use :meth:`of`: there is one instance per optimizer.
 
     Args:
-        optimizer: An Adam or AdamW of torch.
+        optimizer: A torch Adam or AdamW.
     """
 
     _known: ClassVar[WeakKeyDictionary[Optimizer, Beta1]] = WeakKeyDictionary()
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.wanted: WeakKeyDictionary[Any, tuple[float, Collection[Tensor] | None]] = WeakKeyDictionary()
-        """By whom: what beta1, and for which parameters; None for all."""
+        """For each requester, its beta1 and the parameters it applies to; None for all."""
         self._lent: list[tuple[dict[str, Any], Any, Any]] = []
-        """Groups that have betas which are not their own: the group, its own, and those."""
+        """Parameter groups whose betas are overridden: the group, its own betas, and the overriding ones."""
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._give_back)
         optimizer.register_state_dict_post_hook(self._saved)
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Beta1:
-        """What lends to an optimizer."""
+        """Returns the instance of an optimizer, and creates it if needed."""
         if optimizer not in cls._known:
             cls._known[optimizer] = cls(optimizer)
         return cls._known[optimizer]
 
     def _wanted(self, group: dict[str, Any]) -> float | None:
-        """The beta1 that a parameter group steps with, if it is not its own."""
+        """The first requested beta1 that differs from a parameter group's own, or None."""
         return next((beta1 for beta1, parameters in self.wanted.values() if _changes(group, beta1, parameters)), None)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Lends when the update begins: after the closure, in which whole training steps run and may fail."""
+        """Overrides betas when the update begins: after the closure, which runs whole training steps and may fail."""
         given = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(given):
             self._lend(optimizer)
@@ -63,7 +63,7 @@ class Beta1:
         return (args[0], closure, *args[2:]), kwargs
 
     def _lend(self, optimizer: Optimizer) -> None:
-        self._give_back()  # an update that failed did not
+        self._give_back()  # after an update that failed, the post hook did not run
         for group in optimizer.param_groups:
             beta1 = self._wanted(group)
             if beta1 is not None:
@@ -79,7 +79,7 @@ class Beta1:
         self._lent.clear()
 
     def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """A checkpoint after an update that failed holds the optimizer's own."""
+        """Saves the optimizer's own betas, even after an update that failed."""
         for group in state["param_groups"]:
             for _, own, lent in self._lent:
                 if group["betas"] is lent:
@@ -93,17 +93,18 @@ def lend_beta1(
     parameters: Collection[Tensor] | None = None,
     asked: bool = False,
 ) -> list[str]:
-    """Has those of the optimizers that are torch's Adam or AdamW step with another first beta, until ``lender`` takes it back.
+    """Makes torch's Adam and AdamW step with another beta1, until :func:`take_back_beta1` is called.
 
     Args:
-        optimizers: The optimizers.
-        beta1: In [0, 1).
-        lender: Who exchanges their gradients.
-        parameters: Those that are compressed: a group that has one of them is lent. Default: all.
-        asked: Whether the user asked for it, and wants to know rather where it has no effect than where it has.
+        optimizers: The optimizers. Only Adam and AdamW are changed.
+        beta1: The beta1 to step with, in [0, 1).
+        lender: The object that exchanges their gradients; it identifies this request.
+        parameters: The compressed parameters; a parameter group with at least one of them is overridden. Default: all.
+        asked: Whether the user set ``beta1``. If so, all optimizers that it does not apply to are reported; if not,
+            those that it changes, and those with a nonzero beta1 that it does not apply to.
 
     Returns:
-        What a user should know.
+        Messages for the user.
     """
     words = []
     for optimizer in optimizers:
@@ -112,25 +113,26 @@ def lend_beta1(
             Beta1.of(optimizer).wanted[lender] = (float(beta1), parameters)
             if not asked and any(_changes(group, beta1, parameters) for group in optimizer.param_groups):
                 words.append(
-                    f"lightning_topk: {name} steps with a beta1 of {beta1:g} instead of its own, since what is kept back arrives as an "
-                    "average already (README, Adam). Pass beta1=, with your own, to keep that."
+                    f"lightning_topk: {name} steps with a beta1 of {beta1:g} instead of its own, since error feedback "
+                    "already averages gradients over time (README, Adam). To keep the optimizer's own beta1, pass it "
+                    "as beta1=."
                 )
         elif asked or any(group.get("betas", (0,))[0] for group in optimizer.param_groups):
             words.append(
-                f"lightning_topk: a beta1 of {beta1:g} is for torch's Adam and AdamW; {name} steps as ever. If it wraps one of them, pass "
-                "that one."
+                f"lightning_topk: a beta1 of {beta1:g} applies to torch's Adam and AdamW only; {name} is unchanged. "
+                "If it wraps one of them, pass the inner optimizer."
             )
     return words
 
 
 def take_back_beta1(optimizers: Iterable[Optimizer], lender: Any) -> None:
-    """Has optimizers step with their own first beta again, unless others lend them one."""
+    """Withdraws the request of ``lender``: optimizers step with their own beta1 again, unless others override it."""
     for optimizer in optimizers:
         if optimizer in Beta1._known:
             Beta1.of(optimizer).wanted.pop(lender, None)
 
 
 def _changes(group: dict[str, Any], beta1: float, parameters: Collection[Tensor] | None) -> bool:
-    """Whether a parameter group has another beta1, and any of the parameters (None: all)."""
+    """Whether a parameter group has a different beta1 and at least one of the parameters (None: all)."""
     concerned = parameters is None or any(parameter in parameters for parameter in group["params"])
     return concerned and float(group["betas"][0]) != beta1

@@ -1,4 +1,4 @@
-"""Refuses what does not go with the exchange: options of DDP, models, optimizers, misspelt arguments."""
+"""Checks that DDP options, models, optimizers and argument names are compatible with the exchange."""
 
 from __future__ import annotations
 
@@ -12,61 +12,58 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.collectives import check_agreement
+from lightning_topk.runtime.groups import check_agreement
 
 
 def check_ddp_options(options: Mapping[str, Any]) -> None:
-    """Refuses options of DDP by which gradients would pass the hook by.
+    """Refuses DDP options with which gradients would bypass the hook.
 
     Args:
-        options: Keyword arguments of DistributedDataParallel. Judged by value, since some callers pass every default.
+        options: Keyword arguments of DistributedDataParallel. Values decide, since some callers pass every default.
 
     Raises:
         ValueError: An option bypasses the hook.
     """
     reasons = {
-        "mixed_precision": "DDP then casts gradients beside the hook. Use the Trainer's precision, or autocast",
-        "skip_all_reduce_unused_params": "ranks would then exchange different buckets and hang. Leave it out",
-        "delay_all_reduce_named_params": "these parameters' gradients would bypass the hook. Leave it out",
+        "mixed_precision": "DDP would cast gradients outside the hook. Use the Trainer's precision=, or autocast",
+        "skip_all_reduce_unused_params": "ranks would exchange different buckets and hang. Remove it",
+        "delay_all_reduce_named_params": "gradients of these parameters would bypass the hook. Remove it",
     }
     for name, reason in reasons.items():
         value = options.get(name)
         if value is not None and value is not False and value != []:
-            raise ValueError(f"{name}={value!r} does not go with top-k exchange: {reason}.")
+            raise ValueError(f"{name}={value!r} is not supported with top-k exchange: {reason}.")
 
 
-def check_known(
-    name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]], more: Iterable[str]
-) -> None:
-    """Refuses arguments that nobody takes.
+def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
+    """Refuses unknown keyword arguments.
 
     Args:
-        name: Whose arguments they are, for the message.
-        options: The arguments.
-        takers: Functions that take some of them, besides DistributedDataParallel.
-        more: Other names that are taken.
+        name: The class that received them, for the message.
+        options: The keyword arguments.
+        takers: Functions whose parameters are allowed, besides those of DistributedDataParallel.
 
     Raises:
         TypeError: An argument is unknown.
     """
     takers = (*takers, DistributedDataParallel.__init__)
-    known = {*more, *(parameter for taker in takers for parameter in inspect.signature(taker).parameters)}
-    known -= {"self", "kwargs", "ddp_kwargs", "settings", "module", "device_ids"}
+    known = {parameter for taker in takers for parameter in inspect.signature(taker).parameters}
+    known -= {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise TypeError(
-                f"{name} got an unknown argument {option}={options[option]!r}; {hint}Allowed are its own arguments and those "
-                "of DDPStrategy and DistributedDataParallel."
+                f"{name} got an unknown argument {option}={options[option]!r}; {hint}Allowed are its own arguments "
+                "and those of DDPStrategy and DistributedDataParallel."
             )
 
 
 def check_same_model(module: torch.nn.Module) -> None:
-    """Compares the model of all ranks. A collective.
+    """Checks that all ranks have the same parameters. A collective.
 
     Raises:
-        ValueError: Two ranks have different parameters; it shows both.
+        ValueError: Two ranks have different parameters; the message shows both.
     """
     shapes = {
         name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
@@ -76,7 +73,7 @@ def check_same_model(module: torch.nn.Module) -> None:
 
 
 def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers with momentum of their own when momentum is applied before compression.
+    """Refuses optimizers with momentum if the configuration applies momentum before compression.
 
     Raises:
         ValueError: Momentum would be applied twice.
@@ -91,19 +88,20 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
                 raise ValueError(
                     f"momentum={config.momentum!r} is applied on the workers, before compression, but "
                     f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
-                    "torch.optim.SGD(..., momentum=0) or AdamW(..., betas=(0, 0.999)), or leave momentum out of the strategy. Of torch's Adam "
-                    "and AdamW, beta1=0 beside momentum does it too."
+                    "torch.optim.SGD(..., momentum=0) or AdamW(..., betas=(0, 0.999)), or remove momentum= from the "
+                    "strategy. With torch's Adam or AdamW, you can also pass beta1=0 to the strategy."
                 )
 
 
 def check_parameters(module: torch.nn.Module) -> None:
-    """Refuses parameters whose gradients have no largest entries to choose.
+    """Refuses parameters whose gradients top-k cannot order.
 
     Raises:
-        ValueError: The module has a complex parameter.
+        ValueError: A trainable parameter is not of a real floating-point dtype.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
-                f"{name} has dtype {parameter.dtype}; only real floating-point gradients can be compressed."
+                f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point gradients can be exchanged. "
+                "Freeze it, or use a real floating-point dtype."
             )

@@ -1,25 +1,27 @@
 """Residuals belong to parameters: they follow them when DDP regroups its buckets.
 
 DDP's first bucket holds the whole model; later buckets come in the order in which gradients arrive, and every ``fit``
-starts anew. A bucket of other parameters, or of the same in another order, gets links of its own, and what the parameters'
-elements left in the old ones moves over without communication:
+starts anew. A bucket of other parameters, or of the same in another order, gets links of its own, and what the
+parameters' elements left in the old ones moves over without communication:
 
 * a worker's residual is copied, element by element;
-* of the server's residual a rank copies what it serves in the new bucket too. What it served and serves no more it adds,
-  W-fold, to its own worker residual (to its next gradient, if workers keep nothing): as one of W workers it then sends it to
-  the new server, and the mean undoes the factor. The sum of all mass is the same before and after.
+* of the server's residual a rank copies what it serves in the new bucket too. What it served and serves no more it
+  adds, W-fold, to its own worker residual (to its next gradient, if workers keep nothing): as one of W workers it then
+  sends it to the new server, and the mean undoes the factor. The sum of all mass is the same before and after.
 
-Where the ranks of a node exchange as one worker, a rank's memories are of its piece of every parameter, whatever bucket it is
-in (:class:`lightning_topk.core.layout.Parts`), and W is the number of nodes.
+Where the ranks of a node exchange as one worker, a rank's memories are of its piece of every parameter, whatever bucket
+it is in (:class:`lightning_topk.core.layout.Parts`), and W is the number of nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import Endpoint
 from lightning_topk.core.layout import Parts
 from lightning_topk.core.memory import Leftover
@@ -30,23 +32,82 @@ Memories = dict[Tensor, dict[str, Tensor]]
 """Tensors by parameter and name."""
 
 
-class Residuals:
-    """The endpoints of one rank, found by the parameters of their bucket."""
+@dataclass
+class Progress:
+    """How far a run has come, for what depends on it; written between two backward passes.
+
+    Attributes:
+        steps: Gradients exchanged so far, for schedules and selectors.
+        learning_rates: The optimizers', in the last step, for residuals that follow them.
+        buckets: The parameters that were exchanged together in the last backward pass.
+        resumed: Backward passes in which DDP may not have built ``buckets``, which are those of a checkpoint, yet.
+    """
+
+    steps: int = 0
+    learning_rates: list[float] = field(default_factory=list)
+    buckets: tuple[tuple[Tensor, ...], ...] = ()
+    resumed: int = 0
+
+
+class Pieces:
+    """Which piece of each parameter this rank holds, where the ranks of a node exchange as one worker."""
 
     def __init__(self) -> None:
         self.rank = 0
         """This rank."""
         self.counts: dict[Tensor, int] = {}
-        """Pieces into which the ranks of a node cut a parameter: this rank's memory is of piece ``rank % count``. Else 1."""
-        self.steps = 0
-        """Gradients exchanged so far, for schedules and selectors."""
-        self.learning_rates: list[float] = []
-        """The optimizers', in the last step, for residuals that follow them."""
-        self.buckets: tuple[tuple[Tensor, ...], ...] = ()
-        """The parameters that were exchanged together in the last backward pass."""
-        self.resumed = 0
-        """Backward passes in which DDP may not have built ``buckets``, which are those of a checkpoint, yet."""
+        """Pieces into which the ranks of a node cut a parameter: this rank holds piece ``rank % count``. 1 if
+        missing."""
+
+    def layout(self, *parameters: Tensor) -> Parts:
+        """How parameters that are exchanged together are cut."""
+        count = self.counts.get(parameters[0], 1)
+        return Parts(tuple(parameter.numel() for parameter in parameters), count)
+
+    def whole(self, piece: Tensor, parameter: Tensor) -> Tensor:
+        """A piece of a parameter at its place among ``[numel]``; zero elsewhere."""
+        parts = self.layout(parameter)
+        if parts.count == 1:
+            return piece
+        rows = piece.new_zeros(parts.count, len(piece))
+        rows[self.rank % parts.count] = piece
+        whole = piece.new_empty(parameter.numel())
+        reference.join_parts(rows, parts, whole)
+        return whole
+
+    def piece(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's piece of ``[numel]`` that belong to a parameter."""
+        parts = self.layout(parameter)
+        return reference.split_parts(whole, parts)[self.rank % parts.count]
+
+    def scatter(self, memories: Memories, bucket: tuple[Tensor, ...], memory: dict[str, Tensor]) -> None:
+        """Enters each parameter's piece of a bucket's tensors into ``memories``."""
+        for name, flat in memory.items():
+            for parameter, piece in zip(bucket, flat.split(self.layout(*bucket).pieces), strict=True):
+                memories.setdefault(parameter, {})[name] = piece
+
+    def gather(self, memories: Memories, bucket: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
+        """Undoes :meth:`scatter`: ``[pieces]``, dtype and device of ``like``; zero where nothing is known."""
+        zero = torch.zeros((), dtype=like.dtype)
+        found = [
+            memories.get(parameter, {}).get(name, zero.expand(size))
+            for parameter, size in zip(bucket, self.layout(*bucket).pieces, strict=True)
+        ]
+        return torch.cat([piece.to(like.device, like.dtype) for piece in found])
+
+
+class Residuals:
+    """The endpoints of one rank, found by the parameters of their bucket.
+
+    While an exchange is under way only the lane uses them; the caller's side does between two backward passes.
+    """
+
+    def __init__(self) -> None:
+        self.pieces = Pieces()
+        self.progress = Progress()
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
+        self._settings: dict[tuple[Tensor, ...], TopKConfig] = {}
+        """The settings with which each endpoint was made."""
         self._undo: dict[tuple[Tensor, ...], Undo] = {}
         """With a GradScaler: what brings back what was sent for skipped steps."""
         self._worker: Memories = {}
@@ -64,8 +125,8 @@ class Residuals:
     def endpoint(
         self,
         parameters: tuple[Tensor, ...],
+        config: TopKConfig,
         make: Callable[[], Endpoint],
-        device: torch.device,
         lr_ratio: float = 1.0,
         guard: Callable[[Endpoint], Undo] | None = None,
     ) -> Endpoint:
@@ -73,16 +134,16 @@ class Residuals:
 
         Args:
             parameters: The bucket's parameters, in its order.
-            make: Makes an endpoint with empty memories, for a bucket that was not seen before.
-            device: Where the bucket lives.
+            config: The settings in force for the bucket.
+            make: Makes an endpoint with empty memories, for a bucket that is new, or whose settings are.
             lr_ratio: The last step's learning rate over this step's, by which residuals are scaled (Zheng et al. 2019).
             guard: Makes what undoes skipped steps of a new endpoint, if a scaler may skip some.
         """
-        if parameters not in self._live:
+        if parameters not in self._live or self._settings[parameters] != config:
             self.dissolve(set(parameters))
             end = make()
-            self._fill(end, parameters, device)
-            self._live[parameters] = end
+            self._fill(end, parameters)
+            self._live[parameters], self._settings[parameters] = end, config
         end = self._live[parameters]
         self._decide(parameters)
         if lr_ratio != 1:
@@ -94,7 +155,7 @@ class Residuals:
         return end
 
     def forget_steps(self) -> None:
-        """Decides what becomes of the last pass, and undoes nothing that was sent before now: other optimizers have come."""
+        """Decides what becomes of the last pass; from now on, other optimizers decide."""
         for undo in self._undo.values():
             undo.decide()
         self._undo.clear()
@@ -107,24 +168,25 @@ class Residuals:
             count: Pieces of each, the ranks of a node; 1 if each rank exchanges for itself.
 
         Raises:
-            ValueError: What there is would have to go to other ranks.
+            ValueError: Existing residuals belong to other ranks' pieces.
         """
         for p in parameters:
-            before = self.counts.get(p, 1)
+            before = self.pieces.counts.get(p, 1)
             if before != count and (self._worker.get(p) or p in self._server):
                 if count != 1:
                     raise ValueError(
-                        f"the residuals of a parameter are of one piece of {before} and would now be of one of {count}, which other "
-                        "ranks hold. Go on with them by state_dict and load_state_dict, which convert them."
+                        f"the residuals of a parameter are cut into {before} pieces, one a rank, and would have to be "
+                        f"cut into {count}, for which ranks would need each other's. Save them with state_dict, and "
+                        "load them with load_state_dict, which converts them."
                     )
                 # Each rank is a worker of its own now, one of `before` times as many.
                 for memory, factor in ((self._worker, before), (self._server, 1)):
                     if p in memory:
-                        memory[p] = {name: self._whole(piece, p) * factor for name, piece in memory[p].items()}
-            self.counts[p] = count
+                        memory[p] = {name: self.pieces.whole(piece, p) * factor for name, piece in memory[p].items()}
+            self.pieces.counts[p] = count
 
     def settle(self) -> None:
-        """Takes all endpoints apart and moves what they held to the CPU, until buckets with these parameters come again."""
+        """Takes all endpoints apart and moves what they held to the CPU, until their parameters come again."""
         self.dissolve({parameter for bucket in self._live for parameter in bucket})
         for parts in (self._worker, self._server):
             for memory in parts.values():
@@ -143,9 +205,9 @@ class Residuals:
         """What this rank holds of each parameter that was exchanged: as a worker and as a server.
 
         Returns:
-            Two residuals ``[numel]`` for each parameter; the server's is zero where another rank serves. The mean over the
-            ranks of the first plus the sum of the second is the gradient that is still to be delivered. So a rank that holds a
-            piece for its node shows it times the ranks of a node, and zero elsewhere.
+            Two residuals ``[numel]`` for each parameter; the server's is zero where another rank serves. The mean over
+            the ranks of the first plus the sum of the second is the gradient that is still to be delivered. So a rank
+            that holds a piece for its node shows it times the ranks of a node, and zero elsewhere.
         """
 
         def residual(parts: dict[str, Tensor], parameter: Tensor, count: int) -> Tensor:
@@ -153,58 +215,56 @@ class Residuals:
             return kept if count == 1 else kept * count
 
         return {
-            parameter: (residual(worker, parameter, self.counts.get(parameter, 1)), residual(server, parameter, 1))
-            for parameter, (worker, server) in self.parts().items()
+            parameter: (
+                residual(worker, parameter, self.pieces.counts.get(parameter, 1)),
+                residual(server, parameter, 1),
+            )
+            for parameter, (worker, server) in self.memories().items()
         }
 
-    def parts(self) -> dict[Tensor, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        """All memories by parameter: the worker's and the server's, each ``[numel]`` by name; views where they are in use.
+    def energy(self) -> Tensor:
+        """``[2]`` float64: the sums of squares of this rank's worker and server residuals.
 
-        Every rank names a server's residual, whether it serves or not.
+        The mean over the ranks of the first is the mean over the workers, also where the ranks of a node are one
+        worker.
+        """
+        energy = torch.zeros(2, dtype=torch.float64)
+        for end in self.endpoints:
+            for side, link in enumerate(end.links):
+                kept = link.memory.tensors().get("residual")
+                if kept is not None:
+                    shared = 1 if side else end.parts.count
+                    energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
+        return energy
+
+    def memories(self) -> dict[Tensor, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """All memories by parameter: the worker's and the server's, each ``[numel]`` by name.
+
+        They are views where they are in use. Every rank names a server's residual, whether it serves or not.
         """
         server = {parameter: dict(parts) for parameter, parts in self._server.items()}
         for bucket, end in self._live.items():
             self._decide(bucket)
-            self._scatter(server, bucket, _served(end))
+            self.pieces.scatter(server, bucket, server_memory(end))
         known = {*self._worker, *server, *(parameter for bucket in self._live for parameter in bucket)}
         for p in known:
             if not server.get(p):
                 dtype = torch.promote_types(p.dtype, torch.float32)
-                server[p] = {"residual": torch.zeros(self._layout(p).numel, dtype=dtype)}
+                server[p] = {"residual": torch.zeros(self.pieces.layout(p).numel, dtype=dtype)}
         return {
             p: (
-                {name: self._whole(piece, p) for name, piece in self._worker.get(p, {}).items()},
-                {name: self._whole(piece, p) for name, piece in server[p].items()},
+                {name: self.pieces.whole(piece, p) for name, piece in self._worker.get(p, {}).items()},
+                {name: self.pieces.whole(piece, p) for name, piece in server[p].items()},
             )
             for p in known
         }
-
-    def _layout(self, *parameters: Tensor) -> Parts:
-        count = self.counts.get(parameters[0], 1)
-        return Parts(tuple(parameter.numel() for parameter in parameters), count)
-
-    def _whole(self, piece: Tensor, parameter: Tensor) -> Tensor:
-        """A piece of a parameter at its place among ``[numel]``; zero elsewhere."""
-        parts = self._layout(parameter)
-        if parts.count == 1:
-            return piece
-        rows = piece.new_zeros(parts.count, len(piece))
-        rows[self.rank % parts.count] = piece
-        whole = piece.new_empty(parameter.numel())
-        reference.join_parts(rows, parts, whole)
-        return whole
-
-    def _piece(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's piece of ``[numel]`` that belong to a parameter."""
-        parts = self._layout(parameter)
-        return reference.split_parts(whole, parts)[self.rank % parts.count]
 
     def restore(
         self,
         buckets: Iterable[tuple[Tensor, ...]],
         worker: Callable[[Tensor, int], dict[str, Tensor]],
         server: Memories,
-        make: Callable[[tuple[Tensor, ...]], Endpoint],
+        make: Callable[[tuple[Tensor, ...]], tuple[TopKConfig, Endpoint]],
     ) -> None:
         """Replaces all that there is by the residuals of a checkpoint.
 
@@ -212,38 +272,41 @@ class Residuals:
             buckets: Parameters that were exchanged together.
             worker: Gives this worker's memory of a parameter that is cut into a number of pieces, each ``[numel]``.
             server: The whole servers' memory of each parameter; the same on every rank.
-            make: Makes the endpoint of a bucket.
+            make: Gives the settings in force for a bucket, and makes its endpoint.
         """
         self.dissolve({parameter for bucket in self._live for parameter in bucket})
         self._worker, self._server = {}, {}
-        self.buckets, self.resumed = tuple(buckets), 2  # with static_graph; else 1
-        ends = [make(bucket) for bucket in self.buckets]
-        for bucket, end in zip(self.buckets, ends, strict=True):
+        progress = self.progress
+        progress.buckets, progress.resumed = tuple(buckets), 2  # with static_graph; else 1
+        made = [make(bucket) for bucket in progress.buckets]
+        for bucket, (_, end) in zip(progress.buckets, made, strict=True):
             self.convert(bucket, end.parts.count)
-        for p in [p for bucket in self.buckets for p in bucket]:
-            kept = worker(p, self.counts[p])
-            self._worker[p] = {name: self._piece(whole, p) for name, whole in kept.items()}
-            server[p] = {name: self._piece(whole, p) for name, whole in server[p].items()}
-        for bucket, end in zip(self.buckets, ends, strict=True):
+        for p in [p for bucket in progress.buckets for p in bucket]:
+            kept = worker(p, self.pieces.counts[p])
+            self._worker[p] = {name: self.pieces.piece(whole, p) for name, whole in kept.items()}
+            server[p] = {name: self.pieces.piece(whole, p) for name, whole in server[p].items()}
+        for bucket, (config, end) in zip(progress.buckets, made, strict=True):
             if not end.servers_keep:
                 for p in bucket:  # the mean over the workers is the whole again
                     kept = self._worker[p]
                     kept["residual"] = server[p]["residual"] + kept.get("residual", 0)
-            self._fill(end, bucket, end.sizes.device)
+            self._fill(end, bucket)
             if end.servers_keep and end.downlink is not None:
                 like = torch.zeros((), dtype=end.dtype, device=end.sizes.device)
-                whole = self._gather(server, bucket, "residual", like)
+                whole = self.pieces.gather(server, bucket, "residual", like)
                 for served in end.downlink.memory.tensors().values():
                     served.copy_(reference.shard_rows(whole, end.layout)[end.shard])
-            self._live[bucket] = end
+            self._live[bucket], self._settings[bucket] = end, config
 
     def retain(self, parameters: Iterable[Tensor]) -> None:
         """Forgets all parameters but these: another model has no use for the residuals of the last."""
         keep = set(parameters)
         self._live = {bucket: end for bucket, end in self._live.items() if keep.issuperset(bucket)}
+        self._settings = {bucket: config for bucket, config in self._settings.items() if bucket in self._live}
         self._undo = {bucket: undo for bucket, undo in self._undo.items() if bucket in self._live}
-        self.buckets = tuple(bucket for bucket in self.buckets if keep.issuperset(bucket))
-        for known in (self._worker, self._server, self.counts):
+        progress = self.progress
+        progress.buckets = tuple(bucket for bucket in progress.buckets if keep.issuperset(bucket))
+        for known in (self._worker, self._server, self.pieces.counts):
             for parameter in known.keys() - keep:
                 del known[parameter]
 
@@ -256,23 +319,25 @@ class Residuals:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # made on one stream, perhaps, and still in use on this one when it is freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            self._scatter(self._server, bucket, _served(self._live.pop(bucket)))
+            del self._settings[bucket]
+            self.pieces.scatter(self._server, bucket, server_memory(self._live.pop(bucket)))
 
-    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], device: torch.device) -> None:
+    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
         """Moves what the parameters left into the memories of their new endpoint."""
+        device = end.sizes.device
         self.convert(parameters, end.parts.count)
         known = [side.get(p, {}) for side in (self._worker, self._server) for p in parameters]
         if not end.uplink.memory.tensors() and any(bool(kept.any()) for each in known for kept in each.values()):
             end.uplink.memory = Leftover(end.layout.numel, end.dtype, device)
         worker = end.uplink.memory.tensors()
         for name, flat in worker.items():
-            flat.copy_(self._gather(self._worker, parameters, name, flat))
+            flat.copy_(self.pieces.gather(self._worker, parameters, name, flat))
         like = torch.zeros((), dtype=end.dtype, device=device)
         for parameter in parameters:
             self._worker[parameter] = {}  # what the new settings keep no more would be stale
-        self._scatter(self._worker, parameters, worker)
+        self.pieces.scatter(self._worker, parameters, worker)
         if any(parameter in self._server for parameter in parameters):
-            left = self._gather(self._server, parameters, "residual", like)
+            left = self.pieces.gather(self._server, parameters, "residual", like)
             for served in [] if end.downlink is None else end.downlink.memory.tensors().values():
                 served.copy_(reference.shard_rows(left, end.layout)[end.shard])
                 left -= _to_bucket(served, end)
@@ -281,23 +346,8 @@ class Residuals:
         for parameter in parameters:
             self._server.pop(parameter, None)
 
-    def _scatter(self, parts: Memories, parameters: tuple[Tensor, ...], memory: dict[str, Tensor]) -> None:
-        """Enters each parameter's piece of tensors that are in the order of a bucket."""
-        for name, flat in memory.items():
-            for parameter, part in zip(parameters, flat.split(self._layout(*parameters).pieces), strict=True):
-                parts.setdefault(parameter, {})[name] = part
 
-    def _gather(self, parts: Memories, parameters: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
-        """``[pieces]`` in the order of the parameters, dtype and device of ``like``; zero where nothing is known."""
-        zero = torch.zeros((), dtype=like.dtype)
-        found = [
-            parts.get(parameter, {}).get(name, zero.expand(size))
-            for parameter, size in zip(parameters, self._layout(*parameters).pieces, strict=True)
-        ]
-        return torch.cat([part.to(like.device, like.dtype) for part in found])
-
-
-def _served(end: Endpoint) -> dict[str, Tensor]:
+def server_memory(end: Endpoint) -> dict[str, Tensor]:
     """The server's memory of an endpoint, in the order of its bucket; empty where it serves nothing."""
     memory = {} if end.downlink is None else end.downlink.memory.tensors()
     return {name: _to_bucket(served, end) for name, served in memory.items()}

@@ -1,11 +1,12 @@
-"""Undoes what was exchanged for an optimizer step that was not taken.
+"""Restores the residuals when a GradScaler skips an optimizer step.
 
-With a GradScaler, a step whose gradients hold an infinity or a NaN is skipped. What the exchange had sent for it, from any
-worker or server, in any bucket, reached nobody: the residuals must be again what they were before. So they are copied
-when gradients for a step begin to come, and copied back when the scaler has skipped it. It is the scaler who knows: a
-gradient that was finite is skipped too if another one of the same optimizer was not.
+A GradScaler skips a step whose gradients contain an infinity or a NaN. Everything that was exchanged for that step, in
+all buckets, by all workers and servers, is then discarded, so the residuals must return to their values before it. They
+are copied when the first gradients of a step are exchanged, and restored after the scaler skipped it. Only the
+GradScaler knows whether a step was skipped: finite gradients are skipped too if another gradient of the same optimizer
+is not finite.
 
-A *pass* is one backward pass. Several may make up one step; the copy is renewed only when the optimizer has stepped.
+A *pass* is one backward pass. A step may consist of several passes; the copy is renewed only after the optimizer step.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from torch.optim import Optimizer
 from lightning_topk.core.exchange import Endpoint
 from lightning_topk.core.ops import reference
 
-Outcome = bool | Tensor
-"""Whether a step was skipped: known to the host, or, with a fused optimizer, a scalar bool on the device."""
+Skipped = bool | Tensor
+"""Whether a step was skipped: a bool on the host or, with a fused optimizer, a scalar bool tensor on the device."""
 
 
 class Steps:
-    """Tells endpoints what became of the optimizers' steps. There is one for each GradScaler: :meth:`of`.
+    """Records which optimizer steps a GradScaler skipped. Use :meth:`of`: there is one instance per GradScaler.
 
     Args:
-        scaler: Its ``step`` is replaced by one that takes note of what it did.
+        scaler: The GradScaler; its ``step`` is wrapped.
     """
 
     _known: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, Steps]] = WeakKeyDictionary()
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.guarded: WeakSet[Undo] = WeakSet()
-        """Those who want to know."""
+        """The objects that receive the outcomes."""
         self._hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._stepped = False
         scaler.step = self._noting(scaler.step)  # type: ignore[method-assign]  # there is no hook for skipped steps
 
     @classmethod
     def of(cls, scaler: torch.amp.GradScaler) -> Steps:
-        """The steps that a scaler guards."""
+        """Returns the instance of a scaler, and creates it if needed."""
         if scaler not in cls._known:
             cls._known[scaler] = cls(scaler)
         return cls._known[scaler]
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Takes note of the steps of optimizers from now on."""
+        """Records the steps of these optimizers from now on."""
         for optimizer in optimizers:
             if optimizer not in self._hooked:
                 self._hooked[optimizer] = optimizer.register_step_post_hook(self._after_step)
@@ -67,23 +68,24 @@ class Steps:
         return noting
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # A fused optimizer is called even if its kernel is to skip; the scaler lends it the flag for the call.
+        # A fused optimizer is called for every step. During the call the scaler sets its found_inf, by which the kernel
+        # skips the update.
         self._stepped = True
         found = getattr(optimizer, "found_inf", None)
         self._tell(optimizer, False if found is None else found.bool().any())
 
-    def _tell(self, optimizer: Optimizer, skipped: Outcome) -> None:
+    def _tell(self, optimizer: Optimizer, skipped: Skipped) -> None:
         for undo in self.guarded:
             undo.outcomes.setdefault(optimizer, skipped)
 
 
 class Undo:
-    """The memories of one endpoint as they were before the step under way.
+    """A copy of the memories of one endpoint as they were before the current step.
 
     Args:
         end: The endpoint.
-        parameters: Those of its bucket.
-        steps: The optimizers' steps.
+        parameters: The parameters of its bucket.
+        steps: Records which steps were skipped.
         optimizers: All optimizers.
     """
 
@@ -91,8 +93,8 @@ class Undo:
         self, end: Endpoint, parameters: Sequence[Tensor], steps: Steps, optimizers: Sequence[Optimizer]
     ) -> None:
         self._begun = False
-        self.outcomes: dict[Optimizer, Outcome] = {}
-        """What became of the first step of each optimizer since the last decision."""
+        self.outcomes: dict[Optimizer, Skipped] = {}
+        """The outcome of each optimizer's first step since the last :meth:`decide`."""
         steps.guarded.add(self)
         self._now = [tensor for link in end.links for tensor in link.memory.tensors().values()]
         self._before: list[Tensor] = []
@@ -107,14 +109,14 @@ class Undo:
 
     @property
     def open(self) -> bool:
-        """Whether a pass has begun whose step is still to come."""
+        """Whether a pass has begun whose optimizer step has not happened yet."""
         return self._begun and not self.outcomes.keys() >= self._masks.keys()
 
     def begin(self, renew: bool) -> None:
         """Begins a pass, after :meth:`decide`.
 
         Args:
-            renew: Whether the memories were changed meanwhile, by something that stays.
+            renew: Whether the memories were changed since the copy by something that must not be undone.
         """
         self._begun = True
         if not self._before:
@@ -124,12 +126,12 @@ class Undo:
                 before.copy_(now)
 
     def decide(self) -> None:
-        """Puts back what belongs to a step that was skipped, and keeps what belongs to one that was taken."""
+        """Restores the memories of parameters whose step was skipped; renews the copy of those whose step was taken."""
         self._begun = self.open
         for optimizer, masks in self._masks.items():
             skipped = self.outcomes.get(optimizer)
             if skipped is None:
-                continue  # no step yet: more passes for it may come
+                continue  # no step yet: more passes may follow
             for now, before, mask in zip(self._now, self._before, masks, strict=True):
                 if isinstance(skipped, Tensor):
                     reference.replace_(now, before, skipped if mask is None else skipped & mask)
@@ -141,7 +143,7 @@ class Undo:
 
 
 def _masks(end: Endpoint, owned: Tensor) -> list[Tensor]:
-    """For each memory tensor of an endpoint, which of its elements belong to ``owned`` ``[parts.numel]`` bool."""
+    """For each memory tensor of an endpoint, a bool mask of its elements in ``owned`` ``[parts.numel]`` bool."""
     masks = [owned] * len(end.uplink.memory.tensors())
     if end.downlink is not None:
         served = reference.shard_rows(owned, end.layout)[end.shard]

@@ -1,0 +1,140 @@
+"""Drives an exchange over process groups: performs its requests as collectives and counts their bytes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topk.core.exchange import Exchange, Outcome
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
+from lightning_topk.runtime.groups import Groups
+
+
+class Meter:
+    """Bytes that are sent to other ranks, by what they are for.
+
+    Attributes:
+        bytes: By this rank: ``uplink`` and ``downlink`` of the exchanges; ``broadcast`` of weights and buffers by DDP,
+            and of what is sent to measure links; ``dense``, what a ring all-reduce of the same gradients would have
+            sent. By all ranks of its node together, in the exchanges: ``intra_node`` to each other, ``inter_node`` to
+            other nodes.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = dict.fromkeys(("uplink", "downlink", "broadcast", "dense", "intra_node", "inter_node"), 0)
+
+    def count(self, request: Request, groups: Groups) -> None:
+        """Counts the bytes of a request that this rank is about to make."""
+        group = groups.among(request.among)
+        self.bytes[request.direction] += request.sent_bytes(dist.get_rank(group), dist.get_world_size(group))
+        place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
+        inside, outside = request.node_bytes(*place)
+        self.bytes["intra_node"] += inside
+        self.bytes["inter_node"] += outside
+
+    def add(self, other: Meter) -> None:
+        """Adds what another meter has counted."""
+        for kind, count in other.bytes.items():
+            self.bytes[kind] += count
+
+
+def drive(exchange: Exchange, groups: Groups, meter: Meter) -> Outcome:
+    """Runs an exchange to its end over process groups.
+
+    Args:
+        exchange: One rank's exchange; every rank drives its own.
+        groups: The groups that carry it.
+        meter: Counts the bytes sent.
+
+    Returns:
+        What became of the exchange.
+    """
+    reply: Tensor | None = None
+    while True:
+        try:
+            request = exchange.send(reply)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return outcome
+        meter.count(request, groups)
+        reply = perform(request, groups.among(request.among))
+
+
+def perform(request: Request, group: dist.ProcessGroup) -> Tensor | None:
+    """Performs one request as a collective and returns its reply (see the request's class)."""
+    payload, rank, world = request.payload, dist.get_rank(group), dist.get_world_size(group)
+    if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
+        # gloo has most collectives for CPU tensors only: the payload is copied there and back, and the host waits.
+        reply = perform(replace(request, payload=payload.cpu()), group)
+        return None if reply is None else reply.to(payload.device)
+    if isinstance(request, AllToAll):
+        received = torch.empty_like(payload)
+        dist.all_to_all_single(received, payload, group=group)
+        return received
+    if isinstance(request, AllGather):
+        received = payload.new_empty(world, len(payload))
+        dist.all_gather_into_tensor(received.view(-1), payload, group=group)
+        return received
+    if isinstance(request, AllReduce):
+        dist.all_reduce(payload, group=group)
+        return payload
+    root = dist.get_global_rank(group, 0)
+    if isinstance(request, Gather):
+        rows = list(payload.new_empty(world, len(payload)).unbind()) if rank == 0 else None
+        dist.gather(payload, rows, dst=root, group=group)
+        return torch.stack(rows) if rows else None
+    assert isinstance(request, Broadcast)
+    # A scatter of equal rows: rank 0 itself sends to every other rank, as the parameter server of the papers does. A
+    # broadcast would forward through a tree that depends on the backend, so its bytes could not be predicted.
+    received = torch.empty_like(payload)
+    dist.scatter(received, [payload] * world if rank == 0 else None, src=root, group=group)
+    return received
+
+
+@dataclass(frozen=True)
+class DenseCost:
+    """What an all-reduce costs on a link.
+
+    Attributes:
+        latency: Seconds, whatever its size.
+        seconds_per_byte: Seconds for each byte of the tensor.
+    """
+
+    latency: float
+    seconds_per_byte: float
+
+    def seconds(self, count: int, nbytes: int) -> float:
+        """Estimated seconds of ``count`` all-reduces, one after the other, of tensors of ``nbytes`` bytes together."""
+        return count * self.latency + nbytes * self.seconds_per_byte
+
+
+def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, meter: Meter) -> DenseCost:
+    """Times a very small all-reduce and one of a given size. A collective; all ranks return the same.
+
+    Args:
+        nbytes: The size.
+        device: Where the tensors live; a GPU is waited for.
+        group: The ranks.
+        meter: Counts the bytes sent as ``broadcast``, since they are no gradients.
+    """
+    world, took = dist.get_world_size(group), []
+    for count in (16, max(32, nbytes // 4)):
+        x = torch.zeros(count, device=device)
+        for timed in (False, True):  # the first one sets up connections
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            dist.all_reduce(x, group=group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            meter.bytes["broadcast"] += 2 * (world - 1) * x.nbytes // world
+            if timed:
+                took.append(time.perf_counter() - begin)
+    slowest = torch.tensor(took, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    small, large = slowest.tolist()
+    return DenseCost(small, max(0.0, large - small) / x.nbytes)

@@ -1,0 +1,270 @@
+"""The lane's side of a rank: takes jobs, exchanges them in order, and says what became of each.
+
+An :class:`Exchanger` owns the rank's endpoints. During a backward pass it is used by the lane alone, on CPU by the
+lane's thread. What it learns it puts on a queue, which the caller's side empties between two backward passes. So no
+field is written by two threads, and nothing here calls the side that submits jobs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.exchange import Endpoint, Outcome, exchange
+from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.runtime.autotune import Choice, choose
+from lightning_topk.runtime.drive import Meter, drive
+from lightning_topk.runtime.groups import Groups
+from lightning_topk.runtime.lanes import Lane
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.skipped_steps import Undo
+
+Bucket = tuple[Tensor, ...]
+"""The parameters whose gradients are exchanged together, in order."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One gradient to exchange, and all that its exchange depends on.
+
+    Attributes:
+        bucket: Whose gradient it is.
+        config: The settings in force for it.
+        uncompressed: Which of the parameters, by number, are not compressed.
+        name: For error messages.
+        used: ``[parameters]`` bool, which of them this rank used; None if all.
+        step: Gradients exchanged before this one.
+        epoch: Epochs completed.
+        lr_ratio: The last step's learning rate over this step's.
+        scale: Scalar by which the loss was multiplied; None without a GradScaler.
+        guard: Makes what undoes skipped steps, for a new endpoint; None if no step is skipped.
+        measure: What to measure.
+    """
+
+    bucket: Bucket
+    config: TopKConfig
+    uncompressed: Sequence[int] = ()
+    name: str = ""
+    used: Tensor | None = None
+    step: int = 0
+    epoch: int = 0
+    lr_ratio: float = 1.0
+    scale: Tensor | None = None
+    guard: Callable[[Endpoint], Undo] | None = None
+    measure: Measure = NOTHING
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is to be chosen by measuring, once a backward pass has ended.
+
+    Attributes:
+        config: The settings, of which something is automatic.
+        buckets: DDP's buckets, which will not change any more.
+        uncompressed: Of each, which parameters are not compressed.
+        middle: The step in the middle of what is left of the run; None if that is unknown.
+    """
+
+    config: TopKConfig
+    buckets: Sequence[Bucket]
+    uncompressed: Sequence[Sequence[int]]
+    middle: int | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Jobs that are ready together, and the buffers that hold their gradients.
+
+    Attributes:
+        buffers: DDP's, one or more; the results are written there.
+        buckets: Whose gradients each holds, in order.
+        jobs: How they are exchanged.
+        timed: Whether to measure the time.
+        ready: When the backward pass had all its gradients, if it ends with these and that is measured.
+        tuning: What to choose afterwards; None if nothing.
+    """
+
+    buffers: Sequence[Tensor]
+    buckets: Sequence[Bucket]
+    jobs: Sequence[Job]
+    timed: bool = False
+    ready: Any | None = None
+    tuning: Tuning | None = None
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What became of one job.
+
+    Attributes:
+        job: The job.
+        outcome: What was delivered and sent.
+        meter: The bytes sent.
+        nbytes: Bytes of the gradient.
+        elements: Its elements, or those of this rank's part of it.
+        kept: Entries for which this worker's payloads have room.
+        uncompressed: Elements that were exchanged uncompressed.
+    """
+
+    job: Job
+    outcome: Outcome
+    meter: Meter
+    nbytes: int
+    elements: int
+    kept: int
+    uncompressed: int
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When the exchanges of a batch began and ended, as marks of a lane."""
+
+    lane: Lane
+    begun: Any
+    ended: Any
+    ready: Any | None
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds that they took, and the part after the last gradient was ready. Waits for the device."""
+        took = self.lane.seconds(self.begun, self.ended)
+        return took, 0.0 if self.ready is None else max(0.0, self.lane.seconds(self.ready, self.ended))
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was chosen, and the bytes that measuring sent."""
+
+    buckets: Sequence[Bucket]
+    choice: Choice
+    meter: Meter
+
+
+class Exchanger:
+    """Runs the exchanges of one rank.
+
+    Args:
+        residuals: What the rank keeps.
+        groups: The process groups that carry the exchanges.
+        timeout: That of the groups, for error messages.
+    """
+
+    def __init__(self, residuals: Residuals, groups: Groups, timeout: timedelta) -> None:
+        self._residuals, self._timeout = residuals, timeout
+        self._groups: Groups | None = groups
+        self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
+        self._finished: SimpleQueue[Exchanged | Timed | Tuned] = SimpleQueue()
+
+    def finished(self) -> list[Exchanged | Timed | Tuned]:
+        """What became of the jobs since the last call, in order; for the caller's side, between two backward passes."""
+        found = []
+        while True:
+            try:
+                found.append(self._finished.get_nowait())
+            except Empty:
+                return found
+
+    def close(self) -> None:
+        """Lets go of the process groups: each has threads that run until nobody refers to it."""
+        self._groups = None
+
+    @torch.no_grad()
+    def run(self, batch: Batch, lane: Lane) -> Sequence[Tensor]:
+        """Exchanges the gradients of a batch, on the lane, and returns its buffers."""
+        begun = lane.mark() if batch.timed else None
+        # Sparse gradients are exchanged as the dense tensors that they stand for, and become sparse again where
+        # anything arrives.
+        dense = [(buffer.to_dense() if buffer.is_sparse else buffer).view(-1) for buffer in batch.buffers]
+        if len(batch.jobs) == len(dense) == 1 and same(batch.jobs[0].bucket, batch.buckets[0]):
+            self._exchange(dense[0], batch.jobs[0])
+        else:
+            self._regroup(dense, batch)
+        results = [
+            whole.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
+            for buffer, whole in zip(batch.buffers, dense, strict=True)
+        ]
+        if batch.timed:
+            self._finished.put(Timed(lane, begun, lane.mark(), batch.ready))
+        if batch.tuning is not None:
+            self._tune(batch.tuning)
+        return results
+
+    def _regroup(self, dense: Sequence[Tensor], batch: Batch) -> None:
+        """Exchanges jobs whose buckets are not those of the buffers: gradients are copied together and back."""
+        gradient = {
+            parameter: piece
+            for whole, bucket in zip(dense, batch.buckets, strict=True)
+            for parameter, piece in zip(bucket, whole.split([p.numel() for p in bucket]), strict=True)
+        }
+        for job in batch.jobs:
+            g = torch.cat([gradient[p] for p in job.bucket])
+            self._exchange(g, job)
+            for p, piece in zip(job.bucket, g.split([p.numel() for p in job.bucket]), strict=True):
+                gradient[p].copy_(piece)
+
+    def _exchange(self, g: Tensor, job: Job) -> None:
+        """Exchanges one gradient in place."""
+        assert self._groups is not None
+        if g.numel() == 0:
+            return
+        meter = Meter()
+        try:
+            end = self._residuals.endpoint(job.bucket, job.config, lambda: self._make(job), job.lr_ratio, job.guard)
+            codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector)
+            path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
+            outcome = drive(path, self._groups, meter)
+        except Exception as error:
+            raise RuntimeError(
+                f"lightning_topk: the {job.config.topology} exchange of {job.name} ({g.numel()} elements) failed on "
+                f"{self._place}: {error} (A rank that does not answer within the timeout of {self._timeout} counts as "
+                "lost.)"
+            ) from error
+        uncompressed = sum(stop - begin for begin, stop in end.uncompressed) // end.parts.count
+        kept = min(codecs.uplink.kept * end.layout.shards + uncompressed, end.layout.numel)
+        self._finished.put(Exchanged(job, outcome, meter, g.nbytes, end.layout.numel, kept, uncompressed))
+
+    def _make(self, job: Job) -> Endpoint:
+        """The endpoint of a job, with empty memories."""
+        assert self._groups is not None
+        return make_bucket_endpoint(job.config, job.bucket, job.uncompressed, self._groups)
+
+    def _tune(self, tuning: Tuning) -> None:
+        """Measures how buckets are best exchanged from now on."""
+        assert self._groups is not None
+        meter = Meter()
+        try:
+            choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, self._groups, meter, tuning.middle)
+        except Exception as error:
+            raise RuntimeError(
+                f"lightning_topk: measuring how buckets are best exchanged failed on {self._place}: {error}"
+            ) from error
+        self._finished.put(Tuned(tuning.buckets, choice, meter))
+
+
+def make_bucket_endpoint(config: TopKConfig, bucket: Bucket, uncompressed: Sequence[int], groups: Groups) -> Endpoint:
+    """This rank's endpoint of a bucket, with empty memories.
+
+    Args:
+        config: The settings in force for the bucket.
+        bucket: Its parameters.
+        uncompressed: Which of them, by number, are not compressed.
+        groups: The process groups.
+    """
+    rank, world, like = dist.get_rank(groups.all), dist.get_world_size(groups.all), bucket[0]
+    shape = make_shape(config, [p.numel() for p in bucket], world, groups.local)
+    some = uncompressed if config.compresses else ()
+    return make_endpoint(config, shape, rank, like.dtype, like.device, some)
+
+
+def same(bucket: Bucket, other: Bucket) -> bool:
+    """Whether two buckets are of the very same parameters, in the same order."""
+    return len(bucket) == len(other) and all(map(operator.is_, bucket, other))

@@ -1,0 +1,120 @@
+"""The process groups of a rank, and what all ranks tell each other before they exchange anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from lightning_topk.core.requests import Among
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a rank.
+
+    Attributes:
+        all: All ranks that exchange gradients.
+        node: Those of this node; None if that makes no difference.
+        peers: Those of the same local rank on every node; None if that makes no difference.
+        local: Ranks of a node.
+        partial: Whether there are other ranks beside these.
+    """
+
+    all: dist.ProcessGroup
+    node: dist.ProcessGroup | None = None
+    peers: dist.ProcessGroup | None = None
+    local: int = 1
+    partial: bool = False
+
+    @classmethod
+    def make(cls, parent: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
+        """Creates a group of all ranks, beside the one that exists; a collective.
+
+        Args:
+            parent: The ranks, and their backend. Default: all.
+            timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+        """
+        ranks = None if parent is None else dist.get_process_group_ranks(parent)
+        return cls(_new_group(ranks, parent, timeout), partial=parent is not None)
+
+    def divided(
+        self, parent: dist.ProcessGroup | None, timeout: timedelta | None, local: int, hierarchy: bool
+    ) -> Groups:
+        """These groups on nodes of ``local`` consecutive ranks; a collective, as :meth:`make`.
+
+        Args:
+            parent: See :meth:`make`.
+            timeout: See :meth:`make`.
+            local: Ranks of a node.
+            hierarchy: Whether there shall be groups inside nodes and between them.
+        """
+        if not hierarchy:
+            return replace(self, local=local)
+        ranks, mine = dist.get_process_group_ranks(self.all), dist.get_rank(self.all)
+        nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
+        node = _own_group(nodes, mine // local, parent, timeout)
+        peers = _own_group([ranks[each::local] for each in range(local)], mine % local, parent, timeout)
+        return replace(self, node=node, peers=peers, local=local)
+
+    def among(self, who: Among) -> dist.ProcessGroup:
+        """The group whose ranks take part in a request."""
+        group = {"all": self.all, "node": self.node, "peers": self.peers}[who]
+        assert group is not None, who
+        return group
+
+    def destroy(self) -> None:
+        """Destroys the groups, unless other ranks are beside them."""
+        if not self.partial:  # torch 2.9 would give the next such group the same name
+            for group in (self.peers, self.node, self.all):
+                if group is not None:
+                    dist.destroy_process_group(group)
+
+
+def _new_group(
+    ranks: list[int] | None, parent: dist.ProcessGroup | None, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    backend = None if parent is None else dist.get_backend(parent)
+    group = dist.new_group(ranks, timeout, backend, use_local_synchronization=parent is not None)
+    return cast("dist.ProcessGroup", group)
+
+
+def _own_group(
+    members: Sequence[list[int]], mine: int, parent: dist.ProcessGroup | None, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """Creates several groups, each rank in one of them, and returns this rank's.
+
+    If ``parent`` is None, every rank creates all of them, in the same order.
+    """
+    if parent is not None:
+        return _new_group(members[mine], parent, timeout)
+    return [_new_group(each, None, timeout) for each in members][mine]
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, picklable. A collective."""
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, value, group=group)
+    return rows
+
+
+def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGroup | None = None) -> None:
+    """Compares what must be the same on every rank. A collective; if ranks differ, it fails on all of them.
+
+    Args:
+        mine: This rank's values, by what they are called; picklable.
+        remedy: What to do about a difference.
+        group: The ranks. Default: all.
+
+    Raises:
+        ValueError: Two ranks differ; it shows both values.
+    """
+    rows = gathered(dict(mine), group)
+    for rank, row in enumerate(rows):
+        for name in [*rows[0], *(name for name in row if name not in rows[0])]:
+            first, other = rows[0].get(name, "missing"), row.get(name, "missing")
+            if first != other:
+                raise ValueError(f"the ranks differ: {name} is {first} on rank 0 and {other} on rank {rank}. {remedy}")

@@ -1,0 +1,106 @@
+"""What the exchange needs of the user's optimizers: momentum, beta1, learning rates, and which steps are skipped."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.exchange import Endpoint
+from lightning_topk.runtime.beta1 import lend_beta1, take_back_beta1
+from lightning_topk.runtime.checks import check_momentum
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.skipped_steps import Steps, Undo
+
+
+class Optimizers:
+    """The user's optimizers, which may be made later, or be replaced.
+
+    Args:
+        given: Gives them; None if they are not known.
+        scaler: The GradScaler that may skip their steps; None if there is none.
+        config: The settings.
+        residuals: What the rank keeps.
+        say: Tells the user something.
+        asked: Whether the user set ``beta1``.
+    """
+
+    def __init__(
+        self,
+        given: Callable[[], Sequence[Optimizer]] | None,
+        scaler: torch.amp.GradScaler | None,
+        config: TopKConfig,
+        residuals: Residuals,
+        say: Callable[[str], None],
+        asked: bool,
+    ) -> None:
+        self._given, self._config, self._residuals, self._say, self._asked = given, config, residuals, say, asked
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._followed: list[Optimizer] = []
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scalar by which the loss is multiplied; None without a GradScaler."""
+        scale: Tensor | None = None if self._scaler is None else self._scaler._scale
+        return scale
+
+    def follow(self, compressed: Collection[Tensor] | None) -> None:
+        """Checks the optimizers when they are new, lends them a beta1, and has the scaler's steps noted.
+
+        Args:
+            compressed: The parameters that are compressed; None if they are not known.
+
+        Raises:
+            ValueError: An optimizer and the exchange would both apply momentum.
+        """
+        now = [] if self._given is None else list(self._given())
+        if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
+            return
+        check_momentum(self._config, now)
+        take_back_beta1(self._followed, self)
+        if self._config.lent_beta1 is not None:
+            for message in lend_beta1(now, self._config.lent_beta1, self, compressed, self._asked):
+                self._say(message)
+        if self._scaler is not None:
+            Steps.of(self._scaler).watch(now)
+            self._residuals.forget_steps()
+        self._followed = now
+
+    def lr_ratio(self) -> float:
+        """The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``.
+
+        Raises:
+            ValueError: The learning rates of two parameter groups changed by different factors.
+        """
+        if not self._config.lr_ratio or self._given is None:
+            return 1.0
+        rates = [float(group["lr"]) for optimizer in self._given() for group in optimizer.param_groups]
+        progress = self._residuals.progress
+        last = progress.learning_rates
+        pairs = [(before, now) for before, now in zip(last, rates, strict=False) if before and now]
+        progress.learning_rates = [
+            now or before for before, now in zip_longest(last[: len(rates)], rates, fillvalue=0.0)
+        ]
+        ratios = [before / now for before, now in pairs]
+        if ratios and max(ratios) > min(ratios) * 1.001:
+            raise ValueError(
+                "lr_ratio=True scales all residuals by one factor, but the learning rates of the parameter groups "
+                f"changed by different factors: {ratios}. Use one schedule for all groups, or lr_ratio=False."
+            )
+        return ratios[0] if ratios else 1.0
+
+    def guard(self, bucket: Sequence[Tensor]) -> Callable[[Endpoint], Undo] | None:
+        """Makes what undoes the steps that the scaler skips, for a bucket's endpoint; None if it skips none."""
+        if self._scaler is None or not self._followed:
+            return None
+        steps, optimizers = Steps.of(self._scaler), self._followed
+        return lambda end: Undo(end, bucket, steps, optimizers)
+
+    def release(self) -> None:
+        """Has the optimizers step with their own beta1 again."""
+        take_back_beta1(self._followed, self)

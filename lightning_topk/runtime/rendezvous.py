@@ -1,0 +1,67 @@
+"""Connecting the ranks when torchrun restarts them."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+
+def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelta | None, device: torch.device) -> None:
+    """Initialises the default group without the addresses of ranks that died, if torchrun restarts ranks.
+
+    torch 2.15 gives restarted workers the store of the last attempt. The first rank to connect would read another
+    rank's old address in it, and fail.
+
+    Args:
+        backend: Of the default group.
+        rank: This rank.
+        world: Ranks.
+        timeout: Of collectives. Default: torch's, 30 minutes.
+        device: This rank's.
+    """
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
+        return
+    timeout = timeout or default_pg_timeout
+    store, *_ = next(rendezvous("env://", rank, world, timeout=timeout))
+    attempt = _name_of_attempt(store, rank, world, timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(attempt, store),  # type: ignore[attr-defined]  # it is exported at run time
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def _name_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> str:
+    """A name that the current ranks agree on, and that no earlier attempt had.
+
+    The store outlives the ranks, and no rank knows how often the others were restarted, since torchrun counts on every
+    node by itself. So each rank writes a hello with a random word, and rank 0 answers every hello, stale ones included,
+    until all current ranks have acknowledged.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank:
+        store.set(f"hello {rank}", mine)
+        store.wait([f"answer {rank} {mine}"], timeout)
+        name: str = store.get(f"answer {rank} {mine}").decode()
+        store.set(f"heard {rank} {name}", "")
+        return name
+    silent = set(range(1, world))
+    while silent:
+        for other in [other for other in silent if store.check([f"hello {other}"])]:
+            store.set(f"answer {other} {store.get(f'hello {other}').decode()}", mine)
+        silent = {other for other in silent if not store.check([f"heard {other} {mine}"])}
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(silent)} did not connect within {timeout}.")
+        time.sleep(0.01)
+    return mine

@@ -1,0 +1,324 @@
+"""The exchange of one model beside its backward passes, whoever wraps the model.
+
+A wrapper's adapter (:mod:`lightning_topk.ddp`) says when a backward pass begins and hands over gradients; this makes
+jobs of them, queues them on the lane, and tells between two passes what became of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_topk import recipe
+from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.core.exchange import Endpoint
+from lightning_topk.core.link import Measure
+from lightning_topk.runtime import checkpoint
+from lightning_topk.runtime.announce import Announcer
+from lightning_topk.runtime.buckets import BucketSettings
+from lightning_topk.runtime.checkpoint import Mode
+from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed, Tuned, make_bucket_endpoint
+from lightning_topk.runtime.groups import Groups, check_agreement, gathered
+from lightning_topk.runtime.lanes import Future, Lane, lane_for
+from lightning_topk.runtime.optimizers import Optimizers
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.telemetry import Report, Telemetry
+
+LOGGER = logging.getLogger("lightning_topk")
+
+
+class ExchangeState:
+    """What one rank keeps to exchange the gradients of one model. Every field is written by the caller's side alone.
+
+    Args are those of :class:`lightning_topk.TopKState`, which has its errors too.
+    """
+
+    def __init__(
+        self,
+        config: TopKConfig,
+        process_group: dist.ProcessGroup | None,
+        timeout: timedelta | None,
+        residuals: Residuals | None,
+        epoch: Callable[[], int] | None,
+        optimizers: Callable[[], Sequence[Optimizer]] | None,
+        scaler: torch.amp.GradScaler | None,
+        local_world_size: int | None,
+        announce: Callable[[str], None] | None,
+        planned_steps: float | None,
+    ) -> None:
+        _check_arguments(config, epoch, optimizers, scaler, planned_steps, local_world_size)
+        self.groups: Groups | None = Groups.make(process_group, timeout)
+        group = self.groups.all
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        try:
+            self.config, self.local, self.planned_steps = _agree(config, group, planned_steps, local_world_size)
+        except ValueError:
+            self.groups.destroy()
+            raise
+        by_node = self.config.by_node and 1 < self.local < self.world
+        self.groups = self.groups.divided(process_group, timeout, self.local, by_node)
+        timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+        self.residuals = residuals or Residuals()
+        self.residuals.settle()  # their endpoints may have been of other settings
+        self.residuals.pieces.rank = self.rank
+        self.buckets = BucketSettings(self.config)
+        self.telemetry = Telemetry(self.world)
+        self.measure = self.measure_layers = self.timing = False
+        """Whether exchanges measure their compression error, the same for each parameter, and their time."""
+        self._say = Announcer(announce or LOGGER.info, self.rank)
+        self._epoch = epoch or (lambda: 0)
+        asked = config.beta1 is not None
+        self._optimizers = Optimizers(optimizers, scaler, self.config, self.residuals, self._say, asked)
+        self._exchanger = Exchanger(self.residuals, self.groups, timeout)
+        self._lane: Lane | None = None
+        self._lr_ratio = 1.0
+        if not self.residuals.progress.steps:  # a model that is wrapped again goes on
+            for message in recipe.remarks(config, self.planned_steps, self.world, self.local):
+                self._say(message)
+            if self.config.lent_beta1 is not None and optimizers is None:
+                self._say(
+                    "lightning_topk: Adam keeps its beta1, because attach was called without optimizer=. The default "
+                    "recipe lowers it (README, Adam)."
+                )
+
+    @property
+    def names(self) -> Mapping[Tensor, str]:
+        """The parameters' names; empty if they are not known."""
+        return self.buckets.names
+
+    # -------------------------------------------------------------------------------- a backward pass
+
+    def lane(self, device: torch.device) -> Lane:
+        """The lane of gradients on a device.
+
+        Raises:
+            RuntimeError: The state was closed, or ``dense_parameters`` are not known by name.
+        """
+        if self.config.dense_parameters and not self.names:
+            raise RuntimeError("dense_parameters are found by name; make the state with lightning_topk.attach.")
+        if self.groups is None:
+            raise RuntimeError("this TopKState was closed; wrap the model in a new DistributedDataParallel and attach.")
+        if self._lane is None:
+            self._lane = lane_for(device)
+        return self._lane
+
+    def begin_pass(self) -> None:
+        """A backward pass has its first gradients ready.
+
+        Raises:
+            ValueError: With ``lr_ratio=True``, the learning rates of two parameter groups changed by different factors;
+                or an optimizer and the exchange would both apply momentum.
+        """
+        self._collect()
+        self.buckets.adopt(self.residuals.undecided)
+        self._lr_ratio = self._optimizers.lr_ratio()
+        self.follow_optimizers()
+
+    def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
+        """The exchange of a bucket's gradient, with all that it depends on.
+
+        Args:
+            bucket: Its parameters.
+            name: For error messages.
+            used: ``[parameters]`` bool, which of them this rank used; None if all.
+        """
+        return Job(
+            bucket,
+            self.buckets.config_of(bucket),
+            self.buckets.uncompressed_in(bucket),
+            name,
+            used,
+            step=self.residuals.progress.steps,
+            epoch=self._epoch(),
+            lr_ratio=self._lr_ratio,
+            scale=self._optimizers.scale,
+            guard=self._optimizers.guard(bucket),
+            measure=Measure(self.measure, self.measure and self.measure_layers),
+        )
+
+    def submit(self, batch: Batch, promises: Sequence[Future]) -> None:
+        """Queues the jobs of a batch on the lane; their results fulfil the promises."""
+        assert self._lane is not None
+        self._lane.submit(partial(self._exchanger.run, batch, self._lane), promises)
+
+    def end_pass(self, buckets: Sequence[Bucket]) -> None:
+        """The last gradients of a backward pass were submitted; ``buckets`` are all that it exchanges."""
+        progress = self.residuals.progress
+        progress.steps, progress.buckets = progress.steps + 1, tuple(buckets)
+        progress.resumed = max(0, progress.resumed - 1)
+
+    def follow_optimizers(self) -> None:
+        """Checks the optimizers when they are new, and lends them a beta1; a backward pass begins with it.
+
+        Raises:
+            ValueError: An optimizer and the exchange would both apply momentum.
+        """
+        self._optimizers.follow(self.buckets.compressed)
+
+    # -------------------------------------------------------------------------------- between two backward passes
+
+    def _collect(self) -> None:
+        """Takes what the lane has finished."""
+        found = self._exchanger.finished()
+        tuned = [each for each in found if isinstance(each, Tuned)]
+        timed = [each for each in found if isinstance(each, Timed)]
+        self.telemetry.add_pass([each for each in found if not isinstance(each, Timed | Tuned)], timed)
+        for each in tuned:
+            self.telemetry.meter.add(each.meter)
+            self.buckets.note(each)
+            self._say(each.choice.words)
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether anything was exchanged since the last report."""
+        self._collect()
+        return self.telemetry.exchanged
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
+        self._collect()
+        return self.telemetry.nonfinite_steps
+
+    def report(self) -> Report:
+        """What was exchanged since the last call. Call it between two backward passes.
+
+        There is one report: a :class:`lightning_topk.CompressionMonitor` takes it at every step.
+        """
+        self._collect()
+        return self.telemetry.report(self.names)
+
+    def measure_link(self) -> None:
+        """Times two all-reduces, of at most 1 MiB. A collective; call it between two backward passes."""
+        assert self.groups is not None
+        self._collect()
+        self.telemetry.measure_link(self._device(), self.groups)
+
+    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
+        """The residuals for a checkpoint: every rank calls it at the same point, between two backward passes.
+
+        Args:
+            mode: ``"mean"`` keeps the mean over the workers, 2 x the model at any world size; ``"full"`` keeps every
+                worker's own, for a resumed run of the same bits.
+
+        Returns:
+            On rank 0, numbers, words and CPU tensors, see :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same
+            without tensors.
+
+        Raises:
+            RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names.
+        """
+        assert self.groups is not None
+        return checkpoint.collect(self.residuals, self._names(), mode, self._device(), self.groups.all)
+
+    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
+        """Goes on with the residuals of a checkpoint, of any world size; every rank calls it.
+
+        Args:
+            entry: What :meth:`state_dict` returned on rank 0.
+
+        Raises:
+            RuntimeError: The state was not made by :func:`lightning_topk.attach`.
+            ValueError: The entry is damaged, or of another model.
+        """
+
+        def make(bucket: Bucket) -> tuple[TopKConfig, Endpoint]:
+            assert self.groups is not None
+            config = self.buckets.config_of(bucket)
+            return config, make_bucket_endpoint(config, bucket, self.buckets.uncompressed_in(bucket), self.groups)
+
+        checkpoint.restore(self.residuals, self._names(), entry, make, self.rank, self.world)
+
+    def _names(self) -> Mapping[Tensor, str]:
+        if not self.names:
+            raise RuntimeError("residuals are saved by parameter name; make the state with lightning_topk.attach.")
+        return self.names
+
+    def _device(self) -> torch.device:
+        return next(iter(self._names())).device
+
+    def follow(self, other: ExchangeState) -> None:
+        """Goes on counting and measuring where another state of the same training ends."""
+        self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
+        self.telemetry.follow(other.telemetry)
+        self.buckets.chosen, self._say.said = other.buckets.chosen, other._say.said
+
+    def close(self) -> None:
+        """Ends the lane and gives up the process groups. The residuals stay."""
+        idle = self._lane is None or self._lane.close()
+        self._collect()
+        self.residuals.forget_steps()
+        self._optimizers.release()
+        if self.groups is not None and idle and dist.is_initialized():
+            self.groups.destroy()  # not under a thread that is still in a collective
+        self._exchanger.close()
+        self._lane = self.groups = None
+
+
+def _check_arguments(
+    config: TopKConfig,
+    epoch: Callable[[], int] | None,
+    optimizers: Callable[[], Sequence[Optimizer]] | None,
+    scaler: torch.amp.GradScaler | None,
+    planned_steps: float | None,
+    local_world_size: int | None,
+) -> None:
+    """Refuses settings that need what was not passed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "TopKState creates a process group, but torch.distributed is not initialised; "
+            "call torch.distributed.init_process_group first."
+        )
+    check_count("local_world_size", local_world_size)
+    check_count("planned_steps", None if planned_steps == math.inf else planned_steps)
+    if config.by_plan and planned_steps is None:
+        raise ValueError("a schedule goes by a share of the planned steps: pass planned_steps=, or use steps=.")
+    if config.by_epoch and epoch is None:
+        raise ValueError(
+            f"{config.ratio!r} goes by epochs: pass epoch=, a function that returns the epoch, or use steps=."
+        )
+    if optimizers is not None:
+        return
+    if config.lr_ratio:
+        raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
+    if config.beta1 is not None:
+        raise ValueError(f"beta1={config.beta1!r} is lent to the optimizer: pass optimizer= to attach.")
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")
+
+
+def _agree(
+    config: TopKConfig, group: dist.ProcessGroup, planned_steps: float | None, local_world_size: int | None
+) -> tuple[TopKConfig, int, float]:
+    """What all ranks go by: the settings, the ranks of a node, and the planned steps. A collective."""
+    world = dist.get_world_size(group)
+    steps = min(gathered(math.inf if planned_steps is None else planned_steps, group))
+    config = recipe.planned(config, steps, world)
+    summary = {**config.summary(), "local_world_size": local_world_size}
+    check_agreement(summary, "Pass the same settings on every rank.", group)
+    local = local_world_size or _local_world_size(config, group)
+    return config.on(world, local), local, steps
+
+
+def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
+    """The ranks on a node by torchrun's word; 1 if it does not say, or if that does not fit these ranks."""
+    told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group)
+    everyone = len(told) == dist.get_world_size()
+    if everyone and len(set(told)) == 1 and len(told) % told[0] == 0:
+        return int(told[0])
+    if config.fixed_topology is not None and config.by_node:
+        raise ValueError(
+            f"topology={config.topology!r} needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is {told} on "
+            f"{len(told)} of {dist.get_world_size()} ranks. Pass local_world_size=, or topology='sharded'."
+        )
+    return 1

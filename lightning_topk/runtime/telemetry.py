@@ -1,0 +1,139 @@
+"""From outcomes to reports: what one rank exchanged, what it cost, and what compression lost.
+
+Used on the caller's side alone, between two backward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_topk.runtime.autotune import PROBE_BYTES
+from lightning_topk.runtime.drive import DenseCost, Meter, dense_cost
+from lightning_topk.runtime.exchanger import Exchanged, Timed
+from lightning_topk.runtime.groups import Groups
+
+
+@dataclass
+class Report:
+    """What one rank exchanged since the last report.
+
+    Attributes:
+        bytes: Bytes sent to other ranks, by what they are for (see :class:`lightning_topk.runtime.drive.Meter`).
+        elements: Gradient elements exchanged.
+        kept: Entries for which this worker's payloads have room.
+        selected: Entries that its selector selected and that are not zero; zero unless measured.
+        energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
+            this server's downlink (rows); zero unless measured.
+        exchanges: Gradients that were exchanged.
+        nbytes: Bytes of them together.
+        largest: Bytes of the largest.
+        seconds: Time spent in exchanges; zero unless timed.
+        exposed_seconds: The part of it after the last gradient was ready, which backward could not hide.
+        layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
+    """
+
+    bytes: dict[str, int]
+    elements: int = 0
+    kept: int = 0
+    selected: int = 0
+    energy: Tensor = field(default_factory=lambda: torch.zeros(2, 2, dtype=torch.float64))
+    exchanges: int = 0
+    nbytes: int = 0
+    largest: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    layers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Telemetry:
+    """Collects what became of exchanges until somebody asks.
+
+    Args:
+        world: Number of ranks.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self.meter = Meter()
+        """All bytes that this rank sent so far."""
+        self._reported = dict(self.meter.bytes)
+        self._report = Report(bytes={})
+        self._measured: list[Exchanged] = []
+        self._timed: list[Timed] = []
+        self._nonfinite_steps: Tensor | int = 0
+        self._dense_cost: DenseCost | None = None
+
+    def follow(self, other: Telemetry) -> None:
+        """Goes on counting where the telemetry of an earlier state ends."""
+        self._dense_cost, self._nonfinite_steps = other._dense_cost, other._nonfinite_steps
+
+    def add_pass(self, exchanged: list[Exchanged], timed: list[Timed]) -> None:
+        """Adds what a backward pass exchanged. Figures stay on the device, so the host does not wait."""
+        report = self._report
+        for done in exchanged:
+            self.meter.add(done.meter)
+            self.meter.bytes["dense"] += 2 * (self._world - 1) * done.nbytes // self._world
+            report.elements += done.elements
+            report.kept += done.kept
+            report.exchanges += 1
+            report.nbytes += done.nbytes
+            report.largest = max(report.largest, done.nbytes)
+            if done.job.measure.error:
+                self._measured.append(done)
+        self._timed += timed
+        if exchanged:
+            failed = torch.stack([~done.outcome.finite for done in exchanged]).any()
+            self._nonfinite_steps = self._nonfinite_steps + failed
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
+        return int(self._nonfinite_steps)
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether anything was exchanged since the last report."""
+        return self._report.elements > 0
+
+    def report(self, names: Mapping[Tensor, str]) -> Report:
+        """What was exchanged since the last call.
+
+        Args:
+            names: The parameters' names, for figures by parameter.
+        """
+        report, self._report = self._report, Report(bytes={})
+        for done in self._measured:
+            up, down = done.outcome.uplink, done.outcome.downlink
+            for side, stats in enumerate((up, down)):
+                if stats is not None and stats.error is not None:
+                    report.energy[side] += stats.error.cpu()
+            if up.selected is not None:
+                report.selected += int(up.selected) + done.uncompressed
+            if up.per_layer is not None:
+                for parameter, measured in zip(done.job.bucket, up.per_layer.cpu().T, strict=True):
+                    name = names[parameter]
+                    report.layers[name] = report.layers.get(name, 0) + measured
+        for timed in self._timed:
+            seconds, exposed = timed.seconds()
+            report.seconds += seconds
+            report.exposed_seconds += exposed
+        report.exposed_seconds = min(report.exposed_seconds, report.seconds)
+        self._measured.clear()
+        self._timed.clear()
+        now = dict(self.meter.bytes)
+        report.bytes = {kind: count - self._reported[kind] for kind, count in now.items()}
+        self._reported = now
+        return report
+
+    def measure_link(self, device: torch.device, groups: Groups) -> None:
+        """Times two all-reduces, of at most 1 MiB. A collective."""
+        nbytes = min(self._report.largest, PROBE_BYTES)
+        self._dense_cost = dense_cost(nbytes, device, groups.all, self.meter)
+
+    def dense_seconds(self, report: Report) -> float | None:
+        """Estimated seconds of all-reduces of what was exchanged; None before :meth:`measure_link`."""
+        return None if self._dense_cost is None else self._dense_cost.seconds(report.exchanges, report.nbytes)
