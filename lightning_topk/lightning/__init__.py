@@ -1,4 +1,5 @@
 """The adapters to Lightning: the Trainer's strategy, Fabric's strategy, the callback and its metrics.
 
-May import: ``ddp`` and everything below it, ``lightning`` or ``pytorch_lightning``, and ``torchmetrics``. No other wing imports these.
+May import: ``ddp`` and everything below it, ``lightning`` or ``pytorch_lightning``, and ``torchmetrics``. No other wing
+imports these.
 """

@@ -1,7 +1,7 @@
-"""Lightning's names, from the package that the user has: ``lightning.pytorch`` or ``pytorch_lightning``.
+"""Imports Lightning's names from the package that the user imported: ``lightning.pytorch`` or ``pytorch_lightning``.
 
-They are the same code twice, as two class trees, and the Trainer of each takes classes of its own tree only. Whoever has imported
-just ``pytorch_lightning`` gets classes of that one; everybody else, those of ``lightning.pytorch``.
+Both contain the same code with separate class hierarchies, and the Trainer of each accepts only its own classes. If
+only ``pytorch_lightning`` has been imported, names come from there, else from ``lightning.pytorch``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Makes ``Trainer(strategy="topk")`` work after ``import lightning_topk``, in either order of imports.
 
-Lightning has no entry points for strategies: whoever wants a name known must call its registry. Importing Lightning for
-that would cost users of plain DDP seconds, and a dependency. So the names are registered at once if Lightning is there, and
-otherwise as soon as it is imported.
+Lightning has no entry points for strategies; names must be added to its registry. Importing Lightning for that would
+cost users of plain DDP several seconds. So the names are registered immediately if Lightning has been imported, else
+right after it is imported.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import override
+
 _REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
 _STRATEGY = "lightning_topk.lightning.strategy"  # registers its names when it is imported
 
 
 def when_lightning_is_imported() -> None:
-    """Registers the strategies' names now, or right after Lightning's registry is imported."""
+    """Registers the strategies' names now, or right after Lightning's registry has been imported."""
     if any(registry in sys.modules for registry in _REGISTRIES):
         importlib.import_module(_STRATEGY)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -29,14 +31,15 @@ def when_lightning_is_imported() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds Lightning's registry as usual, and has its loader register our names after it ran."""
+    """Finds Lightning's registry as usual, and makes its loader register our names afterwards."""
 
+    @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in _REGISTRIES:
             return None
-        sys.meta_path.remove(self)  # once; and the search below must not end here again
+        sys.meta_path.remove(self)  # only once, and the find_spec call below must not reach this finder again
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _RegisteringLoader(spec.loader)
@@ -50,9 +53,11 @@ class _RegisteringLoader(Loader):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
+    @override
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
+    @override
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         importlib.import_module(_STRATEGY)

@@ -1,4 +1,4 @@
-"""A Lightning callback that logs what crossed the wire and what the compression lost."""
+"""A Lightning callback that logs the bytes sent and the compression error."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
-# First, since importing Lightning registers it, and must not find _lightning half done.
+# First: importing Lightning makes _register import the strategy, and _compat must not be partially imported then.
 import lightning_topk.lightning.strategy  # noqa: F401
 from lightning_topk.ddp import TopKState
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
@@ -23,14 +24,14 @@ else:
 
 
 SETTLED, COMPARED = 3, 5
-"""Steps until DDP has its final buckets, and steps of which the median is compared with dense all-reduces."""
+"""Steps until DDP has its final buckets, and steps whose median time is compared with dense all-reduces."""
 
 
 class CompressionMonitor(Callback):
     """Logs the exchange's bytes at every optimizer step, and its error when the Trainer logs.
 
-    Bytes are those that *this* rank sent to other ranks in the step (loggers see rank 0's). Errors and norms are over all
-    ranks: measuring them costs two passes over each bucket and one small all-reduce, at log steps and an
+    Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's). Errors and norms are
+    over all ranks; measuring them costs two passes over each bucket and one small all-reduce, at log steps and in an
     epoch's last batch only.
 
     ============================== ==========================================================================
@@ -38,73 +39,79 @@ class CompressionMonitor(Callback):
     ============================== ==========================================================================
     ``topk/uplink_bytes``          bytes from this worker to the servers
     ``topk/downlink_bytes``        bytes from this server to the workers
-    ``topk/broadcast_bytes``       bytes by which DDP made weights equal (once) and buffers (each step), and by which the
-                                   link was timed (once); no gradients
+    ``topk/broadcast_bytes``       bytes sent to synchronise weights (once) and buffers (each step), and to time
+                                   the link (once); no gradients
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
     ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
     ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
     ``topk/saving``                dense bytes over uplink + downlink bytes
-    ``topk/ratio``                 fraction of the gradient for which this worker's payloads have room
-    ``topk/average_ratio``         the same, on average since fit began
-    ``topk/selected_ratio``        fraction that the worker's selector really chose, at log steps
-    ``topk/bound``                 (1 - k/d)², the error that top-k of a bell-shaped vector does not exceed
+    ``topk/ratio``                 fraction of the gradient that fits in this worker's payloads
+    ``topk/average_ratio``         the same, averaged since fit began
+    ``topk/selected_ratio``        fraction that the worker's selector actually selected, at log steps
+    ``topk/bound``                 (1 - k/d)², upper bound of the error of top-k for a bell-shaped distribution
     ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
     ``topk/downlink_error``        the same of this step's servers
-    ``topk/worker_residual_norm``  root mean square over the workers (nodes, if their ranks exchange as one) of the norm of their
-                                   residual
+    ``topk/worker_residual_norm``  norm of a worker's residual, root mean square over the workers (over the nodes,
+                                   if the ranks of a node exchange as one worker)
     ``topk/server_residual_norm``  norm of the servers' residual
-    ``topk/nonfinite_steps``       backward passes since fit began that gave a gradient with a NaN or an infinity, at log steps
-    ``topk/exchange_seconds``      time that this rank's exchanges of the step took, at log steps
-    ``topk/hidden_share``          the part of it that backward hid: what was over before the last gradient was there
-    ``topk/dense_seconds``         time that dense all-reduces of the same buckets would take, about, on this link, at log steps
-    ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; so for each of the above, such as
-                                   ``topk/total_uplink_bytes``
+    ``topk/nonfinite_steps``       backward passes since fit began with a NaN or an infinity in a gradient, at log
+                                   steps
+    ``topk/exchange_seconds``      duration of this rank's exchanges in the step, at log steps
+    ``topk/hidden_share``          fraction of it that overlapped with backward: before the last gradient was ready
+    ``topk/dense_seconds``         estimated duration of dense all-reduces of the same buckets on this link, at log
+                                   steps
+    ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; likewise for each kind of
+                                   bytes above, such as ``topk/total_uplink_bytes``
     ============================== ==========================================================================
 
-    After the first step the ranks time an all-reduce of at most 1 MiB; after some more, rank 0 warns if dense all-reduces would
-    take less time than the exchanges do. When fit ends, rank 0 prints a summary.
+    After the first step the ranks time an all-reduce of at most 1 MiB. Some steps later, rank 0 warns if dense
+    all-reduces would be faster than the exchanges. When fit ends, rank 0 prints a summary.
 
     Args:
-        per_layer: Whether to log, at log steps, for every parameter ``topk/error/NAME`` (the worker's compression error),
-            ``topk/payload_share/NAME`` (its part of the entries that were sent) and ``topk/residual_norm/NAME`` (root mean square
-            over the workers), and histograms of rank 0's residuals to every logger that takes them, such as TensorBoard's.
-            It costs some more passes over each bucket.
+        per_layer: Whether to log, at log steps, for every parameter ``topk/error/NAME`` (the workers' compression
+            error), ``topk/payload_share/NAME`` (its share of the sent entries) and ``topk/residual_norm/NAME`` (root
+            mean square over the workers), and to draw histograms of rank 0's residuals with every logger that supports
+            them, such as TensorBoard's. This costs a few more passes over each bucket.
     """
 
     def __init__(self, per_layer: bool = False) -> None:
         self.per_layer = per_layer
         self._total = ExchangeVolume(sync_on_compute=False)
         self._steps = 0
-        self._kept = self._elements = 0  # room in payloads, and elements exchanged, so far
+        self._kept = self._elements = 0  # entries that fit in the payloads, and elements exchanged, so far
         self._ratio = 0.0  # of the last step
         self._measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
-        self._timed: list[float] = []  # seconds of the exchanges of a step, of the first ones
+        self._timed: list[float] = []  # seconds of a step's exchanges, for the first COMPARED steps
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Warns if there is nothing to monitor."""
         if stage == "fit" and not hasattr(trainer.strategy, "topk_state"):
             rank_zero_warn(
-                f"CompressionMonitor logs nothing: the strategy is {type(trainer.strategy).__name__}, which does not compress."
-                " Use lightning_topk.TopKStrategy, or remove the callback."
+                f"CompressionMonitor logs nothing: the strategy is {type(trainer.strategy).__name__}, which does not "
+                "compress. Use lightning_topk.TopKStrategy, or remove the callback."
             )
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the totals at zero."""
+        """Resets the totals."""
         self._total.reset()
         self._steps, self._measured, self._timed = 0, [], []
         self._kept = self._elements = 0
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Has the exchange measure its error if this step will be logged."""
+        """Makes the exchange measure its error if this step will be logged."""
         state = _state(trainer)
         if state is not None:
             state.measure, state.measure_layers = _is_log_step(trainer), self.per_layer
             state.timing = state.measure or (state.world > 1 and len(self._timed) < COMPARED)
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs the step, if this batch ended one."""
+        """Logs the step if gradients were exchanged in this batch."""
         state = _state(trainer)
         if state is None or not state.exchanged:
             return
@@ -113,8 +120,8 @@ class CompressionMonitor(Callback):
         report = state.report()
         self._steps += 1
         self._total.update(**report.bytes)
-        dense = state.dense_seconds(report)
-        if state.config.topology != "auto":  # which has compared by itself
+        dense = state.telemetry.dense_seconds(report)
+        if state.config.fixed_topology is not None:  # "auto" does its own comparison
             self._compare(dense, report.seconds, trainer, state.config.at(LATE, LATE).ratio)
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
@@ -131,7 +138,7 @@ class CompressionMonitor(Callback):
         if state.measure:
             values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
             values["selected_ratio"] = torch.tensor(report.selected / report.elements)
-            local = torch.cat([report.energy.view(-1), state.residual_energy()]).to(trainer.strategy.root_device)
+            local = torch.cat([report.energy.view(-1), state.residuals.energy()]).to(trainer.strategy.root_device)
             values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
             values["exchange_seconds"] = torch.tensor(report.seconds)
             values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
@@ -145,37 +152,47 @@ class CompressionMonitor(Callback):
         pl_module.log("topk/saving", values["saving"], prog_bar=True)
 
     def _compare(self, dense: float | None, seconds: float, trainer: Trainer, end: Any) -> None:
-        """Takes note of a step's exchanges; warns, once, if dense all-reduces would take less."""
+        """Records the duration of a step's exchanges, and warns once if dense all-reduces would be faster.
+
+        Args:
+            dense: Estimated duration of dense all-reduces in seconds; None if unknown.
+            seconds: Duration of the step's exchanges.
+            trainer: The Trainer.
+            end: The ratio after the schedule has ended; not a float if it is ``"auto"`` or a function of the step.
+        """
         if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
             return
         self._timed.append(seconds)
         if len(self._timed) < COMPARED:
             return
-        # The rank that comes last does not wait for others: its time is the exchange's own.
+        # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
         mine = torch.tensor(median(self._timed), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
         if least > dense:
             later = ""
-            if isinstance(end, float) and end < 0.9 * self._ratio:  # else it stays, or is a function of the step
-                later = f" The density will fall to {end:.3g} by and by, and the exchange's time with it."
+            if isinstance(end, float) and end < 0.9 * self._ratio:  # else it is constant, or a function of the step
+                later = f" The density decays to {end:.3g}, and the exchange time with it."
             rank_zero_warn(
-                f"lightning_topk: the exchange takes {1000 * least:.1f} ms a step at a density of {self._ratio:.3g}, while dense "
-                f"all-reduces of the same gradients would take about {1000 * dense:.1f} ms on this link: DDPStrategy would be faster "
-                "here. Compression pays on slower links, with larger models and with smaller ratios."
+                f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of {self._ratio:.3g}; "
+                f"dense all-reduces of the same gradients would take about {1000 * dense:.1f} ms on this link: "
+                "DDPStrategy would be faster here. Compression pays off on slower links, with larger models and with "
+                "smaller ratios."
                 f"{later}"
             )
 
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the summary."""
         if self._steps and trainer.is_global_zero:
             rank_zero_info(self.summary())
 
     def summary(self) -> str:
-        """The run so far in words, as rank 0 saw it."""
+        """Returns a summary of the run so far, as measured on this rank."""
         volume = {name: float(value) for name, value in self._total.compute().items()}
         words = [
-            f"lightning_topk: {self._steps} steps sent {volume['uplink_bytes']:,.0f} B up and {volume['downlink_bytes']:,.0f} B "
-            f"down instead of {volume['dense_bytes']:,.0f} B ({volume['saving']:.1f}x less)",
+            f"lightning_topk: {self._steps} steps sent {volume['uplink_bytes']:,.0f} B up and "
+            f"{volume['downlink_bytes']:,.0f} B down instead of {volume['dense_bytes']:,.0f} B "
+            f"({volume['saving']:.1f}x less)",
             f"density {self._kept / max(1, self._elements):.3g} on average, {self._ratio:.3g} at the end",
         ]
         if self._measured:
@@ -184,19 +201,19 @@ class CompressionMonitor(Callback):
             hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
             words.append(f"mean compression error {sum(errors) / steps:.3f}")
             words.append(
-                f"exchange {1000 * sum(seconds) / steps:.1f} ms a step, {hidden:.0%} of it hidden behind backward ({steps} steps "
-                "measured)"
+                f"exchange {1000 * sum(seconds) / steps:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
+                f"({steps} steps measured)"
             )
         return "; ".join(words) + "."
 
 
 def _by_layer(trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The logged values of each parameter, over all ranks."""
+    """The logged values per layer, over all ranks."""
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
-    counts = {state.names[p]: count for p, count in state.residuals.counts.items()}
-    shared = torch.tensor([counts.get(name, 1) for name in names])  # held() shows a piece times the ranks of a node
+    counts = {state.names[p]: count for p, count in state.residuals.pieces.counts.items()}
+    shared = torch.tensor([counts.get(name, 1) for name in names])  # held() multiplies a piece by the ranks of a node
     local = torch.cat([torch.stack([layers[name] for name in names]), (norms.square() / shared).unsqueeze(1)], dim=1)
     energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T
     return {
@@ -211,7 +228,7 @@ def _by_layer(trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor
 
 
 def _draw_histograms(trainer: Trainer, state: TopKState) -> None:
-    """Gives rank 0's residuals to the loggers that draw histograms."""
+    """Draws histograms of rank 0's residuals with the loggers that support them."""
     experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
     drawers = [experiment.add_histogram for experiment in experiments if hasattr(experiment, "add_histogram")]
     if not drawers or not trainer.is_global_zero:
@@ -222,7 +239,13 @@ def _draw_histograms(trainer: Trainer, state: TopKState) -> None:
 
 
 def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
-    """The logged values of ``[6]``: ‖a‖² and ‖a - C(a)‖² up, the same down, and both residuals' energy; sums over ranks."""
+    """The logged errors and residual norms.
+
+    Args:
+        sums: ``[6]``, sums over the ranks: ‖a‖² and ‖a - C(a)‖² of the uplink, the same of the downlink, and the
+            squared norms of the workers' and the servers' residuals.
+        world: Number of workers.
+    """
     up, down, (worker, server) = sums.view(3, 2)
     values = {"worker_residual_norm": (worker / world).sqrt(), "server_residual_norm": server.sqrt()}
     for name, (energy, lost) in (("uplink_error", up), ("downlink_error", down)):
@@ -237,7 +260,7 @@ def _state(trainer: Trainer) -> TopKState | None:
 
 
 def _is_log_step(trainer: Trainer) -> bool:
-    """Whether the step under way is one of the logger's, or the last of its epoch or of the fit; the same on all ranks."""
+    """Whether the current step is logged: log steps, and the last of an epoch or of the fit. Equal on all ranks."""
     last = trainer.global_step + max(1, len(trainer.optimizers)) >= (
         math.inf if trainer.max_steps < 0 else trainer.max_steps
     )

@@ -1,16 +1,17 @@
-"""What the exchange cost and what it lost, as torchmetrics."""
+"""torchmetrics for the exchange: bytes sent, and compression error."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from typing_extensions import override
 
 
 class ExchangeVolume(Metric):
-    """Bytes sent, against what a ring all-reduce would have sent.
+    """Bytes sent, compared with those of a ring all-reduce.
 
-    ``update`` once a step with that step's bytes; ``compute`` gives the sums so far.
+    Call ``update`` once per step with that step's bytes; ``compute`` returns the sums so far.
     """
 
     higher_is_better = None
@@ -29,6 +30,7 @@ class ExchangeVolume(Metric):
         for name in ("uplink", "downlink", "broadcast", "dense", "intra_node", "inter_node"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
+    @override
     def update(
         self, uplink: int, downlink: int, dense: int, broadcast: int = 0, intra_node: int = 0, inter_node: int = 0
     ) -> None:
@@ -38,9 +40,9 @@ class ExchangeVolume(Metric):
             uplink: Bytes that this rank's worker sent to other ranks.
             downlink: Bytes that this rank's server sent to other ranks.
             dense: Bytes that a ring all-reduce of the same gradients sends from one rank.
-            broadcast: Bytes sent to keep weights and buffers equal; no part of the total.
+            broadcast: Bytes sent to synchronise weights and buffers; not part of the total.
             intra_node: Bytes that the ranks of this node sent to each other.
-            inter_node: Bytes that they sent to other nodes.
+            inter_node: Bytes that the ranks of this node sent to other nodes.
         """
         self.uplink += uplink
         self.downlink += downlink
@@ -49,8 +51,9 @@ class ExchangeVolume(Metric):
         self.intra_node += intra_node
         self.inter_node += inter_node
 
+    @override
     def compute(self) -> dict[str, Tensor]:
-        """The sums in bytes, float64, and ``saving``: dense bytes over total bytes (1 where nothing was sent)."""
+        """Returns the sums in bytes, float64, and ``saving``: dense bytes over total bytes (1 if nothing was sent)."""
         sent = self.uplink + self.downlink
         volume = {
             "uplink_bytes": self.uplink,
@@ -67,10 +70,10 @@ class ExchangeVolume(Metric):
 
 
 class CompressionError(Metric):
-    """Relative compression error ‖a - C(a)‖² / ‖a‖², over all vectors seen.
+    """Relative compression error ‖a - C(a)‖² / ‖a‖², summed over all vectors seen.
 
-    0 is lossless; random k of d gives 1 - k/d on average, and top-k of a bell-shaped vector at most (1 - k/d)² (Shi et al.
-    2019, theorem 1).
+    0 is lossless. Selecting k of d entries at random gives 1 - k/d on average; top-k of a vector whose entries have a
+    bell-shaped distribution gives at most (1 - k/d)² (Shi et al. 2019, theorem 1).
     """
 
     higher_is_better = False
@@ -85,16 +88,18 @@ class CompressionError(Metric):
         for name in ("energy", "lost"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
+    @override
     def update(self, energy: Tensor | float, lost: Tensor | float) -> None:
-        """Adds one compression.
+        """Adds the error of one compressed vector.
 
         Args:
-            energy: ‖a‖², the squared norm of what there was to send.
+            energy: ‖a‖², the squared norm of the vector before compression.
             lost: ‖a - C(a)‖², the squared norm of what was not sent.
         """
         self.energy += energy
         self.lost += lost
 
+    @override
     def compute(self) -> Tensor:
-        """The relative error, float64 in [0, 1]; 0 where there was nothing to send."""
+        """Returns the relative error, float64 in [0, 1]; 0 if there was nothing to send."""
         return self.lost / self.energy if self.energy > 0 else torch.zeros_like(self.lost)

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
-from lightning_topk.config import TopKConfig, check_count, check_name
+from lightning_topk.config import (
+    Side,
+    TopKConfig,
+    check_count,
+    check_name,
+    describes_settings,
+)
+from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
+from lightning_topk.core.wire import WireName
 from lightning_topk.ddp import TopKState, attach, own_memory_
 from lightning_topk.lightning._compat import (
     PACKAGE,
@@ -23,9 +32,10 @@ from lightning_topk.lightning._compat import (
     TrainerStatus,
     rank_zero_info,
 )
+from lightning_topk.recipe import applies
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent, collect
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_same_model
-from lightning_topk.runtime.collectives import connect_after_restart
+from lightning_topk.runtime.rendezvous import connect_after_restart
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import Ratio
 
@@ -36,6 +46,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 
+@describes_settings
 class TopKStrategy(DDPStrategy):
     """Data-parallel training that exchanges only the largest entries of the gradient, with error feedback.
 
@@ -44,49 +55,18 @@ class TopKStrategy(DDPStrategy):
         Trainer(strategy=TopKStrategy(ratio=0.001, bidirectional=True), devices=4)
 
     Args:
-        ratio: Fraction of a bucket's gradient that each worker sends, in (0, 1]: a number, a
-            :class:`lightning_topk.schedule.Schedule`, or a function of the step; ``"auto"`` measures, and takes the largest of
-            :data:`lightning_topk.config.AUTO_RATIOS` that costs at most 5 % more time than the cheapest.
-        bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
-        server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
-        selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
-            :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers, and a scale for every 64 of them): the values' format.
-            Positions are Elias-Fano coded in all. Default: the recipe's, else bf16.
-        topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between nodes),
-            ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``) or ``"dense"``
-            (all-reduce: nothing is compressed). ``"auto"`` measures, and takes for each bucket the fastest of dense, sharded
-            and hierarchical.
-        dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
-        error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
-            ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
-        scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
-            gradients, when backward is done, as the papers do.
-        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
-            optimizer's own must then be 0.
-        momentum_masking: Whether momentum is zeroed where it was sent.
-        beta1: The first beta with which torch's Adam and AdamW step, in [0, 1). Their groups say what they said when they have
-            stepped, and a group keeps its own if all of it is in ``dense_parameters``. Default: the recipe's, else their own.
-        clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``), before
-            compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
-        lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
-            was kept back under one learning rate is applied under it.
-        recipe: ``"default"``: ``ratio`` and ``server_ratio``, where they are numbers, are what the run ends with. It begins with 0.12, in
-            runs of more than 3,000 steps with less, and descends along half a cosine (:data:`lightning_topk.config.START`,
-            :data:`lightning_topk.config.PASSES`); values travel in int4, if ``error_feedback`` is True and ``wire`` says nothing else.
-            Adam steps with a ``beta1`` of 0, if workers keep what they do not send and ``beta1`` and ``momentum`` say nothing else;
-            with ``topology="auto"`` it keeps its own.
-            ``"plain"``: densities are constant, as in the papers.
-        residual_checkpoint: What checkpoints hold of the residuals: ``"mean"`` over the workers, 2 x the model, from which a
-            run resumes with any number of workers; ``"full"``, every worker's own, from which the same number resumes with the
-            same bits; ``"none"`` saves none, and resumes with residuals of zero.
-        local_world_size: Ranks of a node, consecutive ones. Default: the Trainer's processes on a node.
+        {settings}
+        residual_checkpoint: The residuals in checkpoints. ``"mean"``: their mean over the workers, 2 x the model size;
+            a run can resume with any number of workers. ``"full"``: every worker's residual; a run resumed with the
+            same number of workers is bit-identical. ``"none"``: none are saved, and a run resumes with zero residuals.
+        local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
+            per node.
         start_method: How Lightning starts the processes, as in DDPStrategy.
         **ddp_kwargs: Arguments of DDPStrategy and of torch's DistributedDataParallel.
 
     Raises:
-        TypeError: An argument has the wrong type, or is unknown.
-        ValueError: An argument has a value that is not allowed, or contradicts another.
+        TypeError: An argument has the wrong type or is unknown.
+        ValueError: An argument has a value that is not allowed or contradicts another argument.
     """
 
     def __init__(
@@ -95,10 +75,10 @@ class TopKStrategy(DDPStrategy):
         bidirectional: bool = True,
         server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
-        wire: Literal["bf16", "fp32", "int8", "int4"] | None = None,
-        topology: Literal["sharded", "hierarchical", "single_server", "allgather", "dense", "auto"] = "sharded",
+        wire: WireName | None = None,
+        topology: TopologyName | Literal["auto"] = "sharded",
         dense_parameters: str | Sequence[str] = (),
-        error_feedback: bool | Literal["worker", "server"] = True,
+        error_feedback: bool | Side = True,
         scope: Literal["bucket", "model"] = "bucket",
         momentum: float = 0.0,
         momentum_masking: bool = True,
@@ -111,57 +91,44 @@ class TopKStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        self.config = TopKConfig(
-            ratio=ratio,
-            bidirectional=bidirectional,
-            server_ratio=server_ratio,
-            selector=selector,
-            wire=wire,
-            topology=topology,
-            dense_parameters=dense_parameters,
-            error_feedback=error_feedback,
-            scope=scope,
-            momentum=momentum,
-            momentum_masking=momentum_masking,
-            beta1=beta1,
-            clip_norm=clip_norm,
-            lr_ratio=lr_ratio,
-            recipe=recipe,
-        )
+        self.config = TopKConfig.of(locals())
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
         _check_strategy_options(ddp_kwargs)
-        check_known("TopKStrategy", ddp_kwargs, [TopKStrategy.__init__, DDPStrategy.__init__], ())
+        check_known("TopKStrategy", ddp_kwargs, [TopKStrategy.__init__, DDPStrategy.__init__])
         check_ddp_options(ddp_kwargs)
         super().__init__(start_method=start_method, **ddp_kwargs)
         self.topk_state: TopKState | None = None
-        """The state of the comm hook; None outside ``fit``."""
+        """The state of the communication hook; None outside ``fit``."""
         self._residuals = Residuals()
         self._resumed: dict[str, Any] | None = None
         self._frozen: list[Tensor] = []
 
+    @override
     def setup_distributed(self) -> None:
-        """Connects the ranks; after a restart by torchrun, without the addresses of those that died."""
+        """Initialises the process group; after a restart by torchrun, ignores the addresses of ranks that died."""
         self.set_world_ranks()
         connect_after_restart(
             self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, self.root_device
         )
         super().setup_distributed()
 
+    @override
     def configure_ddp(self) -> None:
-        """Wraps the module, with parameters that no other rank writes to."""
+        """Copies CPU parameters out of memory shared between ranks, and wraps the module in DDP."""
         assert self.model is not None
         own_memory_(self.model)
         check_same_model(self.model)
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         super().configure_ddp()
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """The module's training step, exchanging also what was unfrozen since the last one."""
+        """Runs the module's training step; first rebuilds DDP if a parameter was unfrozen."""
         state, model = self.topk_state, self.model
         if state is not None and any(parameter.requires_grad for parameter in self._frozen):
-            # DDP leaves out what is frozen when it is built, for good: the ranks' weights would drift apart.
+            # DDP never synchronises parameters that were frozen when it was built: they would differ between ranks.
             assert isinstance(model, DistributedDataParallel)
             if model.require_backward_grad_sync:  # at the end of an accumulation window
                 state.close()
@@ -171,8 +138,9 @@ class TopKStrategy(DDPStrategy):
                 self.topk_state.follow(state)
         return super().training_step(*args, **kwargs)
 
+    @override
     def _register_ddp_hooks(self) -> None:
-        # DDPStrategy registers hooks on CUDA only (lightning 2.6) and skips CPU silently.
+        # DDPStrategy (lightning 2.6) registers hooks on CUDA only and silently skips CPU.
         assert isinstance(self.model, DistributedDataParallel)
         self._residuals.retain(self.model.module.parameters())
         self.topk_state = attach(
@@ -194,36 +162,41 @@ class TopKStrategy(DDPStrategy):
             self._resumed = None
 
     def _planned_steps(self) -> float | None:
-        """The Trainer's optimizer steps, if a schedule wants to know: asking sets the data up. Infinite where it cannot tell."""
+        """The Trainer's number of optimizer steps; infinite if unknown, None if no schedule needs it.
+
+        Reading it makes the Trainer set up its dataloaders.
+        """
         module = self.lightning_module
-        if module is None or not (self.config.by_plan or self.config.warms or self.config.automatic):
+        if module is None or not (self.config.by_plan or applies(self.config) or self.config.automatic):
             return None
         try:
             steps = module.trainer.estimated_stepping_batches
-        except MisconfigurationException:  # accumulation by a schedule
+        except MisconfigurationException:  # with a GradientAccumulationScheduler
             if self.config.by_plan:
                 raise
             return math.inf
-        return steps if steps > 0 else math.inf  # Lightning says -1 of a loader without length
+        return steps if steps > 0 else math.inf  # Lightning returns -1 for a loader without length
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Saves a checkpoint with the residuals of all ranks; every rank calls it. Weights-only checkpoints hold none."""
+        """Saves a checkpoint with the residuals of all ranks, unless it is weights-only; every rank must call it."""
         module = self.lightning_module
         if self._residual_checkpoint != "none" and "optimizer_states" in checkpoint and module is not None:
             if not (dist.is_available() and dist.is_initialized()):
-                checkpoint[KEY] = absent("the worker processes, which held them, had ended")
+                checkpoint[KEY] = absent("it was saved after the worker processes, which held them, had ended")
             elif module.trainer.state.status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt"):
-                # Others may not be here, and would not answer a collective.
+                # Other ranks may not get here, so a collective could hang.
                 checkpoint[KEY] = absent(
-                    "an exception or a signal was being handled, when ranks cannot wait for each other"
+                    "it was saved while an exception or a signal was handled, when collectives could hang"
                 )
             else:
                 names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
                 checkpoint[KEY] = collect(self._residuals, names, self._residual_checkpoint, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint; ``fit`` goes on with its residuals, or with zero if it has none, as one by DDPStrategy."""
+        """Loads a checkpoint. ``fit`` resumes with its residuals, or with zeros if it has none (as by DDPStrategy)."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -233,12 +206,12 @@ class TopKStrategy(DDPStrategy):
         return checkpoint
 
     def _resume(self, entry: Any) -> None:
-        """Goes on with the residuals of a checkpoint: now, if there is a model to go on with, or when it is wrapped."""
+        """Resumes with the residuals of a checkpoint: now if the model is wrapped in DDP, else when it is."""
         if self._residual_checkpoint == "none":
-            entry = absent("residual_checkpoint='none' does not read them")
+            entry = absent("residual_checkpoint='none' ignores them")
         if isinstance(entry, dict) and entry.get("mode") == "none":
             rank_zero_info(
-                f"TopKStrategy starts with residuals of zero: the checkpoint has none ({entry.get('reason')})."
+                f"TopKStrategy starts with zero residuals: the checkpoint provides none ({entry.get('reason')})."
             )
             entry = EMPTY
         if self.topk_state is None:
@@ -246,14 +219,16 @@ class TopKStrategy(DDPStrategy):
         else:
             self.topk_state.load_state_dict(entry)
 
+    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Creates the optimizers, and checks that they and the exchange do not both apply momentum."""
+        """Creates the optimizers and checks that momentum is not applied twice."""
         super().setup_optimizers(trainer)
         if self.topk_state is not None:
             self.topk_state.follow_optimizers()
 
+    @override
     def teardown(self) -> None:
-        """Gives up the exchange's process group and thread, then all that DDPStrategy holds."""
+        """Releases the exchange's process group and thread, then the resources of DDPStrategy."""
         try:
             if self.topk_state is not None:
                 self.topk_state.close()
@@ -263,13 +238,16 @@ class TopKStrategy(DDPStrategy):
             super().teardown()
 
     def __repr__(self) -> str:
-        # What the Trainer of the other package shows when it refuses this.
-        other = "import pytorch_lightning before lightning_topk, and not lightning.pytorch, to use its Trainer"
+        # The Trainer of the other package shows this in its error.
+        other = (
+            "for pytorch_lightning.Trainer, import pytorch_lightning before lightning_topk and not lightning.pytorch"
+        )
         return f"<TopKStrategy for {PACKAGE}.Trainer ({other}): {self.config}>"
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the names by which ``Trainer(strategy=...)`` finds this class."""
+        """Registers the names for ``Trainer(strategy=...)``."""
         names: dict[str, dict[str, Any]] = {
             "topk": {"start_method": "popen"},
             "topk_spawn": {"start_method": "spawn"},
@@ -285,17 +263,17 @@ class TopKStrategy(DDPStrategy):
 
 
 def _check_strategy_options(options: dict[str, Any]) -> None:
-    """Refuses what DDPStrategy would accept and the exchange cannot honour."""
+    """Refuses options that DDPStrategy accepts and the exchange does not support."""
     for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
         if options.get(name) is not None:
             raise ValueError(
                 f"{name}={options[name]!r}: a DDP model has one communication hook, and TopKStrategy installs its own. "
-                "Leave it out, or use DDPStrategy for another hook."
+                "Remove it, or use DDPStrategy for another hook."
             )
     if options.get("model_averaging_period") is not None:
         raise ValueError(
             f"model_averaging_period={options['model_averaging_period']!r} belongs to post-local SGD, which exchanges "
-            "weights instead of gradients. Leave it out, or use DDPStrategy."
+            "weights instead of gradients. Remove it, or use DDPStrategy."
         )
 
 
