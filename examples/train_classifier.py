@@ -1,4 +1,4 @@
-"""Trains an image classifier through top-k exchange, and says what it cost.
+"""Trains an image classifier through top-k exchange, and prints accuracy and bytes.
 
 python examples/train_classifier.py --compare               # scikit-learn's digits, 2 CPU workers
 python examples/train_classifier.py --data DIR --model resnet20 --plot run.png
@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_topk import CompressionMonitor, TopKStrategy, presets
+from lightning_topk.lab.data import digits, folders
+from lightning_topk.lab.report import Curve, Panel, draw
 
 
 class Classifier(L.LightningModule):
@@ -58,42 +60,31 @@ class Classifier(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def digits() -> tuple[Dataset, Dataset, int]:
-    """scikit-learn's 1,797 digits of 8 x 8 pixels; every fifth is held out."""
-    from sklearn.datasets import load_digits
+def datasets(source: str | None, download: bool) -> tuple[Dataset, Dataset, int]:
+    """Images to train on, images held out, and the number of classes.
 
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(data.target)
-    held_out = torch.arange(len(labels)) % 5 == 0
-    return (
-        TensorDataset(images[~held_out], labels[~held_out]),
-        TensorDataset(images[held_out], labels[held_out]),
-        len(data.target_names),
-    )
-
-
-def image_sets(source: str, download: bool) -> tuple[Dataset, Dataset, int]:
-    """A folder with ``train/<class>/*`` and ``test/<class>/*``, or torchvision's CIFAR-10."""
-    from torchvision import datasets
+    Args:
+        source: A folder with ``train/<class>/*`` and ``test/<class>/*``; or ``"cifar10"``; or None for
+            scikit-learn's digits.
+        download: Whether to download CIFAR-10 if it is not there.
+    """
+    if source is None:
+        data = digits()
+        return TensorDataset(data.examples, data.labels), TensorDataset(data.held_examples, data.held_labels), 10
+    from torchvision.datasets import CIFAR10
     from torchvision.transforms import v2
 
     tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.49, 0.48, 0.45], [0.25, 0.24, 0.26])]
     augment = v2.Compose([v2.Resize((32, 32)), v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *tensor])
     plain = v2.Compose([v2.Resize((32, 32)), *tensor])
     if source == "cifar10":
-        train = datasets.CIFAR10("data", train=True, transform=augment, download=download)
-        test = datasets.CIFAR10("data", train=False, transform=plain, download=download)
+        train = CIFAR10("data", train=True, transform=augment, download=download)
+        test = CIFAR10("data", train=False, transform=plain, download=download)
     else:
-        root = Path(source)
-        for part in ("train", "test"):
-            if not (root / part).is_dir():
-                raise SystemExit(
-                    f"--data {source}: there is no folder {root / part}. Give a folder with train/<class>/*.jpg and "
-                    "test/<class>/*.jpg, or 'cifar10' with --download."
-                )
-        train = datasets.ImageFolder(root / "train", transform=augment)
-        test = datasets.ImageFolder(root / "test", transform=plain)
+        try:
+            train, test = folders(Path(source), augment, plain)
+        except ValueError as error:
+            raise SystemExit(f"--data {source}: {error} Or give 'cifar10' with --download.") from error
     return train, test, len(train.classes)
 
 
@@ -111,15 +102,14 @@ def topk_settings(options: argparse.Namespace, name: str) -> dict[str, object]:
     }
 
 
-def fit(
-    options: argparse.Namespace, name: str
-) -> tuple[bool, dict[str, float], dict[str, tuple[list[float], list[float]]]]:
+def fit(options: argparse.Namespace, name: str) -> tuple[bool, dict[str, float], dict[str, Curve]]:
     """Trains once, with ``"ddp"``, ``"topk"`` or a preset.
 
-    Returns whether this is rank 0, the last logged values, and the series of all of them.
+    Returns:
+        Whether this is rank 0, the last logged values, and the series of all of them.
     """
     L.seed_everything(options.seed, workers=True, verbose=False)
-    train, test, classes = digits() if options.data is None else image_sets(options.data, options.download)
+    train, test, classes = datasets(options.data, options.download)
     shape = tuple(train[0][0].shape)
     compress = name != "ddp"
     settings = topk_settings(options, name) if compress else {}
@@ -176,7 +166,8 @@ def read_series(path: Path) -> dict[str, tuple[list[float], list[float]]]:
 def table(results: dict[str, dict[str, float]]) -> str:
     """The runs side by side; bytes are those that rank 0 sent."""
     lines = [
-        f"{'strategy':<20}{'accuracy':>10}{'bytes up':>15}{'bytes down':>15}{'dense bytes':>17}{'saving':>9}{'error':>8}"
+        f"{'strategy':<20}{'accuracy':>10}{'bytes up':>15}{'bytes down':>15}{'dense bytes':>17}"
+        f"{'saving':>9}{'error':>8}"
     ]
     for name, values in results.items():
         dense = values["topk/total_dense_bytes"]
@@ -185,9 +176,31 @@ def table(results: dict[str, dict[str, float]]) -> str:
         saving = 1.0 if up is None else dense / (up + down) if up + down else 1.0
         cells = ["-" if sent is None else f"{sent:,.0f}" for sent in (up, down)]
         lines.append(
-            f"{name:<20}{values['accuracy']:>10.2%}{cells[0]:>15}{cells[1]:>15}{dense:>17,.0f}{saving:>8.1f}x{error:>8.3f}"
+            f"{name:<20}{values['accuracy']:>10.2%}{cells[0]:>15}{cells[1]:>15}"
+            f"{dense:>17,.0f}{saving:>8.1f}x{error:>8.3f}"
         )
     return "\n".join(lines)
+
+
+def plot(runs: dict[str, dict[str, Curve]], path: str) -> None:
+    """Draws loss, bytes and compression error over steps, from the series that each run logged."""
+    panels = [
+        (Panel("training loss", "step", ylog=True), {"train_loss": ""}),
+        (
+            Panel("bytes sent by rank 0 so far", "step", ylog=True),
+            {"topk/total_bytes": "", "topk/total_dense_bytes": "were it a ring all-reduce"},
+        ),
+        (
+            Panel("compression error ‖a - C(a)‖² / ‖a‖²", "step"),
+            {"topk/uplink_error": "uplink", "topk/downlink_error": "downlink", "topk/bound": "(1 - k/d)²"},
+        ),
+    ]
+    for panel, keys in panels:
+        for run, series in runs.items():
+            for key, label in keys.items():
+                if key in series:
+                    panel.curves[f"{run} {label}".strip()] = series[key]
+    draw([panel for panel, _ in panels], path)
 
 
 def parse() -> argparse.Namespace:
@@ -206,12 +219,14 @@ def parse() -> argparse.Namespace:
         "--preset",
         nargs="+",
         choices=list(presets),
-        help="systems of the papers, one after the other, instead of the next options (--ratio counts where a system leaves it open)",
+        help="systems of the papers, one after the other, instead of the next options (--ratio counts where a system "
+        "leaves it open)",
     )
     add(
         "--ratio",
         type=float,
-        help="fraction that each worker sends, in the long run (default: 0.001; with --preset, where it is constant, 0.01)",
+        help="fraction that each worker sends, in the long run (default: 0.001; with --preset, where it is constant, "
+        "0.01)",
     )
     add("--recipe", default="default", help="default, or plain for a constant ratio (default: %(default)s)")
     add("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
@@ -236,9 +251,7 @@ def main() -> None:
         return  # another process prints
     print("\n" + table({name: values for name, (_, values, _) in runs.items()}))
     if options.plot:
-        from lightning_topk.lab.plots import plot_runs
-
-        plot_runs({name: series for name, (*_, series) in runs.items()}, options.plot)
+        plot({name: series for name, (*_, series) in runs.items()}, options.plot)
         print(f"plot: {options.plot}")
 
 

@@ -1,10 +1,11 @@
-"""Several hosts on one machine: a network namespace for each, joined by a bridge, with links of a chosen rate.
+"""Several hosts on one machine: a network namespace for each, joined by a bridge, with links of a given rate.
 
 Needs root and iproute2 (``ip``, ``tc``). Addresses exist inside the namespaces only; everything is removed on exit.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -12,13 +13,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from lightning_topk.planning.costs import bytes_per_second
 
 PORT = 29400
-MODULE_TIMEOUT = 600.0
 
 
 def available() -> bool:
@@ -27,68 +28,72 @@ def available() -> bool:
 
 
 def bits_per_second(rate: str) -> float:
-    """A rate in tc's words as a number.
+    """Bits per second of a rate as tc writes it.
 
     Raises:
         ValueError: It is not a number with ``kbit``, ``mbit`` or ``gbit``.
     """
-    found = re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate.lower())
-    if not found:
-        raise ValueError(f"rate {rate!r} is none; write it like 100mbit, 1gbit or 2.5gbit.")
+    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate.lower()):
+        raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit, 1gbit or 2.5gbit.")
     return 8 * bytes_per_second(rate)
 
 
 class Hosts:
-    """Emulated hosts; made by :func:`emulate`, or :func:`local` for processes that share this host.
+    """Emulated hosts, from :func:`emulate`; or processes that share this host, from :func:`local`.
 
     Args:
-        names: Their network namespaces; None is this host's own.
+        names: The hosts' network namespaces; None is this host's own.
         address: Where the first one listens, ``ADDRESS:PORT``.
-        ranks: On each of them.
+        ranks: Processes on each host.
     """
 
     def __init__(self, names: Sequence[str | None], address: str, ranks: int = 1) -> None:
         self.names, self.address, self.ranks = names, address, ranks
 
-    def run(self, module: str, *arguments: str, timeout: float = MODULE_TIMEOUT) -> list[str]:
-        """Runs ``python -m module RANK WORLD ADDRESS:PORT *arguments`` for every rank, with torchrun's ``LOCAL_WORLD_SIZE``.
+    def run(
+        self, function: Callable[[dict[str, Any], int, int], Any], options: Mapping[str, Any], timeout: float = 600.0
+    ) -> list[Any]:
+        """Calls ``function(options, rank, world)`` in a process for every rank, see :mod:`lightning_topk.lab.ranks`.
+
+        The processes are joined by ``torch.distributed`` and have torchrun's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
 
         Args:
-            module: A module of this package.
-            *arguments: Further arguments.
-            timeout: Seconds after which all are killed.
+            function: A function of an importable module. What it returns must be JSON.
+            options: What it is called with, as JSON.
+            timeout: Seconds after which all processes are killed.
 
         Returns:
-            What each rank printed.
+            What each rank returned.
 
         Raises:
             RuntimeError: One of them failed.
             TimeoutError: They did not end in time.
         """
-        world, started = len(self.names) * self.ranks, []
+        path, world, started = f"{function.__module__}:{function.__qualname__}", len(self.names) * self.ranks, []
         for rank in range(world):
-            command = [sys.executable, "-m", module, str(rank), str(world), self.address, *arguments]
+            place = [str(rank), str(world), self.address]
+            command = [sys.executable, "-m", "lightning_topk.lab.ranks", *place, path, json.dumps(options)]
             local = {"LOCAL_WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(rank % self.ranks)}
             started.append(self.start(rank // self.ranks, command, local))
         try:
             outputs = [process.communicate(timeout=timeout) for process in started]
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{module} did not end within {timeout:.0f} s on {len(self.names)} hosts") from None
+            raise TimeoutError(f"{path} did not end within {timeout:.0f} s on {len(self.names)} hosts") from None
         finally:
             for process in started:
                 process.kill()
         for process, (_, errors) in zip(started, outputs, strict=True):
             if process.returncode:
-                raise RuntimeError(f"{module} failed on one of {len(self.names)} hosts:\n{errors[-2000:]}")
-        return [output for output, _ in outputs]
+                raise RuntimeError(f"{path} failed on one of {len(self.names)} hosts:\n{errors[-2000:]}")
+        return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
     def start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """Starts a process on a host, with its output in pipes.
 
         Args:
-            host: Which one, from 0.
-            command: The command.
-            environment: Variables beside those of this process.
+            host: Its number, from 0.
+            command: What to run there.
+            environment: Variables to add to those of this process.
         """
         name = self.names[host]
         enter = ["ip", "netns", "exec", name] if name else []
@@ -108,7 +113,7 @@ class Hosts:
 
 
 def local(count: int) -> Hosts:
-    """``count`` processes on this host, joined by its loopback: no slow link at all."""
+    """``count`` processes on this host, joined by its loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return Hosts([None] * count, f"127.0.0.1:{probe.getsockname()[1]}")
@@ -116,22 +121,22 @@ def local(count: int) -> Hosts:
 
 @contextmanager
 def emulate(count: int, rate: str, ranks: int = 1) -> Iterator[Hosts]:
-    """Makes ``count`` hosts whose links have a rate in both directions, and removes them at the end.
+    """Makes hosts whose links have a rate in both directions, and removes them at the end.
 
     Args:
-        count: Hosts, at most 200.
+        count: Hosts, 1 to 200.
         rate: As tc writes it, such as ``100mbit`` or ``1gbit``.
-        ranks: On each host; they reach each other without that link.
+        ranks: Processes on each host; they reach each other without that link.
 
     Raises:
-        RuntimeError: They could not be made.
-        ValueError: The rate or the number of hosts is none.
+        RuntimeError: The namespaces or links could not be made.
+        ValueError: Invalid rate or number of hosts.
     """
     if not 1 <= count <= 200:
-        raise ValueError(f"{count} hosts cannot be emulated; between 1 and 200 can.")
+        raise ValueError(f"Invalid number of hosts {count}; emulate 1 to 200.")
     tag = f"ltk{os.getpid() % 100000}"
     switch, names = f"{tag}s", [f"{tag}h{number}" for number in range(count)]
-    # The bucket holds 2 ms of traffic, at least 32 KiB: with a smaller one dense traffic collapses, which would flatter us.
+    # The bucket holds 2 ms of traffic, at least 32 KiB: a smaller one throttles dense traffic below the rate.
     burst = max(1 << 15, math.ceil(bits_per_second(rate) / 8 * 0.002))
     shape = ["root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
     with ExitStack() as stack:

@@ -1,4 +1,7 @@
-"""What a reproduction gives: tables, verdicts, curves; printed, and written as JSON and a picture."""
+"""The result of a command: tables, verdicts, curves; printed, and written as JSON and a picture.
+
+Pictures need matplotlib: ``pip install lightning_topk[plot]``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import math
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,27 +17,21 @@ from typing import Any
 import torch
 
 from lightning_topk._version import __version__
-from lightning_topk.lab.plots import Panel, draw
 
 Row = dict[str, Any]
-
-VERSIONS = {
-    "lightning_topk": __version__,
-    "torch": torch.__version__,
-    "python": platform.python_version(),
-    "machine": f"{os.cpu_count()} {platform.machine()} cores",
-}
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Values along the two axes."""
 
 
 @dataclass
 class Check:
-    """A statement held against a measurement.
+    """A statement and what was measured.
 
     Args:
-        statement: What is claimed, in one sentence.
-        published: The published figure.
-        measured: Ours.
-        holds: Whether the claim was seen to hold.
+        statement: The claim, in one sentence.
+        published: The published figure, or the target.
+        measured: The measured figure.
+        holds: Whether the measurement confirms the claim.
     """
 
     statement: str
@@ -43,19 +41,44 @@ class Check:
 
 
 @dataclass
+class Panel:
+    """One pair of axes.
+
+    Args:
+        title: Title, which names the vertical axis too.
+        xlabel: Label of the horizontal axis.
+        curves: Curves by their label.
+        xlog: Whether the horizontal axis is logarithmic.
+        ylog: Whether the vertical axis is logarithmic.
+    """
+
+    title: str
+    xlabel: str
+    curves: dict[str, Curve] = field(default_factory=dict)
+    xlog: bool = False
+    ylog: bool = False
+
+
+def _versions() -> dict[str, str]:
+    machine = f"{os.cpu_count()} {platform.machine()} cores"
+    versions = {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return versions | {"machine": machine}
+
+
+@dataclass
 class Result:
-    """One claim, reproduced or refuted.
+    """What a command measured.
 
     Args:
         name: Name of the command.
         claim: What was tested.
-        setting: Model, data, workers, steps: all that one needs to judge the figures.
+        setting: Model, data, workers, steps: all that is needed to judge the figures.
         tables: Rows by the table's title.
         checks: The verdicts.
         panels: The curves.
         seconds: Wall time, seconds.
-        command: What made it, after ``python -m lightning_topk``. Default: ``reproduce NAME``.
-        versions: Of what it ran with, and the machine.
+        command: The command.
+        versions: Versions of the packages, and the machine.
     """
 
     name: str
@@ -66,42 +89,44 @@ class Result:
     panels: list[Panel] = field(default_factory=list)
     seconds: float = 0.0
     command: str = ""
-    versions: dict[str, str] = field(default_factory=lambda: dict(VERSIONS))
+    versions: dict[str, str] = field(default_factory=_versions)
+
+    def check(self, statement: str, published: str, measured: str, holds: bool) -> None:
+        """Adds a verdict, see :class:`Check`."""
+        self.checks.append(Check(statement, published, measured, holds))
 
     def text(self) -> str:
-        """Tables and verdicts for a terminal; also good Markdown."""
+        """Tables and verdicts as Markdown that reads well in a terminal."""
         parts = [f"## {self.name}: {self.claim}", self.setting]
         for title, rows in self.tables.items():
             parts.append(f"**{title}**\n\n{markdown(rows)}")
+        marks = ("FAIL", "pass")
         rows = [
-            {
-                "": "pass" if check.holds else "FAIL",
-                "claim": check.statement,
-                "published": check.published,
-                "measured": check.measured,
-            }
-            for check in self.checks
+            {"": marks[each.holds], "claim": each.statement, "published": each.published, "measured": each.measured}
+            for each in self.checks
         ]
         if rows:
             parts.append(markdown(rows))
         words = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts.append(
-            f"{self.seconds:.0f} s: `python -m lightning_topk {self.command or f'reproduce {self.name}'}` ({words})"
-        )
+        parts.append(f"{self.seconds:.0f} s: `{self.command}` ({words})")
         return "\n\n".join(parts)
 
     @staticmethod
     def read(path: Path) -> Result:
-        """The result in a file that :meth:`write` wrote."""
+        """Reads a file that :meth:`write` wrote."""
         data = json.loads(path.read_text())
         data["checks"] = [Check(**check) for check in data["checks"]]
         data["panels"] = [Panel(**panel) for panel in data["panels"]]
         return Result(**data)
 
+    def json(self) -> str:
+        """The result as JSON."""
+        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False) + "\n"
+
     def write(self, folder: Path) -> None:
         """Writes ``NAME.json`` and ``NAME.png`` into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.json").write_text(json.dumps(plain(asdict(self)), indent=1, allow_nan=False) + "\n")
+        (folder / f"{self.name}.json").write_text(self.json())
         if self.panels:
             draw(self.panels, folder / f"{self.name}.png")
 
@@ -111,12 +136,12 @@ def spread(values: list[float], style: str) -> str:
     return f"{sum(values) / len(values):{style}} ± {(max(values) - min(values)) / 2:{style}}"
 
 
-def plain(value: Any) -> Any:
-    """The value with numbers that JSON does not know, infinity and NaN, as words."""
+def _finite(value: Any) -> Any:
+    """The value with infinity and NaN, which JSON does not have, as strings."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -133,3 +158,37 @@ def markdown(rows: list[Row]) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def draw(panels: Sequence[Panel], path: str | Path) -> None:
+    """Draws panels, three in a row.
+
+    Args:
+        panels: The panels.
+        path: The picture to write; its suffix decides the format.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws to files: needs no display
+    from matplotlib import pyplot as plt
+
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 4 * rows), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        for label, (x, y) in panel.curves.items():
+            axis.plot(x, y, label=label, linewidth=1.2, marker="." if len(x) < 12 else None)
+        axis.set(title=panel.title, xlabel=panel.xlabel)
+        axis.set_xscale("log" if panel.xlog else "linear")
+        axis.set_yscale("log" if panel.ylog else "linear")
+        # Labels of a narrow range overlap otherwise.
+        axis.tick_params("x", which="minor", labelsize="x-small", labelrotation=60)
+        if panel.curves:
+            axis.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

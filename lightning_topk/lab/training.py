@@ -1,208 +1,39 @@
-"""A real model on real data, trained by any number of simulated workers through the exchange that a cluster runs."""
+"""Training by simulated workers, through the exchange that a cluster runs; and many such runs at a time."""
 
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.lab.data import Data, digits, documentation, image_folder
+from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.runtime.beta1 import lend_beta1
 from lightning_topk.simulate import Cluster
 
-
-class RowLSTM(nn.Module):
-    """Reads an image row by row."""
-
-    def __init__(self, hidden: int = 64) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, hidden, batch_first=True), nn.Linear(hidden, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, 1, 8, 8]`` to scores ``[B, 10]``."""
-        return self.head(self.lstm(x.squeeze(1))[0][:, -1])  # type: ignore[no-any-return]
-
-
-class CharLSTM(nn.Module):
-    """Tells the next character from all before it.
-
-    Args:
-        characters: How many there are.
-        width: Of an embedding.
-        hidden: Units.
-    """
-
-    def __init__(self, characters: int, width: int = 32, hidden: int = 128) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(characters, width)
-        self.lstm, self.head = nn.LSTM(width, hidden, batch_first=True), nn.Linear(hidden, characters)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, T]`` to scores ``[B, T, characters]``."""
-        return self.head(self.lstm(self.embedding(x))[0])  # type: ignore[no-any-return]
-
-
-class GPT(nn.Module):
-    """A transformer that tells the next character from all before it: learned positions, norms first, GELU, no dropout.
-
-    Args:
-        characters: How many there are.
-        length: Characters that it sees at once.
-        width: Of a state.
-        layers: Blocks, of four heads each.
-    """
-
-    def __init__(self, characters: int, length: int = 64, width: int = 64, layers: int = 2) -> None:
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(characters, width), nn.Parameter(0.02 * torch.randn(length, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, characters, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, T]`` to scores ``[B, T, characters]``."""
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        states = self.embedding(x) + self.position[: x.shape[1]]
-        return self.head(self.blocks(states, mask, is_causal=True))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """Two convolutions beside a shortcut that drops pixels and pads channels (option A of He et al. 2016)."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.stride = outputs // inputs
-        # Group norm instead of batch norm: a gradient is then a function of its batch alone, with no buffers to average.
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, self.stride, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, inputs, H, W]`` to ``[N, outputs, H / stride, W / stride]``."""
-        inner = self.body(x)
-        shortcut = x[:, :, :: self.stride, :: self.stride]
-        return torch.relu(inner + nn.functional.pad(shortcut, (0, 0, 0, 0, 0, inner.shape[1] - x.shape[1])))
-
-
-def resnet20() -> nn.Module:
-    """ResNet-20 for 32 x 32 images in ten classes, with group norm."""
-    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
-    blocks = [Block(a, b) for a, b in itertools.pairwise(widths)]
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU(), *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
-
-
-def vgg() -> nn.Module:
-    """A small VGG (six convolutions, 1.1 million parameters) for 32 x 32 images in ten classes, with group norm."""
-    layers: list[nn.Module] = []
-    for a, b, pool in [(3, 32, 1), (32, 64, 1), (64, 128, 0), (128, 128, 1), (128, 256, 0), (256, 256, 1)]:
-        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.GroupNorm(8, b), nn.ReLU(), *[nn.MaxPool2d(2)] * pool]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
-
-
-CHARACTERS = 128
-"""Room for the characters of :func:`documentation`."""
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
-    "wide mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)),
-    "cnn": lambda: nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(512, 10),
-    ),
-    "lstm": RowLSTM,
-    "resnet20": resnet20,
-    "vgg": vgg,
-    "char lstm": lambda: CharLSTM(CHARACTERS),
-    "gpt": lambda: GPT(CHARACTERS),
-}  # fmt: skip
-"""Models for 8 x 8 digits (``mlp`` is the thesis's 784-64-10 at this size), ``resnet20`` and ``vgg`` for 32 x 32 colour images, and two
-for text."""
-TEXT = ("char lstm", "gpt")
-"""Those for text."""
-
-
-@dataclass(frozen=True)
-class Data:
-    """Examples and their labels, to train on and held out.
-
-    Images ``[N, C, H, W]`` float32 with labels ``[N]`` int64; or text ``[N, T]`` int64 with the characters that follow, ``[N, T]``.
-    """
-
-    examples: Tensor
-    labels: Tensor
-    held_examples: Tensor
-    held_labels: Tensor
-
-
-@cache
-def digits() -> Data:
-    """scikit-learn's digits, 8 x 8 pixels; every fifth is held out."""
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ModuleNotFoundError as error:
-        raise SystemExit("this needs scikit-learn's digits: pip install 'lightning_topk[examples]'") from error
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(data.target)
-    out = torch.arange(len(labels)) % 5 == 0
-    return Data(images[~out], labels[~out], images[out], labels[out])
-
-
-@cache
-def documentation(length: int = 64) -> Data:
-    """What Python's own ``help()`` says of its topics, 0.46 million characters in Python 3.11; every tenth piece is held out.
-
-    Args:
-        length: Characters of a piece, T.
-    """
-    from pydoc_data.topics import topics
-
-    text = "".join(topics[name] for name in sorted(topics))
-    known = {character: number for number, character in enumerate(sorted(set(text))[:CHARACTERS])}
-    codes = torch.tensor([known.get(character, 0) for character in text])
-    count = (len(codes) - 1) // length
-    examples, labels = (codes[first : first + count * length].view(count, length) for first in (0, 1))
-    out = torch.arange(count) % 10 == 0
-    return Data(examples[~out], labels[~out], examples[out], labels[out])
-
-
-@cache
-def image_folder(folder: Path) -> Data:
-    """A folder with ``train/<class>/*`` and ``test/<class>/*`` in ten classes, such as CIFAR-10, resized to 32 x 32."""
-    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
-    from torchvision.transforms import v2  # type: ignore[import-untyped]
-
-    transform = v2.Compose(
-        [v2.Resize((32, 32)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
-    )
-    parts = []
-    for part in ("train", "test"):
-        images, labels = zip(*tqdm(ImageFolder(folder / part, transform), desc=f"reading {part}"), strict=True)
-        # Convolutions on CPUs are faster with channels last.
-        parts += [torch.stack(images).contiguous(memory_format=torch.channels_last), torch.tensor(labels)]
-    return Data(*parts)
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 class Problem:
     """A model as a function of one flat vector of parameters.
 
     Args:
-        model: A key of :data:`MODELS`.
-        seed: Of the initial parameters.
-        data: What it learns; default: :func:`documentation` for models of text, and :func:`digits`.
+        model: A key of :data:`lightning_topk.lab.models.MODELS`.
+        seed: Seed of the initial parameters.
+        data: What it learns. Default: Python's documentation for models of text, else digits.
     """
 
     def __init__(self, model: str, seed: int, data: Data | None = None) -> None:
@@ -211,7 +42,7 @@ class Problem:
         self.net = MODELS[model]()
         self.parameters = list(self.net.parameters())
         self.start = torch.cat([p.detach().flatten() for p in self.parameters])
-        # vmap knows no LSTM, and is slower for large models.
+        # vmap does not support LSTMs, and is slower for large models.
         large = len(self.start) > 200_000 or model in TEXT
         self._vectorised = not large and not any(isinstance(part, nn.LSTM) for part in self.net.modules())
 
@@ -219,11 +50,11 @@ class Problem:
         """The gradient of each worker.
 
         Args:
-            theta: ``[d]``.
-            batches: ``[W, B]`` int64, the training examples of each worker.
+            theta: The parameters, ``[d]`` float32.
+            batches: The numbers of each worker's training examples, ``[W, B]`` int64.
 
         Returns:
-            W tensors ``[d]``.
+            W tensors ``[d]`` float32.
         """
         images, labels = self.data.examples, self.data.labels
         if self._vectorised:
@@ -237,18 +68,17 @@ class Problem:
         return found
 
     def evaluate(self, theta: Tensor) -> tuple[float, float]:
-        """Training loss, of some 5,000 examples where there are more, and accuracy in percent on what was held out."""
+        """Training loss, of about 5,000 examples where there are more, and accuracy in percent on held-out data."""
         some = slice(None, None, max(1, len(self.data.labels) // 5000))
         loss, _ = self._quality(theta, self.data.examples[some], self.data.labels[some])
         return loss, self._quality(theta, self.data.held_examples, self.data.held_labels)[1]
 
     def held_loss(self, theta: Tensor) -> float:
-        """Loss on what was held out."""
+        """Loss on held-out data."""
         return self._quality(theta, self.data.held_examples, self.data.held_labels)[0]
 
     @torch.no_grad()
     def _quality(self, theta: Tensor, examples: Tensor, labels: Tensor) -> tuple[float, float]:
-        """Mean loss, and accuracy in percent."""
         loss, right = 0.0, 0
         for batch, wanted in zip(examples.split(500), labels.split(500), strict=True):
             scores = self._scores(self._weights(theta), batch)
@@ -278,12 +108,12 @@ class Run:
         loss: Final loss on training data; infinite if it diverged.
         accuracy: Final accuracy on held-out data, percent.
         held_loss: Final loss on held-out data; infinite if it diverged.
-        uplink_bytes: Bytes from a worker to the servers, mean over workers and steps.
-        downlink_bytes: Bytes from a server to the workers, likewise.
+        uplink_bytes: Bytes from a worker to the servers in a step, mean over workers and steps.
+        downlink_bytes: Bytes from a server to the workers in a step, likewise.
         dense_bytes: Bytes that a ring all-reduce would send from a rank in a step.
-        union: Entries that were delivered and not zero, step by step.
+        union: Nonzero entries that were delivered, step by step.
         seen: What ``observe`` returned, step by step.
-        curve: Step, training loss and accuracy, every so often.
+        curve: Step, training loss and accuracy in percent, at the ``points``.
     """
 
     loss: float
@@ -299,14 +129,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a user would train with.
+    """The optimizer, its learning rate and clipping.
 
     Args:
         lr: Learning rate.
-        momentum: Of SGD; the first beta of AdamW.
-        adamw: AdamW with torch's weight decay, else SGD.
-        cosine: Whether the learning rate falls to zero, along half a cosine; else it is constant, as in the thesis.
-        clip_norm: Norm to which the gradient that was exchanged is clipped, as the Trainer's ``gradient_clip_val`` does.
+        momentum: Momentum of SGD, or the first beta of AdamW.
+        adamw: AdamW with torch's weight decay; else SGD.
+        cosine: Whether the learning rate falls to zero along half a cosine; else it is constant, as in the thesis.
+        clip_norm: Norm to which the mean gradient is clipped after the exchange, as ``gradient_clip_val`` does.
     """
 
     lr: float
@@ -316,13 +146,13 @@ class Optimizer:
     clip_norm: float | None = None
 
     def make(self, theta: Tensor) -> torch.optim.Optimizer:
-        """An optimizer of torch for one flat vector of parameters."""
+        """The optimizer of one flat vector of parameters ``[d]``."""
         if self.adamw:
             return torch.optim.AdamW([theta], self.lr, (self.momentum, 0.999))
         return torch.optim.SGD([theta], self.lr, self.momentum)
 
     def rate(self, progress: float) -> float:
-        """The learning rate when a share ``progress`` of the run is over."""
+        """The learning rate after a share ``progress`` of the run, 0 to 1."""
         return self.lr * (1 + math.cos(math.pi * progress)) / 2 if self.cosine else self.lr
 
 
@@ -343,26 +173,26 @@ def train(
     """Trains a model by simulated workers.
 
     Args:
-        model: A key of :data:`MODELS`.
-        config: The exchange.
+        model: A key of :data:`lightning_topk.lab.models.MODELS`.
+        config: Settings of the exchange.
         workers: Simulated workers.
-        steps: Steps.
-        optimizer: What takes the steps.
-        seed: Of the parameters and the batches.
+        steps: Steps of the run.
+        optimizer: The optimizer.
+        seed: Seed of the parameters and the batches.
         batch: Examples of each worker in a step, drawn from all training data.
         observe: Called before each exchange with the cluster and the workers' gradients.
-        images: A folder of images to learn, see :func:`image_folder`; default: what :class:`Problem` takes.
+        images: A folder of images, see :func:`lightning_topk.lab.data.folders`. Default: the data of :class:`Problem`.
         local: Workers on each simulated node.
-        points: How often to evaluate on the way.
-        cluster: Makes the workers; takes the arguments of :class:`lightning_topk.simulate.Cluster`.
+        points: How many times to evaluate during the run.
+        cluster: Makes the workers; called like :class:`lightning_topk.simulate.Cluster`.
     """
     problem = Problem(model, seed, None if images is None else image_folder(images))
     theta = problem.start
     stepped = optimizer.make(theta)
     sizes = tuple(parameter.numel() for parameter in problem.parameters)
     names = [name for name, _ in problem.net.named_parameters()]
-    exact = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
-    ranks = cluster(config, workers, len(theta), local=local, sizes=sizes, exact=exact)
+    skipped = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
+    ranks = cluster(config, workers, len(theta), local=local, sizes=sizes, uncompressed=skipped)
     beta1 = config.on(workers, local).lent_beta1
     if beta1 is not None:
         lend_beta1([stepped], beta1, ranks)
@@ -392,3 +222,30 @@ def train(
     )
     run.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
     return run
+
+
+def run_all(
+    jobs: Mapping[K, Callable[[], T]], title: str, note: Callable[[K, T], None] = lambda key, result: None
+) -> dict[K, T]:
+    """Runs jobs in processes of one thread each, as many at a time as there are cores.
+
+    Args:
+        jobs: What to run, by name. Jobs travel by pickle: use :func:`functools.partial`.
+        title: Title of the progress bar.
+        note: Called in this process with each name and result, as they come.
+
+    Returns:
+        The results by name, in the order of ``jobs``.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ProcessPoolExecutor(cores, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        pending = {pool.submit(job): name for name, job in jobs.items()}
+        try:
+            found = {}
+            for done in tqdm(as_completed(pending), total=len(pending), desc=title, unit="run"):
+                found[pending[done]] = done.result()
+                note(pending[done], done.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return {name: found[name] for name in jobs}

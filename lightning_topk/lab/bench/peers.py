@@ -1,4 +1,4 @@
-"""What a user would pick: DDP, its fp16 and PowerSGD hooks, top-k with all-gather as it is mostly written, and ours."""
+"""The alternatives: DDP, its fp16 and PowerSGD hooks, top-k with all-gather as it is mostly written; and ours."""
 
 from __future__ import annotations
 
@@ -15,26 +15,18 @@ from lightning_topk.core.layout import kept_count
 from lightning_topk.ddp import TopKState, attach
 
 
-class NaiveTopK:
-    """Top-k with error feedback by all-gather of float32 values and int64 positions.
-
-    Args:
-        ratio: Kept fraction.
-    """
-
-    def __init__(self, ratio: float) -> None:
-        self.ratio = ratio
-        self.residuals: dict[int, Tensor] = {}
-
-
 def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes
-    """A DDP hook; it blocks, as such hooks mostly do."""
+    """Top-k with error feedback by all-gather of float32 values and int64 positions; it blocks, as most hooks do.
+
+    The state is the ratio, and the residuals by bucket.
+    """
+    ratio, residuals = state
     g, world = bucket.buffer(), dist.get_world_size()
-    kept = state.residuals.get(bucket.index())
+    kept = residuals.get(bucket.index())
     a = g if kept is None or len(kept) != len(g) else g + kept
-    index = a.abs().topk(kept_count(len(a), state.ratio)).indices
+    index = a.abs().topk(kept_count(len(a), ratio)).indices
     values = a[index]
-    state.residuals[bucket.index()] = a.index_fill(0, index, 0)
+    residuals[bucket.index()] = a.index_fill(0, index, 0)
     everyones = [values.new_empty(world, len(values)), index.new_empty(world, len(index))]
     for received, mine in zip(everyones, (values, index), strict=True):
         dist.all_gather_into_tensor(received.view(-1), mine)
@@ -57,7 +49,7 @@ def _power_sgd(rank: int) -> Callable[[DistributedDataParallel, float], None]:
 
 
 def _naive(model: DistributedDataParallel, ratio: float) -> None:
-    model.register_comm_hook(NaiveTopK(ratio), naive_topk_hook)
+    model.register_comm_hook((ratio, {}), naive_topk_hook)
 
 
 def _ours(**settings: Any) -> Callable[[DistributedDataParallel, float], TopKState]:
@@ -75,10 +67,10 @@ PEERS: dict[str, Callable[[DistributedDataParallel, float], TopKState | None]] =
     "PowerSGD 4": _power_sgd(4),
     "naive top-k": _naive,
 }
-"""Has a wrapped model exchange its gradients so; ours returns its state."""
+"""By name: registers the exchange with a wrapped model, at a ratio; ours returns its state."""
 
 ON_NODES = {"ours, hierarchical"}
-"""Those that differ from the others only where a host has several ranks."""
+"""Peers that differ from the others only where a host has several ranks."""
 
 ONE_BUCKET = {"PowerSGD 1", "PowerSGD 4"}
-"""PowerSGD's hook hangs on gloo with several buckets: it gets one."""
+"""PowerSGD's hook hangs on gloo with several buckets (torch 2.15): it gets one."""

@@ -1,45 +1,56 @@
-"""Selection and the whole compress step, in passes over memory; and the peak of the memory they take."""
+"""``bench select``: selection and the whole compress step, in passes over memory; and the memory they take at most."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import partial
+import platform
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.core.exchange import deliver, mean
-from lightning_topk.core.layout import Layout, kept_count
-from lightning_topk.core.select import SELECTORS
-from lightning_topk.lab.bench.timing import best
-from lightning_topk.lab.plots import Panel
-from lightning_topk.lab.report import Check, Result
+from lightning_topk.core.layout import kept_count
+from lightning_topk.core.link import Link, aggregate, deliver
+from lightning_topk.core.wire import Codec
+from lightning_topk.lab import hosts
+from lightning_topk.lab.report import Result
+from lightning_topk.lab.timing import best
+from lightning_topk.recipe import planned
 
 WORLD = 4
 TARGETS = {0.001: (1.5, 2.2), 0.01: (2.3, 3.0)}
-"""By ratio: passes that selection, and that the whole compress step, may take on one CPU thread."""
+"""By ratio: most passes that selection, and that the whole compress step, should take on one CPU thread."""
 
 
-def run(numel: int = 25_000_000, device: str = "cpu", ratios: tuple[float, ...] = (0.001, 0.01)) -> Result:
-    """Times them.
+def run(
+    numel: int = 25_000_000,
+    device: Literal["cpu", "cuda"] = "cpu",
+    ratios: Sequence[float] = (0.001, 0.01),
+    threads: int = 1,
+) -> Result:
+    """Times selection and the whole compress step in passes over memory, and measures peak memory.
 
     Args:
         numel: Elements of the gradient.
-        device: ``cpu`` or ``cuda``.
+        device: Where the gradient lives.
         ratios: Kept fractions.
+        threads: Threads of the CPU.
     """
+    torch.set_num_threads(threads)
     where = torch.device(device)
     name = torch.cuda.get_device_name() if where.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     result = Result(
         "select",
         "exact top-k and the whole compress step cost a few passes over memory",
-        f"{numel:,} normal float32 on {name}; least of some runs; a worker's side of a sharded exchange of {WORLD}. The compress "
-        "step adds the residual, selects, encodes, keeps, clears the bucket, decodes the replies and scatters them.",
+        f"{numel:,} normal float32 on {name}; least of several runs; a worker's side of a sharded exchange of {WORLD}. "
+        "The compress step adds the residual, selects, encodes, keeps, clears the bucket, decodes the replies and "
+        "scatters them.",
     )
     generator = torch.Generator(where).manual_seed(0)
     x, y = (torch.randn(numel, device=where, generator=generator) for _ in range(2))
@@ -55,8 +66,8 @@ def run(numel: int = 25_000_000, device: str = "cpu", ratios: tuple[float, ...] 
     ]
     for ratio in tqdm(ratios, desc="select", leave=False):
         _selection(result, x, ratio, add)
-        _compression(result, x, TopKConfig(ratio=ratio), str(ratio), floor())  # anew: machines are noisy
-    begin = TopKConfig().planned(1).at(0, 0)
+        _compression(result, x, TopKConfig(ratio=ratio), str(ratio), floor())  # timed again: machines are noisy
+    begin = planned(TopKConfig(), 1).at(0, 0)
     _compression(result, x, begin, f"{begin.ratio} in {begin.wire}, where the default recipe begins", floor())
     if where.type == "cpu":
         _memory(result, numel)
@@ -64,50 +75,36 @@ def run(numel: int = 25_000_000, device: str = "cpu", ratios: tuple[float, ...] 
 
 
 def _selection(result: Result, x: Tensor, ratio: float, add: float) -> None:
-    """Exact top-k and the approximate ones."""
-    k, layout = kept_count(len(x), ratio), Layout(len(x))
-    rows = x.view(1, -1)
+    """Exact top-k; ``reproduce operators`` times the approximate selectors."""
+    k, rows = kept_count(len(x), ratio), x.view(1, -1)
     ways: dict[str, Callable[[], object]] = {
         "ours, exact": lambda: ops.topk_index(rows, k),
         "torch.topk(x.abs())": lambda: x.abs().topk(k, sorted=False),
-        **{
-            f"selector {name!r}": partial(kind().select, x, layout, k)
-            for name, kind in SELECTORS.items()
-            if name not in ("topk", "randk")
-        },
     }
     seconds = {way: best(work, x.device, repeats=3) for way, work in ways.items()}
     result.tables[f"Selection at {ratio}"] = [
         {"way": way, "ms": 1000 * took, "passes of add": took / add} for way, took in seconds.items()
     ]
-    panel = Panel(f"selection at {ratio}, passes of add", "way", bars=True)
-    panel.curves = {way: ([number], [took / add]) for number, (way, took) in enumerate(seconds.items())}
-    result.panels.append(panel)
     if x.device.type == "cpu" and ratio in TARGETS:
         seen, target = seconds["ours, exact"] / add, TARGETS[ratio][0]
-        result.checks.append(
-            Check(f"exact top-k at {ratio}, in passes of add", f"<= {target}", f"{seen:.2f}", seen <= target)
-        )
+        result.check(f"exact top-k at {ratio}, in passes of add", f"<= {target}", f"{seen:.2f}", seen <= target)
 
 
 def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floor: float) -> None:
     """A worker's whole compress step, and a server's."""
     ratio = config.ratio
     assert isinstance(ratio, float)
-    end = config.endpoint(len(x), 0, WORLD, x.dtype, x.device)
-    assert end.downlink is not None
-    assert end.reply is not None
-    downlink, reply = end.downlink, end.reply
+    uplink, downlink, up, reply = _links(config, x)
     g = x.clone()
-    sent = end.uplink.send(g)[:1].expand(WORLD, -1).contiguous()
-    aggregate = best(lambda: mean(sent, end.uplink.codec, x.dtype, g), x.device, g.zero_)
-    serve = best(lambda: downlink.send(mean(sent, end.uplink.codec, x.dtype, g)), x.device, g.zero_)
+    sent = _copies(uplink.send(g, up)[0])
+    average = best(lambda: aggregate(sent, up, x.dtype, g), x.device, g.zero_)
+    serve = best(lambda: downlink.send(aggregate(sent, up, x.dtype, g), reply), x.device, g.zero_)
     g.zero_()
-    replies = downlink.send(mean(sent, end.uplink.codec, x.dtype, g)).expand(WORLD, -1).contiguous()
+    replies = _copies(downlink.send(aggregate(sent, up, x.dtype, g), reply)[0])
 
     def worker() -> None:
-        end.uplink.send(g)
-        deliver(replies, reply, end.layout, g)
+        uplink.send(g, up)
+        deliver(replies, reply, uplink.layout, g)
 
     for _ in range(3):  # the residual fills up
         g.copy_(x)
@@ -116,7 +113,7 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
     naive = best(_naive(x, ratio), x.device, repeats=2)
     result.tables[f"Compress step at {where}"] = [
         {"part": "worker: the whole step", "ms": 1000 * whole, "of add_ + zero_": whole / floor},
-        {"part": "server: decode and aggregate", "ms": 1000 * aggregate, "of add_ + zero_": aggregate / floor},
+        {"part": "server: decode and aggregate", "ms": 1000 * average, "of add_ + zero_": average / floor},
         {"part": "server: the whole step, decoding included", "ms": 1000 * serve, "of add_ + zero_": serve / floor},
         {"part": "naive worker: torch.topk, int64, scatter", "ms": 1000 * naive, "of add_ + zero_": naive / floor},
     ]
@@ -125,11 +122,11 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
         allowed = 1.35 * 2 * copy + 60e-6
         words = f"<= {1e6 * allowed:.0f} µs (1.35 x 16 B an element at copy speed + 60 µs)"
         if ratio == 0.001:
-            result.checks.append(Check(f"compress step at {ratio}", words, f"{1e6 * whole:.0f} µs", whole <= allowed))
+            result.check(f"compress step at {ratio}", words, f"{1e6 * whole:.0f} µs", whole <= allowed)
     elif ratio in TARGETS:
         seen, target = whole / floor, TARGETS[ratio][1]
         statement = f"whole compress step at {ratio}, in units of add_ + zero_"
-        result.checks.append(Check(statement, f"<= {target}", f"{seen:.2f}", seen <= target))
+        result.check(statement, f"<= {target}", f"{seen:.2f}", seen <= target)
 
 
 def _naive(x: Tensor, ratio: float) -> Callable[[], None]:
@@ -149,18 +146,65 @@ def _naive(x: Tensor, ratio: float) -> Callable[[], None]:
 
 def _memory(result: Result, numel: int) -> None:
     """Peak memory of one rank beyond the gradient, in a process of its own."""
-
-    def measured(*begin: str) -> tuple[int, int]:
-        command = [sys.executable, "-m", "lightning_topk.lab.bench.memory", str(numel), str(WORLD), *begin]
-        peak, residuals = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        return int(peak), int(residuals)
-
-    peak, residuals = measured()
+    peak, residuals = measured_memory(numel)
     result.tables["Memory of a rank beyond its gradient"] = [
         {"what": "residuals: worker d, server d / W", "MB": residuals / 1e6},
         {"what": "peak while exchanging", "MB": peak / 1e6},
-        {"what": "peak where the default recipe begins", "MB": measured("begin")[0] / 1e6},
+        {"what": "peak where the default recipe begins", "MB": measured_memory(numel, begin=True)[0] / 1e6},
     ]
-    result.checks.append(
-        Check("peak memory over the residuals", "<= 1.10", f"{peak / residuals:.3f}", peak <= 1.1 * residuals)
-    )
+    seen = peak / residuals
+    result.check("peak memory over the residuals", "<= 1.10", f"{seen:.3f}", seen <= 1.1)
+
+
+def measured_memory(numel: int, begin: bool = False) -> tuple[int, int]:
+    """What :func:`memory` measures in a fresh process."""
+    ((peak, residuals),) = hosts.local(1).run(memory, {"numel": numel, "begin": begin})
+    return peak, residuals
+
+
+def memory(options: dict[str, Any], rank: int, world: int) -> tuple[int, int]:
+    """Peak of the resident set over three exchanges of one of four ranks, the others played by copies of its payloads.
+
+    With ``begin``, at the density with which the default recipe begins, else at a ratio of 0.001.
+
+    Returns:
+        Bytes at the peak beyond those before, and the bytes of residuals.
+    """
+    config = planned(TopKConfig(), 1).at(0, 0) if options["begin"] else TopKConfig()
+    g = torch.randn(options["numel"])
+    _exchanges(config, torch.randn(200_000))  # any first call loads code and data into memory
+    before = _peak()
+    residuals = _exchanges(config, g)
+    return _peak() - before, residuals
+
+
+def _exchanges(config: TopKConfig, g: Tensor) -> int:
+    """Three exchanges of a gradient ``[d]``; returns the bytes of residuals."""
+    uplink, downlink, up, reply = _links(config, g)
+    for _ in range(3):
+        received = _copies(uplink.send(g, up)[0])
+        replies = _copies(downlink.send(aggregate(received, up, g.dtype, g), reply)[0])
+        deliver(replies, reply, uplink.layout, g)
+    return sum(kept.nbytes for link in (uplink, downlink) for kept in link.memory.tensors().values())
+
+
+def _links(config: TopKConfig, g: Tensor) -> tuple[Link, Link, Codec, Codec]:
+    """The links of one of :data:`WORLD` ranks for a gradient, and their codecs."""
+    shape = make_shape(config, [len(g)], WORLD)
+    end, codecs = make_endpoint(config, shape, 0, g.dtype, g.device), make_codecs(config, shape)
+    assert end.downlink is not None
+    assert codecs.reply is not None
+    return end.uplink, end.downlink, codecs.uplink, codecs.reply
+
+
+def _copies(payloads: Tensor) -> Tensor:
+    """The first payload, as if every rank had sent it: ``[WORLD, P]``."""
+    return payloads[:1].expand(WORLD, -1).contiguous()
+
+
+def _peak() -> int:
+    """Largest resident set of this process so far, bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's begins with that of the process that started this one
+        return next(1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)

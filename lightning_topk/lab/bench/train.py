@@ -1,28 +1,23 @@
-"""Whole Trainer steps of a torchvision model on made-up images, on this host or on emulated ones.
+"""``bench train``: whole steps of a torchvision model on made-up images, in a plain loop over DistributedDataParallel.
 
-As a module it is one rank: ``python -m lightning_topk.lab.bench.train RANK WORLD ADDRESS:PORT OPTIONS``.
+A step is what a training loop does: forward, backward, and SGD's step. Lightning is not needed to time it.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import sys
-import time
-import warnings
-from collections.abc import Mapping
+from contextlib import nullcontext
+from statistics import median_high
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.lab import hosts
-from lightning_topk.lab.bench.peers import ON_NODES, ONE_BUCKET, PEERS
-from lightning_topk.lab.report import Check, Result
-
-WARMUP = 4
-"""Steps that are not counted."""
+from lightning_topk.lab.bench import ddp
+from lightning_topk.lab.bench.peers import ON_NODES, PEERS
+from lightning_topk.lab.bench.steps import judge
+from lightning_topk.lab.report import Result
 
 
 def run(
@@ -35,17 +30,17 @@ def run(
     image_size: int = 64,
     steps: int = 12,
 ) -> Result:
-    """Times them.
+    """Times whole training steps of a torchvision model, on this host or on emulated ones.
 
     Args:
-        model: Of torchvision.
-        workers: Processes, or hosts.
-        rate: Of the links of emulated hosts; None: the workers share this host.
+        model: A name of torchvision's.
+        workers: Processes, or emulated hosts of one process.
+        rate: Rate of the links of emulated hosts, such as 1gbit. Default: the workers share this host.
         ratio: Kept fraction.
-        bucket_cap_mb: DDP's.
-        batch_size: Images a worker and step.
-        image_size: Pixels.
-        steps: Of which the first four are not counted.
+        bucket_cap_mb: Size of DDP's buckets, MiB.
+        batch_size: Images of each worker in a step.
+        image_size: Height and width of an image, pixels.
+        steps: Steps, of which the first four are not counted.
 
     Raises:
         ValueError: torchvision has no such model, or there are too few steps.
@@ -55,135 +50,42 @@ def run(
 
     if model not in torchvision.models.list_models():
         raise ValueError(f"torchvision has no model {model!r}; torchvision.models.list_models() names them.")
-    if steps <= WARMUP:
-        raise ValueError(f"steps={steps}: the first {WARMUP} are not counted; take more.")
+    if steps <= ddp.WARMUP:
+        raise ValueError(f"steps={steps}: the first {ddp.WARMUP} are not counted; take more.")
     if rate and not hosts.available():
         raise RuntimeError("--rate needs root, and ip and tc of iproute2. Leave it out to share this host.")
     link = rate or "loopback"
     result = Result(
         "train",
-        "a whole Trainer step",
-        f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({link}), {batch_size} images of "
-        f"{image_size} pixels a worker and step, SGD, ratio {ratio}, buckets of {bucket_cap_mb} MiB; median of {steps - WARMUP} steps.",
+        "a whole training step",
+        f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({link}), {batch_size} images "
+        f"of {image_size} pixels a worker and step, SGD, ratio {ratio}, buckets of {bucket_cap_mb} MiB; median of "
+        f"{steps - ddp.WARMUP} steps.",
     )
-    options = {
-        "model": model,
-        "ratio": ratio,
-        "cap": bucket_cap_mb,
-        "batch": batch_size,
-        "size": image_size,
-        "steps": steps,
-    }
-    found: dict[str, dict[str, float]] = {}
-    for peer in tqdm([peer for peer in PEERS if peer not in ON_NODES], desc="train", leave=False):
-        arguments = ("lightning_topk.lab.bench.train", json.dumps({**options, "peer": peer}))
-        if rate:
-            with hosts.emulate(workers, rate) as group:
-                outputs = group.run(*arguments, timeout=3600)
-        else:
-            outputs = hosts.local(workers).run(*arguments, timeout=3600)
-        ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
-        found[peer] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-    ours = found["ours"]
-    result.tables[f"{model}, {link}"] = [
-        {
-            "peer": peer,
-            "ms a step": 1000 * values["seconds"],
-            "over ours": values["seconds"] / ours["seconds"],
-            "hidden": f"{values['hidden']:.0%}" if "hidden" in values else "",
-        }
-        for peer, values in found.items()
-    ]
-    for peer, values in found.items():
-        if not peer.startswith("ours"):
-            seen = values["seconds"] / ours["seconds"]
-            result.checks.append(Check(f"a step faster than with {peer}, {link}", ">= 1x", f"{seen:.2f}x", seen >= 1))
+    options = {"model": model, "ratio": ratio, "bucket_cap_mb": bucket_cap_mb, "batch": batch_size, "size": image_size}
+    with hosts.emulate(workers, rate) if rate else nullcontext(hosts.local(workers)) as group:
+        found = ddp.worst(group.run(train, {**options, "steps": steps}, timeout=3600))
+    judge(result, link, found)
     return result
 
 
-def train(options: Mapping[str, Any], rank: int, world: int) -> dict[str, float]:
-    """Trains one rank; returns the median seconds of a step, and the share of ours that backward hid."""
-    import lightning as L
+def train(options: dict[str, Any], rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Times one rank's steps with each of the peers; their time is the median."""
     import torchvision
-    from lightning.pytorch.strategies import DDPStrategy
 
-    peer = options["peer"]
-    states: list[Any] = []
+    found, counted = {}, options["steps"] - ddp.WARMUP
+    images = torch.randn(options["batch"], 3, options["size"], options["size"])
+    labels = torch.randint(0, 1000, (options["batch"],))
+    for peer in PEERS:
+        if peer in ON_NODES:
+            continue
+        net = torchvision.models.get_model(options["model"], weights=None)
+        model = DistributedDataParallel(net, bucket_cap_mb=ddp.bucket_cap(peer, options["bucket_cap_mb"]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    class Strategy(DDPStrategy):
-        """DDP with a peer's hook, on the CPU too."""
+        def step(model: DistributedDataParallel = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
 
-        def _register_ddp_hooks(self) -> None:
-            states.append(PEERS[peer](self.model, options["ratio"]))  # type: ignore[arg-type]  # it is wrapped by now
-
-    class Model(L.LightningModule):
-        """A torchvision model."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torchvision.models.get_model(options["model"], weights=None)
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            """Cross-entropy."""
-            if states and states[0] is not None:
-                states[0].timing = True
-            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            """SGD."""
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    class Clock(L.Callback):
-        """Notes when steps end."""
-
-        ends: list[float] = []  # noqa: RUF012  # one run a process
-        reports: list[Any] = []  # noqa: RUF012
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.ends.append(time.perf_counter())
-            if states and states[0] is not None:
-                self.reports.append(states[0].report())
-
-    images = torch.randn(options["batch"] * world * options["steps"], 3, options["size"], options["size"])
-    data = torch.utils.data.TensorDataset(images, torch.randint(0, 1000, (len(images),)))
-    clock = Clock()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=world,
-        max_steps=options["steps"],
-        strategy=Strategy(bucket_cap_mb=10_000 if peer in ONE_BUCKET else options["cap"], process_group_backend="gloo"),
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Model(), torch.utils.data.DataLoader(data, batch_size=options["batch"]))
-    gaps = [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)][WARMUP - 1 :]
-    found = {"seconds": sorted(gaps)[len(gaps) // 2]}
-    if clock.reports:
-        counted = clock.reports[WARMUP:]
-        found["hidden"] = 1 - sum(r.exposed_seconds for r in counted) / max(sum(r.seconds for r in counted), 1e-9)
+        found[peer] = ddp.measured(peer, model, options["ratio"], step, median_high, ddp.WARMUP, counted, counted)
     return found
-
-
-def main() -> None:
-    """Trains as one rank."""
-    rank, world, address, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    host, port = address.split(":")
-    os.environ |= {
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "NODE_RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(world),
-    }
-    print(json.dumps(train(options, rank, world)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,35 +1,39 @@
-"""The wire: bits and bytes against their entropy, and the speed of encoding, decoding and aggregation."""
+"""``bench wire``: bits and bytes against their entropy, and the speed of encoding, decoding and aggregation."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from tqdm import tqdm
 
+from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import mean
+from lightning_topk.core.link import aggregate
 from lightning_topk.core.wire import WIRES, Codec
-from lightning_topk.lab.bench.timing import best
-from lightning_topk.lab.plots import Panel
-from lightning_topk.lab.report import Check, Result
+from lightning_topk.lab.report import Panel, Result
+from lightning_topk.lab.timing import best
 from lightning_topk.planning.volume import volume
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 
 
 def entropy(ratio: float) -> float:
-    """Bits an entry of a random set of positions that holds a fraction ``ratio`` of all: H(ratio) / ratio."""
+    """Bits for each entry of a random set that holds a fraction ``ratio`` of all positions: H(ratio) / ratio."""
     return -(ratio * math.log2(ratio) + (1 - ratio) * math.log2(1 - ratio)) / ratio if ratio < 1 else 0.0
 
 
-def run(numel: int = 25_000_000, device: str = "cpu", ratios: tuple[float, ...] = (0.001, 0.01)) -> Result:
-    """Counts and times them.
+def run(
+    numel: int = 25_000_000, device: Literal["cpu", "cuda"] = "cpu", ratios: Sequence[float] = (0.001, 0.01)
+) -> Result:
+    """Counts bytes against their entropy, and times coding and aggregation.
 
     Args:
         numel: Elements of the gradient.
-        device: ``cpu`` or ``cuda``.
+        device: Where the gradient lives.
         ratios: Kept fractions.
     """
     where = torch.device(device)
@@ -44,7 +48,8 @@ def run(numel: int = 25_000_000, device: str = "cpu", ratios: tuple[float, ...] 
         rows = []
         for world in WORLDS:
             config = TopKConfig(ratio=ratio)
-            layout, up, _ = config.codecs(numel, world)
+            shape = make_shape(config, [numel], world)
+            layout, up = shape.layout, make_codecs(config, shape).uplink
             sent = volume(config, [numel], world)
             nbytes = sent.uplink + sent.downlink
             k = up.kept * layout.shards
@@ -63,7 +68,7 @@ def run(numel: int = 25_000_000, device: str = "cpu", ratios: tuple[float, ...] 
         panel.curves[str(ratio)] = (WORLDS, [row["of the bound"] for row in rows])
         for key, target in (("of entropy", 1.06), ("of the bound", 1.08)):
             seen = round(max(row[key] for row in rows), 2)  # as the target is written
-            result.checks.append(Check(f"{key}, at {ratio}, the worst", f"<= {target}", f"{seen:.2f}", seen <= target))
+            result.check(f"{key}, at {ratio}, the worst", f"<= {target}", f"{seen:.2f}", seen <= target)
         _speed(result, numel, ratio, where)
     result.panels.append(panel)
     return result
@@ -72,7 +77,9 @@ def run(numel: int = 25_000_000, device: str = "cpu", ratios: tuple[float, ...] 
 def _speed(result: Result, numel: int, ratio: float, where: torch.device) -> None:
     """Times of one shard of four."""
     world, rows = 4, []
-    layout, up, _ = TopKConfig(ratio=ratio).codecs(numel, world)
+    config = TopKConfig(ratio=ratio)
+    shape = make_shape(config, [numel], world)
+    layout, up = shape.layout, make_codecs(config, shape).uplink
     shard = torch.zeros(up.universe, device=where)
     other = torch.randn_like(shard)
     one_pass = best(lambda: torch.add(shard, other, out=other), where)
@@ -85,19 +92,19 @@ def _speed(result: Result, numel: int, ratio: float, where: torch.device) -> Non
         read = best(payload.clone, where)
         encode = best(partial(codec.encode, index, value), where)
         decode = best(partial(codec.decode, payload, torch.float32), where)
-        aggregate = best(partial(mean, payload, codec, torch.float32, shard), where, shard.zero_)
+        average = best(partial(aggregate, payload, codec, torch.float32, shard), where, shard.zero_)
         rows.append(
             {
                 "wire": name,
                 "bytes an entry": codec.nbytes / codec.kept,
                 "encode ms": 1000 * encode,
                 "decode ms": 1000 * decode,
-                "decode + aggregate ms": 1000 * aggregate,
-                "of payload read + one pass over the shard": aggregate / (read + one_pass),
+                "decode + aggregate ms": 1000 * average,
+                "of payload read + one pass over the shard": average / (read + one_pass),
             }
         )
         if name == "bf16":
-            seen = aggregate / (read + one_pass)
+            seen = average / (read + one_pass)
             statement = f"decode + aggregate at {ratio}, in payload reads + passes over the shard"
-            result.checks.append(Check(statement, "<= 2", f"{seen:.2f}", seen <= 2))
+            result.check(statement, "<= 2", f"{seen:.2f}", seen <= 2)
     result.tables[f"Coding at {ratio}: {world} payloads of {layout.shard_size:,} elements"] = rows

@@ -1,47 +1,71 @@
 """Every claim of the two papers as a command: ``python -m lightning_topk reproduce NAME``.
 
-Each module has a function ``run()`` that trains, measures or counts through the exchange that a cluster runs, and returns a
+Each trains, measures or counts through the exchange that a cluster runs, and returns a
 :class:`lightning_topk.lab.report.Result`: tables, curves, and a verdict on every statement. A claim that fails says so.
 """
 
 from __future__ import annotations
 
-import importlib
-import time
+import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lightning_topk.lab.commands import add_command, finish
+from lightning_topk.lab.papers import (
+    bound,
+    convergence,
+    counterexample,
+    distribution,
+    operators,
+    recipes,
+    saving,
+    speedup,
+    tuning,
+)
 from lightning_topk.lab.report import Result
 
-CLAIMS = ["counterexample", "saving", "bound", "distribution", "operators", "convergence", "tuning", "speedup"]
-"""Names of the commands."""
-EXPERIMENTS = ["recipes"]
-"""Commands that hold our own settings against each other, and take long: ``--all`` leaves them out."""
+CLAIMS = {
+    "counterexample": counterexample.run,
+    "saving": saving.run,
+    "bound": bound.run,
+    "distribution": distribution.run,
+    "operators": operators.run,
+    "convergence": convergence.run,
+    "tuning": tuning.run,
+    "speedup": speedup.run,
+}
+"""The papers' claims by name."""
+EXPERIMENTS = {"recipes": recipes.run}
+"""Experiments with our own settings, which take long: ``--all`` leaves them out."""
 
 
-def reproduce(name: str, out: Path, **options: Any) -> Result:
-    """Runs one reproduction; prints it, and writes its JSON and picture.
+def declare(commands: Any) -> None:
+    """Declares ``reproduce`` and its commands."""
+    parser = commands.add_parser("reproduce", help="the claims of the papers, reproduced or refuted")
+    out: dict[str, Any] = {"type": Path, "metavar": "DIR", "help": "folder for files (default: reproduced)"}
+    parser.add_argument("--all", action="store_true", help="all claims, one after the other")
+    parser.add_argument("--out", default=Path("reproduced"), **out)
+    names = parser.add_subparsers(metavar="NAME")
+    claims = {name: add_command(names, name, function) for name, function in (CLAIMS | EXPERIMENTS).items()}
+    for name, each in claims.items():
+        each.add_argument("--out", default=argparse.SUPPRESS, **out)
+        each.set_defaults(names=[name])
 
-    Args:
-        name: One of :data:`CLAIMS` or :data:`EXPERIMENTS`.
-        out: Where files go.
-        **options: Arguments of that reproduction's ``run``.
-    """
-    torch.set_num_threads(1)  # many small tensors; and one core is what every reader has
-    begin = time.perf_counter()
-    if name in EXPERIMENTS:  # which write what they have as they go
-        options["out"] = out
-    result: Result = importlib.import_module(f"lightning_topk.lab.papers.{name}").run(**options)
-    result.seconds = time.perf_counter() - begin
-    result.write(out)
-    print(f"{result.text()}\n", flush=True)
-    return result
+    def run(arguments: argparse.Namespace) -> None:
+        if not arguments.all and not arguments.names:
+            parser.error(f"name a claim ({', '.join(claims)}) or pass --all")
+        for name in CLAIMS if arguments.all else arguments.names:
+            one = claims[name].parse_args(["--out", str(arguments.out)]) if arguments.all else arguments
+            command = f"python -m lightning_topk reproduce {name}" if arguments.all else ""
+            finish(one, command, out=one.out).write(one.out)
+        write_report(arguments.out)
+        print(f"report: {arguments.out / 'report.md'}")
+
+    parser.set_defaults(main=run, names=[], prog=parser.prog)
 
 
-def report(folder: Path) -> None:
-    """Writes all tables and pictures that a folder has as one page, ``report.md``."""
+def write_report(folder: Path) -> None:
+    """Writes all tables and pictures of claims that a folder has as one page, ``report.md``."""
     found = [folder / f"{name}.json" for name in CLAIMS]
     results = [Result.read(path) for path in found if path.exists()]
     checks = [check for result in results for check in result.checks]

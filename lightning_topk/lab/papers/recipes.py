@@ -1,7 +1,8 @@
-"""What closes the gap to dense training when the user's learning rate, optimizer and number of steps stay as they are.
+"""The default recipe against dense training and against its peers, with the user's learning rate, optimizer and steps.
 
-Every recipe trains every model with the hyper-parameters that suit dense training, with several seeds, on simulated workers. Runs are
-appended to ``recipes.jsonl`` as they end; a command that was interrupted goes on where it stopped.
+Every recipe trains every model with the hyper-parameters that suit dense training, with several seeds, on simulated
+workers. Runs are appended to ``recipes.jsonl`` as they end; an interrupted command goes on where it stopped. What was
+tried and rejected is in ``examples/recipes``, on the same tasks.
 """
 
 from __future__ import annotations
@@ -17,31 +18,30 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning_topk.config import START, TopKConfig, check_count
-from lightning_topk.lab.papers.variants import Adaptive, Decaying, Differences, OwnShards, PowerSGD
-from lightning_topk.lab.parallel import run_all
-from lightning_topk.lab.plots import Panel
-from lightning_topk.lab.report import Check, Result, Row, spread
-from lightning_topk.lab.training import MODELS, TEXT, Optimizer, train
+from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.lab.models import MODELS, TEXT
+from lightning_topk.lab.papers.powersgd import PowerSGD
+from lightning_topk.lab.report import Panel, Result, spread
+from lightning_topk.lab.training import Optimizer, run_all, train
 from lightning_topk.planning.volume import volume
-from lightning_topk.schedule import CosineWarmup, ExponentialWarmup, Warmup
+from lightning_topk.recipe import START, planned
+from lightning_topk.schedule import CosineWarmup, Warmup
 from lightning_topk.simulate import Cluster
 
 RATIO = 0.001
-SEEDS = 3
 SAVING = 50
-"""What a recipe must save over the whole run to be considered."""
+"""How many times fewer bytes than dense training a recipe should send over the whole run."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its workers, and what a user would train it with.
+    """A model, its workers, and the hyper-parameters that suit dense training of it.
 
     Args:
-        model: A key of :data:`lightning_topk.lab.training.MODELS`.
+        model: A key of :data:`lightning_topk.lab.models.MODELS`.
         workers: Simulated workers.
-        steps: Steps.
-        lr: Peak learning rate; it falls to zero along half a cosine. It suits dense training.
+        steps: Steps of the run.
+        lr: Peak learning rate; it falls to zero along half a cosine.
         batch: Examples of each worker in a step.
         within: How far from dense a recipe may end: points of accuracy, or a fraction of the loss on held-out text.
     """
@@ -54,17 +54,23 @@ class Task:
     within: float = 1.0
 
     @property
+    def text(self) -> bool:
+        """Whether the loss on held-out text counts; else accuracy."""
+        return self.model in TEXT
+
+    @property
     def optimizer(self) -> Optimizer:
         """SGD with momentum for images; AdamW and clipping for text."""
-        if self.model in TEXT:
+        if self.text:
             return Optimizer(self.lr, 0.9, adamw=True, cosine=True, clip_norm=1.0)
         return Optimizer(self.lr, 0.9, cosine=True)
 
     @property
     def title(self) -> str:
         """What it is, in words."""
-        kind = "AdamW, clipping at 1" if self.model in TEXT else "SGD, momentum 0.9"
-        return f"{self.model}, {self.workers} workers, {self.steps} steps, {kind}, lr {self.lr:g}, batch {self.batch} a worker"
+        kind = "AdamW, clipping at 1" if self.text else "SGD, momentum 0.9"
+        length = f"{self.workers} workers, {self.steps} steps"
+        return f"{self.model}, {length}, {kind}, lr {self.lr:g}, batch {self.batch} a worker"
 
 
 TASKS = (
@@ -84,112 +90,79 @@ IMAGES = (Task("resnet20", 8, 1000, 0.02, batch=16, within=0.5), Task("vgg", 20,
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to exchange gradients.
+    """A way to exchange gradients; ``examples/recipes`` has a subclass with other workers and optimizers.
 
     Args:
-        settings: Of :class:`lightning_topk.config.TopKConfig`.
-        cluster: What the workers are.
-        rank: Of PowerSGD, in the place of all this.
+        settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
         equal_bytes: Whether the ratio is scaled so that as many bytes are sent as with the default.
-        keeps_momentum: Whether the optimizer has momentum of its own (with AdamW: beta1).
-        momentum: Of SGD, in the place of the task's, at the same lr / (1 - momentum).
+        rank: PowerSGD's, which then takes the place of all this.
     """
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    cluster: Callable[..., Cluster] = Cluster
-    rank: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     equal_bytes: bool = False
-    keeps_momentum: bool = True
-    momentum: float | None = None
+    rank: int = 0
 
     def config(self, task: Task) -> TopKConfig:
         """The settings for a task, before the ratio is scaled."""
-        return TopKConfig(**{"ratio": RATIO, **self.settings}).planned(task.steps, task.workers)
+        config = planned(TopKConfig(**{"ratio": RATIO, **self.settings}), task.steps, task.workers)
+        return config.dense if self.rank else config
+
+    def cluster(self, task: Task) -> Callable[..., Cluster]:
+        """Makes the workers, see :func:`lightning_topk.lab.training.train`."""
+        if not self.rank:
+            return Cluster
+        shapes = [tuple(parameter.shape) for parameter in MODELS[task.model]().parameters()]
+        return partial(PowerSGD, rank=self.rank, shapes=shapes)
+
+    def optimizer(self, task: Task) -> Optimizer:
+        """The optimizer of a task."""
+        return task.optimizer
 
 
-def flushed(every: int, ratio: float, step: int) -> float:
-    """All of the gradient once in so many steps."""
-    return 1.0 if step % every == every - 1 else ratio
+def begins(start: float) -> dict[str, Any]:
+    """Settings of the default recipe in a short run, but for the density at its beginning."""
+    return {"ratio": CosineWarmup(RATIO, start, share=1.0), "wire": "int4", "beta1": 0.0}
 
 
-def _more(cluster: Callable[..., Cluster] = Cluster, keeps_momentum: bool = True, **settings: Any) -> Recipe:
-    """The default with something else, in as many bytes."""
-    return Recipe(settings, cluster, equal_bytes=True, keeps_momentum=keeps_momentum)
-
-
-def _from(start: float) -> Recipe:
-    """What the default is in a short run, but with another density at its beginning."""
-    return Recipe({"ratio": CosineWarmup(RATIO, start, share=1.0), "wire": "int4", "beta1": 0.0})
-
-
-COURSE = _from(START).settings
-"""What the default recipe makes of a short run."""
+UNIDIRECTIONAL = {**begins(START), "bidirectional": False}
 
 RECIPES: dict[str, Recipe] = {
     "dense": Recipe({"topology": "dense"}),
     "default": Recipe(),
-    "plain": Recipe({"recipe": "plain"}),
-    # What else could be sent in as many bytes.
-    "constant density, equal bytes": _more(recipe="plain", wire="int4", beta1=0.0),
-    "unidirectional, equal bytes": _more(**COURSE, bidirectional=False),
-    "all-gather, equal bytes": _more(**COURSE, bidirectional=False, topology="allgather"),
+    "unidirectional, equal bytes": Recipe(UNIDIRECTIONAL, equal_bytes=True),
+    "all-gather, equal bytes": Recipe({**UNIDIRECTIONAL, "topology": "allgather"}, equal_bytes=True),
     "PowerSGD 1": Recipe(rank=1),
     "PowerSGD 2": Recipe(rank=2),
     "PowerSGD 4": Recipe(rank=4),
-    # The default with one thing changed.
-    "exponential over 50 %, equal bytes": _more(
-        ratio=ExponentialWarmup(RATIO, 0.25, share=0.5), wire="int4", beta1=0.0
-    ),
-    "bf16, equal bytes": _more(wire="bf16"),
-    "int8, equal bytes": _more(wire="int8"),
-    "servers send x2, equal bytes": _more(server_ratio=2 * RATIO),
-    "servers send x4, equal bytes": _more(server_ratio=4 * RATIO),
-    "1-D dense, equal bytes": _more(dense_parameters=("*bias*",)),
-    "lr ratio, equal bytes": _more(lr_ratio=True),
-    "momentum correction, equal bytes": _more(momentum=0.9, keeps_momentum=False),
-    "momentum correction unmasked, equal bytes": _more(momentum=0.9, momentum_masking=False, keeps_momentum=False),
-    "AdamW's own beta1": Recipe({"beta1": 0.9}),
-    "SGD's momentum 0.8": Recipe(momentum=0.8),
-    "SGD's momentum 0.5": Recipe(momentum=0.5),
-    "dense, SGD's momentum 0.5": Recipe({"topology": "dense"}, momentum=0.5),
-    "local clipping, equal bytes": _more(clip_norm=1.0, scope="model"),
-    "decay 0.97, equal bytes": _more(partial(Decaying, factor=0.97)),
-    "own shards, equal bytes": _more(OwnShards),
-    "EF21-SGDM, equal bytes": _more(partial(Differences, new=0.1), keeps_momentum=False),
-    # What corrections of momentum and EF21-SGDM are to be held against.
-    "dense, no momentum": Recipe({"topology": "dense"}, keeps_momentum=False),
-    # More bytes, and fewer.
-    "from 0.48": _from(0.48),
-    "from 0.04": _from(0.04),
-    "from 0.01": _from(0.01),
-    # Other ways than a warm-up.
-    "flush every 50": Recipe({"ratio": partial(flushed, 50, RATIO), "beta1": 0.0}),
-    "adaptive, error 0.5": Recipe({"recipe": "plain", "beta1": 0.0}, partial(Adaptive, target=0.5)),
 }
 """By name; all at a ratio of 0.001 in the long run."""
 
 
 def run(
     data: Path | None = None,
-    steps: int | None = None,
-    out: Path = Path("reproduced"),
     models: Sequence[str] = (),
     recipes: Sequence[str] = (),
-    seeds: int = SEEDS,
-    lr: float | None = None,
     workers: Sequence[int] = (),
+    steps: int | None = None,
+    lr: float | None = None,
+    seeds: int = 3,
+    *,
+    out: Path = Path("reproduced"),
+    known: Mapping[str, Recipe] = RECIPES,
 ) -> Result:
-    """Trains every recipe on every model.
+    """Holds the default recipe against dense training and its peers, with the user's hyper-parameters.
 
     Args:
-        data: A folder of images, such as CIFAR-10, to train ResNet-20 and a VGG on instead of the models of digits and text.
-        steps: Of a run, instead of each task's own.
-        out: Where ``recipes.jsonl`` is.
-        models: Only these.
-        recipes: Only these, and dense.
-        seeds: Runs of each.
+        data: Folder of images, such as CIFAR-10, to train ResNet-20 and a VGG on instead of digits and text:
+            train/<class>/*, test/<class>/*. Takes hours.
+        models: Only these models.
+        recipes: Only these recipes, and dense.
+        workers: Numbers of workers, instead of each task's own.
+        steps: Steps of a run, instead of each task's own.
         lr: Peak learning rate, instead of each task's own.
-        workers: Numbers of them, instead of each task's own.
+        seeds: Runs of each.
+        out: Folder of ``recipes.jsonl``.
+        known: The recipes by name.
 
     Raises:
         ValueError: There is no such model or recipe, a number is not positive, or there are fewer than two workers.
@@ -200,68 +173,70 @@ def run(
         raise ValueError(f"lr={lr!r} must be positive.")
     if any(count < 2 for count in workers):
         raise ValueError(f"workers={[*workers]} must be at least 2 each: one worker exchanges nothing.")
-    known = TASKS if data is None else IMAGES
-    wanted = [task for task in known if not models or task.model in models]
-    given = ((task, count) for task in wanted for count in workers or (task.workers,))
-    tasks = list(
-        dict.fromkeys(
-            replace(task, workers=count, steps=steps or task.steps, lr=lr or task.lr) for task, count in given
-        )
+    tasks: tuple[Task, ...] = TASKS if data is None else IMAGES
+    here = sorted({task.model for task in tasks})
+    if unknown := {*models} - {*here} | {*recipes} - {*known}:
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"there is no {names} here: models are {', '.join(here)}, recipes {', '.join(known)}.")
+    changed = (
+        replace(task, workers=count, steps=steps or task.steps, lr=lr or task.lr)
+        for task in tasks
+        for count in workers or (task.workers,)
+        if not models or task.model in models
     )
-    names = [name for name in RECIPES if not recipes or name in ("dense", *recipes)]
-    unknown = {*models} - {task.model for task in known} | {*recipes} - {*RECIPES}
-    if unknown:
-        raise ValueError(
-            f"there is no {', '.join(sorted(unknown))} here: models are {', '.join(sorted({task.model for task in known}))}, "
-            f"recipes {', '.join(RECIPES)}."
-        )
-    found = _runs(tasks, names, seeds, data, out / "recipes.jsonl")
+    tasks = tuple(dict.fromkeys(changed))
+    chosen = {name: recipe for name, recipe in known.items() if not recipes or name in ("dense", *recipes)}
+    found = _runs(tasks, chosen, seeds, data, out / "recipes.jsonl")
     result = Result(
         "recipes",
         "a recipe closes the gap to dense training with the user's own hyper-parameters",
-        f"Cosine schedule, at a peak learning rate that suits dense training; ratio {RATIO:g} in the long run; {seeds} seeds (mean ± "
-        "half the range). Density: the mean over the run of what servers and workers send. Saving: of a ring all-reduce, over the whole "
-        "run, in the bytes that a rank sends.",
+        f"Cosine schedule, at a peak learning rate that suits dense training; ratio {RATIO:g} in the long run; {seeds} "
+        "seeds (mean ± half the range). Saving: bytes that a rank sends over the whole run, against a ring all-reduce.",
     )
     for task in tasks:
-        rows = {name: [found[_key(task, name, seed)] for seed in range(seeds)] for name in names}
-        result.tables[task.title] = [_row(task, name, runs) for name, runs in rows.items()]
+        rows = {
+            name: [found[_key(task, name, recipe, seed)] for seed in range(seeds)] for name, recipe in chosen.items()
+        }
+        result.tables[task.title] = [
+            {
+                "recipe": name,
+                "accuracy %": spread([each["accuracy"] for each in runs], ".2f"),
+                "loss": spread([each["loss"] for each in runs], ".4f"),
+                "held-out loss": spread([each["held"] for each in runs], ".4f"),
+                "saving": f"{_mean(runs, 'dense') / _mean(runs, 'bytes'):.0f}x",
+            }
+            for name, runs in rows.items()
+        ]
         _judge(result, task, rows)
-        quality = "loss on held-out text" if task.model in TEXT else "accuracy, %"
-        panel = Panel(
-            f"{quality}: {task.model}, {task.workers} workers, {task.steps} steps", "bytes a rank and run", xlog=True
-        )
-        for name, runs in rows.items():
-            panel.curves[name] = ([mean(each["bytes"] for each in runs)], [_quality(task, runs)])
+        quality = "loss on held-out text" if task.text else "accuracy, %"
+        title = f"{quality}: {task.model}, {task.workers} workers, {task.steps} steps"
+        panel = Panel(title, "bytes a rank and run", xlog=True)
+        panel.curves = {name: ([_mean(runs, "bytes")], [_quality(task, runs)]) for name, runs in rows.items()}
         result.panels.append(panel)
     return result
 
 
-def _key(task: Task, name: str, seed: int) -> str:
+def _key(task: Task, name: str, recipe: Recipe, seed: int) -> str:
     """What a run is known by: another recipe of the same name is another run."""
-    recipe = RECIPES[name]
-    budget = _default(task).summary() if recipe.equal_bytes else None
-    momentum = recipe.keeps_momentum, recipe.momentum
-    settings = [recipe.config(task).summary(), repr(recipe.cluster), recipe.rank, budget, momentum]
-    return json.dumps([*asdict(task).values(), name, seed, hashlib.sha1(repr(settings).encode()).hexdigest()[:8]])
-
-
-def _default(task: Task) -> TopKConfig:
-    """The default's settings."""
-    return Recipe().config(task)
+    budget = Recipe().config(task).summary() if recipe.equal_bytes else None
+    made = hashlib.sha1(repr([recipe, recipe.config(task).summary(), budget]).encode()).hexdigest()[:8]
+    return json.dumps([*asdict(task).values(), name, seed, made])
 
 
 def _runs(
-    tasks: Sequence[Task], names: Sequence[str], seeds: int, data: Path | None, path: Path
+    tasks: Sequence[Task], recipes: Mapping[str, Recipe], seeds: int, data: Path | None, path: Path
 ) -> dict[str, dict[str, float]]:
     """All runs by their key: those of the file, and those that are missing in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text().splitlines() if path.exists() else []
     found = {entry["key"]: entry for entry in map(json.loads, lines)}
-    wanted = {_key(task, name, seed): (task, name, seed) for seed in range(seeds) for task in tasks for name in names}
     jobs: dict[str, Callable[[], dict[str, float]]] = {
-        key: partial(_train, *each, data) for key, each in wanted.items() if key not in found
+        _key(task, name, recipe, seed): partial(_train, task, recipe, seed, data)
+        for seed in range(seeds)
+        for task in tasks
+        for name, recipe in recipes.items()
     }
+    jobs = {key: job for key, job in jobs.items() if key not in found}
 
     def note(key: str, measured: dict[str, float]) -> None:
         found[key] = {"key": key, **measured}
@@ -272,21 +247,10 @@ def _runs(
     return found
 
 
-def _train(task: Task, name: str, seed: int, data: Path | None) -> dict[str, float]:
-    """One run."""
-    recipe, optimizer = RECIPES[name], task.optimizer
-    config, cluster = recipe.config(task), recipe.cluster
-    net = MODELS[task.model]()
-    shapes = [tuple(parameter.shape) for parameter in net.parameters()]
+def _train(task: Task, recipe: Recipe, seed: int, data: Path | None) -> dict[str, float]:
+    config, optimizer, cluster = recipe.config(task), recipe.optimizer(task), recipe.cluster(task)
     if recipe.equal_bytes:
-        config = _scaled(config, task, {name: p.numel() for name, p in net.named_parameters()})
-    if recipe.rank:
-        config, cluster = config.dense, partial(PowerSGD, rank=recipe.rank, shapes=shapes)
-    if recipe.momentum is not None and not optimizer.adamw:
-        lr = optimizer.lr * (1 - recipe.momentum) / (1 - optimizer.momentum)
-        optimizer = replace(optimizer, lr=lr, momentum=recipe.momentum)
-    if not recipe.keeps_momentum:  # what averages on the worker takes its place
-        optimizer = replace(optimizer, momentum=0.0)
+        config = _scaled(config, task)
     ended = train(
         task.model, config, task.workers, task.steps, optimizer, seed, task.batch, images=data, cluster=cluster
     )
@@ -299,29 +263,28 @@ def _train(task: Task, name: str, seed: int, data: Path | None) -> dict[str, flo
     }
 
 
-def _scaled(config: TopKConfig, task: Task, sizes: Mapping[str, int]) -> TopKConfig:
+def _scaled(config: TopKConfig, task: Task) -> TopKConfig:
     """Settings whose ratio is multiplied so that a run sends at most as many bytes as one with the default."""
-    numel = sum(sizes.values())
+    sizes = {name: parameter.numel() for name, parameter in MODELS[task.model]().named_parameters()}
+    steps = range(0, task.steps, max(1, task.steps // 60))
 
     def sent(config: TopKConfig) -> int:
-        exact = sum(size for name, size in sizes.items() if any(fnmatchcase(name, p) for p in config.dense_parameters))
-        volumes = (
-            volume(config, [numel], task.workers, step=step, exact=[exact])
-            for step in range(0, task.steps, max(1, task.steps // 60))
+        skipped = sum(
+            size for name, size in sizes.items() if any(fnmatchcase(name, p) for p in config.dense_parameters)
         )
+        whole = [sum(sizes.values())]
+        volumes = (volume(config, whole, task.workers, step=step, uncompressed=[skipped]) for step in steps)
         return sum(each.uplink + each.downlink for each in volumes)
 
-    def scaled(factor: float) -> TopKConfig:
-        ratios: dict[str, Any] = {"ratio": config.ratio, "server_ratio": config.server_ratio}
-        for name, given in ratios.items():
-            if isinstance(given, Warmup):
-                ends = {end: min(1.0, factor * getattr(given, end)) for end in ("ratio", "start")}
-                ratios[name] = replace(given, **ends)
-            elif given is not None:
-                ratios[name] = min(1.0, factor * given)
-        return replace(config, **ratios)
+    def times(factor: float, ratio: Any) -> Any:
+        if isinstance(ratio, Warmup):
+            return replace(ratio, ratio=min(1.0, factor * ratio.ratio), start=min(1.0, factor * ratio.start))
+        return ratio if ratio is None else min(1.0, factor * ratio)
 
-    budget = sent(_default(task))
+    def scaled(factor: float) -> TopKConfig:
+        return replace(config, ratio=times(factor, config.ratio), server_ratio=times(factor, config.server_ratio))
+
+    budget = sent(Recipe().config(task))
     low, high = 1e-3, 1e3
     for _ in range(30):
         middle = (low * high) ** 0.5
@@ -331,43 +294,31 @@ def _scaled(config: TopKConfig, task: Task, sizes: Mapping[str, int]) -> TopKCon
 
 def _quality(task: Task, runs: list[dict[str, float]]) -> float:
     """What counts: accuracy in percent, or the loss on held-out text."""
-    return mean(each["held" if task.model in TEXT else "accuracy"] for each in runs)
+    return _mean(runs, "held" if task.text else "accuracy")
 
 
-def _row(task: Task, name: str, runs: list[dict[str, float]]) -> Row:
-    return {
-        "recipe": name,
-        "accuracy %": spread([each["accuracy"] for each in runs], ".2f"),
-        "loss": spread([each["loss"] for each in runs], ".4f"),
-        "held-out loss": spread([each["held"] for each in runs], ".4f"),
-        "saving": f"{mean(each['dense'] for each in runs) / mean(each['bytes'] for each in runs):.0f}x",
-    }
+def _mean(runs: list[dict[str, float]], key: str) -> float:
+    return mean(each[key] for each in runs)
 
 
 def _judge(result: Result, task: Task, rows: dict[str, list[dict[str, float]]]) -> None:
-    """Holds the default against dense, and against what sends as many bytes."""
+    """Holds the default against dense, and against the peers."""
     if "default" not in rows:
         return
-    text, quality = task.model in TEXT, {name: _quality(task, runs) for name, runs in rows.items()}
+    quality = {name: _quality(task, runs) for name, runs in rows.items()}
     what = f"{task.model}, {task.workers} workers, {task.steps} steps, lr {task.lr:g}"
-    if text:
+    if task.text:
         gap = quality["default"] / quality["dense"] - 1
         words, seen = f"<= {100 * task.within:g} %", f"{100 * gap:+.2f} %"
     else:
         gap = quality["dense"] - quality["default"]
         words, seen = f"<= {task.within:g} points", f"{gap:+.2f} points"
-    result.checks.append(Check(f"{what}: the default's loss against dense", words, seen, gap <= task.within))
+    result.check(f"{what}: the default's loss against dense", words, seen, gap <= task.within)
     saving = mean(each["dense"] / each["bytes"] for each in rows["default"])
-    result.checks.append(
-        Check(f"{what}: saving over the whole run", f">= {SAVING}x", f"{saving:.0f}x", saving >= SAVING)
-    )
-    for name in rows:
+    result.check(f"{what}: saving over the whole run", f">= {SAVING}x", f"{saving:.0f}x", saving >= SAVING)
+    for name, runs in rows.items():
         if name.endswith("equal bytes") or name.startswith("PowerSGD"):
-            ahead = quality[name] - quality["default"] if text else quality["default"] - quality[name]
-            bytes_ = mean(each["bytes"] for each in rows[name]) / mean(each["bytes"] for each in rows["default"])
-            unit = "of loss" if text else "points"
-            result.checks.append(
-                Check(
-                    f"{what}: better than {name} ({bytes_:.1f} x the bytes)", ">= 0", f"{ahead:+.3f} {unit}", ahead >= 0
-                )
-            )
+            ahead = (quality[name] - quality["default"]) * (1 if task.text else -1)
+            times = _mean(runs, "bytes") / _mean(rows["default"], "bytes")
+            statement = f"{what}: better than {name} ({times:.1f} x the bytes)"
+            result.check(statement, ">= 0", f"{ahead:+.3f} {'of loss' if task.text else 'points'}", ahead >= 0)

@@ -12,10 +12,9 @@ from statistics import linear_regression
 from typing import Any
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.parallel import run_all
-from lightning_topk.lab.plots import Panel
-from lightning_topk.lab.report import Check, Result
-from lightning_topk.lab.training import Optimizer, Problem, train
+from lightning_topk.core.layout import kept_count
+from lightning_topk.lab.report import Panel, Result
+from lightning_topk.lab.training import Optimizer, Problem, run_all, train
 from lightning_topk.planning.volume import volume
 
 COUNTS = [2, 4, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256]
@@ -26,12 +25,13 @@ PUBLISHED = {10: (9.8, 9.9), 20: (19.2, 19.7), 50: (45.0, 47.0), 100: (80.0, 92.
 
 
 def run() -> Result:
-    """Trains with error feedback at each N and counts."""
+    """Counts the union of the workers' selections, and bytes, as the number of workers grows."""
     result = Result(
         "saving",
-        "the downlink of unidirectional TopK grows almost linearly with the number of workers, bidirectional's not at all",
-        "Digits, 10 examples a worker, SGD lr 0.1, IID data, single server; bytes of the bf16 wire; union of the selections as delivered, "
-        "mean of the last 20 of 60 steps. Where k < N, every shard still sends one entry. The union cannot pass d / k.",
+        "the downlink of unidirectional TopK grows almost linearly with the workers, bidirectional's not at all",
+        "Digits, 10 examples a worker, SGD lr 0.1, IID data, single server; bytes of the bf16 wire; union of the "
+        "selections as delivered, mean of the last 20 of 60 steps. Where k < N, every shard still sends one entry. The "
+        "union cannot pass d / k.",
     )
     panel = Panel("union of selections / k", "workers", xlog=True, ylog=True)
     jobs = {(r, n): partial(_union, model, r, n) for r, (model, counts) in RUNS.items() for n in reversed(counts)}
@@ -39,7 +39,7 @@ def run() -> Result:
     unions: dict[float, dict[int, float]] = {}
     for ratio, (model, counts) in RUNS.items():
         numel = len(Problem(model, 0).start)
-        k = TopKConfig(ratio=ratio).codecs(numel, 1)[1].kept
+        k = kept_count(numel, ratio)
         found = unions[ratio] = {n: sizes[ratio, n] / k for n in counts}
         title = f"{model}, d = {numel:,}, k = {k} (ratio {ratio:g}); bytes of the busiest rank in a step"
         result.tables[title] = [{"N": n, "union / k": found[n], **_bytes(numel, ratio, n)} for n in counts]
@@ -49,20 +49,20 @@ def run() -> Result:
     for ratio, found in unions.items():
         few, many = _slope(found, up_to=16), _slope(found, start=16)
         claim = f"almost linear up to 16 workers (ratio {ratio:g}; d / k = {1 / ratio:.0f})"
-        result.checks.append(Check(claim, "N^1", f"N^{few:.2f}", few > 0.85))
-        if max(found) < 0.5 / ratio:  # so few that d / k is not what bends the curve
+        result.check(claim, "N^1", f"N^{few:.2f}", few > 0.85)
+        if max(found) < 0.5 / ratio:  # far enough from the limit d / k
             claim = f"and from 16 to {max(found)} (ratio {ratio:g})"
-            result.checks.append(Check(claim, "N^1", f"N^{many:.2f}", many > 0.85))
+            result.check(claim, "N^1", f"N^{many:.2f}", many > 0.85)
     for n, (low, high) in PUBLISHED.items():
         seen = unions[0.001][n]
         claim = f"union / k at N = {n}, ratio 0.001, within 10 percent"
-        result.checks.append(Check(claim, f"{low:g}-{high:g}", f"{seen:.1f}", 0.9 * low <= seen <= 1.1 * high))
+        result.check(claim, f"{low:g}-{high:g}", f"{seen:.1f}", 0.9 * low <= seen <= 1.1 * high)
     sixteen, most = (volume(TopKConfig(), [25_000_000], n) for n in (16, 256))
     growth = (most.uplink + most.downlink) / (sixteen.uplink + sixteen.downlink)
     claim = (
         "sharded bidirectional volume does not grow from 16 to 256 workers (predicted for d = 25,000,000, ratio 0.001)"
     )
-    result.checks.append(Check(claim, "-", f"{growth:.2f}x", growth < 1.1))
+    result.check(claim, "-", f"{growth:.2f}x", growth < 1.1)
     return result
 
 

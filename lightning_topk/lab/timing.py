@@ -1,4 +1,4 @@
-"""How times are taken: the least of several runs, on one device."""
+"""Timing: the least of several runs, on one device."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ def best(
     repeats: int = 5,
     budget: float = 8.0,
 ) -> float:
-    """Least seconds of some runs, after one that is not counted.
+    """Least seconds of several runs, after one that is not counted.
 
     Args:
         work: What is timed.
         device: Where it runs; a GPU is waited for.
         prepare: Called before each run, untimed.
-        repeats: Runs, at most.
+        repeats: Most runs.
         budget: Seconds after which no further run begins.
     """
 
-    def wait() -> None:
+    def now() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        return time.perf_counter()
 
     least, begin = float("inf"), time.perf_counter()
     for run in range(repeats + 1):
         prepare()
-        wait()
-        start = time.perf_counter()
+        start = now()
         work()
-        wait()
-        seconds = time.perf_counter() - start
+        seconds = now() - start
         if run:
             least = min(least, seconds)
         if run and time.perf_counter() - begin > budget:

@@ -1,0 +1,90 @@
+"""What the models learn: scikit-learn's digits, Python's own documentation, and folders of images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+CHARACTERS, LENGTH = 128, 64
+"""Most characters that :func:`documentation` tells apart, and the length of its pieces, T."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples and their labels, to train on and held out.
+
+    Images ``[N, C, H, W]`` float32 with labels ``[N]`` int64; or text ``[N, T]`` int64 with the characters that follow,
+    ``[N, T]`` int64.
+    """
+
+    examples: Tensor
+    labels: Tensor
+    held_examples: Tensor
+    held_labels: Tensor
+
+
+@cache
+def digits() -> Data:
+    """scikit-learn's 1,797 digits of 8 x 8 pixels in ten classes; every fifth is held out."""
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise SystemExit("The digits need scikit-learn: pip install 'lightning_topk[examples]'.") from error
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(data.target)
+    out = torch.arange(len(labels)) % 5 == 0
+    return Data(images[~out], labels[~out], images[out], labels[out])
+
+
+@cache
+def documentation() -> Data:
+    """The topics of Python's own ``help()``, 0.46 million characters in Python 3.11; every tenth piece is held out."""
+    from pydoc_data.topics import topics
+
+    text = "".join(topics[name] for name in sorted(topics))
+    known = {character: number for number, character in enumerate(sorted(set(text))[:CHARACTERS])}
+    codes = torch.tensor([known.get(character, 0) for character in text])
+    count = (len(codes) - 1) // LENGTH
+    examples, labels = (codes[first : first + count * LENGTH].view(count, LENGTH) for first in (0, 1))
+    out = torch.arange(count) % 10 == 0
+    return Data(examples[~out], labels[~out], examples[out], labels[out])
+
+
+@cache
+def image_folder(folder: Path) -> Data:
+    """All images of a folder, see :func:`folders`, resized to 32 x 32; convolutions are fastest with channels last."""
+    from torchvision.transforms import v2  # type: ignore[import-untyped]
+
+    normal = v2.Normalize([0.5] * 3, [0.25] * 3)
+    transform = v2.Compose([v2.Resize((32, 32)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normal])
+    parts = []
+    for name, part in zip(("train", "test"), folders(folder, transform, transform), strict=True):
+        images, labels = zip(*tqdm(part, desc=f"reading {name}"), strict=True)
+        parts += [torch.stack(images).contiguous(memory_format=torch.channels_last), torch.tensor(labels)]
+    return Data(*parts)
+
+
+def folders(root: Path, transform: Any, held_transform: Any) -> tuple[Any, Any]:
+    """The images of ``root/train/<class>/*``, to train on, and of ``root/test/<class>/*``, held out.
+
+    Args:
+        root: The folder.
+        transform: Transform of the images to train on.
+        held_transform: Transform of the held-out images.
+
+    Raises:
+        ValueError: One of the two folders is missing.
+    """
+    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+
+    for part in ("train", "test"):
+        if not (root / part).is_dir():
+            raise ValueError(f"there is no folder {root / part}. Put images into train/<class>/ and test/<class>/.")
+    return ImageFolder(root / "train", transform), ImageFolder(root / "test", held_transform)

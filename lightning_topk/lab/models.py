@@ -1,0 +1,142 @@
+"""The models of the examples and of the papers' claims. None of them knows how it is trained."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_topk.lab.data import CHARACTERS, LENGTH
+
+Shape = tuple[int, int, int]
+"""Channels, height and width of an image."""
+
+
+def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (256, 128)) -> nn.Module:
+    """Hidden layers with ReLU, on all pixels at once."""
+    widths = [math.prod(shape), *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
+
+
+def cnn(shape: Shape, classes: int) -> nn.Module:
+    """Two convolutions, pooling, and a linear layer."""
+    channels, height, width = shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * (height // 2) * (width // 2), classes),
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut that drops pixels and pads channels (He et al. 2016, option A).
+
+    Args:
+        inputs: Channels.
+        outputs: Channels, once or twice as many; if twice, the image is halved.
+        norm: Makes the normalisation of a number of channels.
+    """
+
+    def __init__(self, inputs: int, outputs: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.stride, self.widen = outputs // inputs, outputs - inputs
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, self.stride, padding=1, bias=False), norm(outputs), nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), norm(outputs),
+        )  # fmt: skip
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, inputs, H, W]`` to ``[N, outputs, H / stride, W / stride]``."""
+        shortcut = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.widen))
+        return torch.relu(self.body(x) + shortcut)
+
+
+def resnet20(shape: Shape, classes: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Module:
+    """The ResNet-20 for CIFAR-10 of He et al. 2016: 0.27 million parameters."""
+    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+    blocks = [Block(a, b, norm) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), norm(16), nn.ReLU(), *blocks,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes),
+    )  # fmt: skip
+
+
+def small_vgg() -> nn.Module:
+    """Six convolutions with group norm, 1.1 million parameters, for 32 x 32 colour images in ten classes."""
+    layers: list[nn.Module] = []
+    for a, b, pool in [(3, 32, 1), (32, 64, 1), (64, 128, 0), (128, 128, 1), (128, 256, 0), (256, 256, 1)]:
+        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.GroupNorm(8, b), nn.ReLU(), *[nn.MaxPool2d(2)] * pool]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+
+class RowLSTM(nn.Module):
+    """Reads a digit row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 64, batch_first=True), nn.Linear(64, 10)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, 1, 8, 8]`` to scores ``[B, 10]``."""
+        return self.head(self.lstm(x.squeeze(1))[0][:, -1])  # type: ignore[no-any-return]
+
+
+class CharLSTM(nn.Module):
+    """Predicts the next of :data:`lightning_topk.lab.data.CHARACTERS` from all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, 32)
+        self.lstm, self.head = nn.LSTM(32, 128, batch_first=True), nn.Linear(128, CHARACTERS)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
+        return self.head(self.lstm(self.embedding(x))[0])  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """A transformer that predicts the next character: two pre-norm blocks of four heads, GELU, no dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 64
+        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, CHARACTERS, bias=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        states = self.embedding(x) + self.position[: x.shape[1]]
+        return self.head(self.blocks(states, mask, is_causal=True))  # type: ignore[no-any-return]
+
+
+DIGIT: Shape = (1, 8, 8)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": partial(mlp, DIGIT, 10, (64,)),
+    "wide mlp": partial(mlp, DIGIT, 10, (512,)),
+    "cnn": partial(cnn, DIGIT, 10),
+    "lstm": RowLSTM,
+    # Group norm has no buffers to average: a gradient is a function of its batch alone.
+    "resnet20": partial(resnet20, (3, 32, 32), 10, partial(nn.GroupNorm, 8)),
+    "vgg": small_vgg,
+    "char lstm": CharLSTM,
+    "gpt": GPT,
+}
+"""What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), two of 32 x 32
+colour images, two of text."""
+TEXT = ("char lstm", "gpt")
+"""The models of text."""
