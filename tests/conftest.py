@@ -1,4 +1,14 @@
-"""Spawned gloo groups, shared by all tests of one world size, since starting one is most of its cost."""
+"""What kind each test is, in which order tests run, and the gloo groups that they share.
+
+A test is of one kind, by which ``pytest -m`` selects it: what it starts besides itself.
+
+- ``unit``: no process.
+- ``gloo``: a group of gloo processes, forked from a server that has imported everything (the fixture ``groups``).
+- ``trainer``: a Trainer with processes of its own, or in those of a group.
+- ``process``: another Python process: a command, an import in a fresh interpreter, Triton's interpreter.
+
+A test's own mark counts first, then its file's line below, then the fixtures that it asks for.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +17,23 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import multiprocessing
+import multiprocessing.process
+import subprocess
 
 import pytest
 from groups import Group
+
+KINDS = ("process", "trainer", "gloo", "unit")
+"""In the order in which they run: many short tests at the end keep both workers of xdist busy until then."""
+FILES = {
+    "test_bench.py": "process",
+    "test_examples.py": "trainer",
+    "test_features.py": "trainer",
+    "test_lightning.py": "trainer",
+    "test_nodes.py": "trainer",
+    "test_reproduce.py": "process",
+}
+FIXTURES = {"groups": "gloo"}
 
 # Spawned processes spend seconds on imports. A fork server imports once; it is as clean as a spawned process.
 multiprocessing.set_forkserver_preload(
@@ -25,13 +49,42 @@ multiprocessing.set_forkserver_preload(
 )
 
 
+def kind_of(item: pytest.Item) -> str:
+    """One of ``KINDS``."""
+    for mark in item.iter_markers():
+        if mark.name in KINDS:
+            return mark.name
+    found = [kind for fixture, kind in FIXTURES.items() if fixture in item.fixturenames]
+    return FILES.get(item.path.name, found[0] if found else "unit")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(kind) for kind in KINDS):
+            item.add_marker(kind_of(item))
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, KINDS.index(kind_of(item))))
+
+
+@pytest.fixture(autouse=True)
+def _unit_tests_start_no_process(request, monkeypatch):
+    if kind_of(request.node) != "unit":
+        return
+
+    def refused(*args, **kwargs):
+        pytest.fail(f"a unit test starts a process: give it one of the marks {', '.join(KINDS[:-1])}")
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refused)
+    monkeypatch.setattr(subprocess.Popen, "__init__", refused)
+
+
 @pytest.fixture(scope="session")
 def groups():
-    """Groups by world size, started when first asked for."""
+    """Groups by world size, started when first asked for, since starting one is most of its cost."""
     started: dict[int, Group] = {}
 
     def group(world: int) -> Group:
-        if world not in started:
+        if world not in started or not started[world].alive:
             started[world] = Group(world)
         return started[world]
 

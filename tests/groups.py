@@ -1,19 +1,25 @@
-"""A group of gloo processes that runs functions, one after the other, with an outside time limit."""
+"""Processes forked from a server that has imported everything: groups of gloo processes, and torchrun's ranks."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 class Group:
@@ -35,8 +41,8 @@ class Group:
         """Calls ``function(rank, world, *args)`` on every rank and returns what each returned.
 
         Args:
-            function: A function of a test module. It should assert only after its last collective, so that a failing rank
-                does not keep the others waiting.
+            function: A function of a test module. It should assert only after its last collective, so that a failing
+                rank does not keep the others waiting.
             *args: Picklable arguments.
             timeout: Seconds after which the group is killed and the call fails.
         """
@@ -51,6 +57,11 @@ class Group:
         failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
         assert not failed, "\n".join(failed)
         return [value for _, value in results]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all its processes run."""
+        return all(process.is_alive() for process in self._processes)
 
     def stop(self) -> None:
         """Ends the processes."""
@@ -71,3 +82,30 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
             pipe.send((None, function(rank, world, *args)))
         except Exception:
             pipe.send((traceback.format_exc(), None))
+
+
+def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> str:
+    """Runs a script as ``torchrun --standalone --nproc-per-node=2`` does; returns what its ranks printed.
+
+    The agent is torchrun's. It starts functions instead of commands, so that ranks come from the fork server.
+    """
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=logs.name, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=restarts, monitor_interval=0.1, start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+    )  # fmt: skip
+    try:
+        elastic_launch(config, _run_script)(str(script), *arguments)
+    finally:
+        for number, handler in handlers.items():  # the agent sets its own
+            signal.signal(number, handler)
+    return "".join(path.read_text() for path in sorted(logs.rglob("stdout.log")))
+
+
+def _run_script(script: str, *arguments: str) -> None:
+    torch.set_num_threads(1)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")

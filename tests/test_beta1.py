@@ -72,7 +72,7 @@ WAYS = {
 
 @pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind, ways in WAYS.items() for way in ways])
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"amsgrad": True, "foreach": True}])
-def test_it_steps_as_with_the_beta1_that_it_was_lent(kind, options, way):
+def test_adam_steps_as_if_made_with_the_beta1_that_it_was_lent(kind, options, way):
     one, other, lender = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
     optimizer = kind([one], lr=0.1, betas=OWN, **options)
     lend_beta1([optimizer, SGD([other], lr=0.1)], 0.5, lender)
@@ -84,7 +84,7 @@ def test_it_steps_as_with_the_beta1_that_it_was_lent(kind, options, way):
 
 
 @pytest.mark.parametrize("end", [take_back_beta1, None])
-def test_it_steps_with_its_own_when_the_lender_takes_it_back_or_is_gone(end):
+def test_adam_steps_with_its_own_beta1_when_the_lender_takes_it_back_or_is_gone(end):
     one, other, lender = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
     optimizer, alone = (AdamW([parameter], lr=0.1, betas=OWN) for parameter in (one, other))
     lend_beta1([optimizer], 0.0, lender)
@@ -120,9 +120,9 @@ def test_only_groups_with_compressed_parameters_are_lent_whoever_lends():
 def test_optimizers_that_are_not_torchs_adam_step_as_ever_and_that_is_said():
     parameter, lender = nn.Parameter(torch.ones(3)), Lender()
     (words,) = lend_beta1([NAdam([parameter])], 0.0, lender)
-    assert "NAdam steps as ever" in words
+    assert "NAdam is unchanged" in words
     assert lend_beta1([SGD([parameter], lr=0.1)], 0.0, lender) == []
-    assert "SGD steps as ever" in lend_beta1([SGD([parameter], lr=0.1)], 0.0, lender, asked=True)[0]
+    assert "SGD is unchanged" in lend_beta1([SGD([parameter], lr=0.1)], 0.0, lender, asked=True)[0]
     assert lend_beta1([AdamW([parameter])], 0.0, lender, asked=True) == []
 
 
@@ -214,7 +214,7 @@ def trained(rank: int, world: int, settings: dict, own: float) -> tuple[list[flo
         if last is not None:
             state.follow(last)
         for _ in range(3):
-            generator = torch.Generator().manual_seed(10 * residuals.steps + rank)
+            generator = torch.Generator().manual_seed(10 * residuals.progress.steps + rank)
             optimizer.zero_grad()
             ddp(torch.randn(4, 40, generator=generator)).square().mean().backward()
             seen += used(optimizer)
@@ -260,5 +260,5 @@ def quiet(rank: int, world: int) -> list[str]:
 
 def test_without_the_optimizer_the_recipe_says_that_adam_keeps_its_beta1(groups):
     (said, other) = groups(2).run(quiet)
-    assert any("without optimizer= of attach, Adam keeps its beta1" in words for words in said)
+    assert any("Adam keeps its beta1, because attach was called without optimizer=" in words for words in said)
     assert other == []

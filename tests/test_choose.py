@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from shapes import codecs_of
 
 from lightning_topk.config import AUTO_RATIOS, TopKConfig
+from lightning_topk.recipe import planned
 from lightning_topk.runtime.autotune import judge
 
 SIZES = [1000, 2_000_000]
@@ -41,11 +43,11 @@ def test_the_largest_ratio_that_costs_little_more_is_taken():
 
 
 def test_the_words_tell_the_density_that_was_timed():
-    config = TopKConfig(topology="auto").planned(100)
+    config = planned(TopKConfig(topology="auto"), 100)
     assert "at ratio 0.0605" in judge(config, config.candidates(4, 1), SIZES, [[1.0, 9.0]] * 2, middle=50).words
     assert "at ratio 0.001" in judge(config, config.candidates(4, 1), SIZES, [[1.0, 9.0]] * 2).words
 
 
-def test_nothing_is_known_before_it_was_measured():
-    with pytest.raises(ValueError, match="nobody knows the sizes before it was measured"):
-        TopKConfig(ratio="auto").codecs(1000, 4)
+def test_an_automatic_ratio_has_no_sizes_before_it_was_measured():
+    with pytest.raises(ValueError, match="sizes are unknown before they are measured"):
+        codecs_of(TopKConfig(ratio="auto"), 1000, 4)

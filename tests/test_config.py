@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import pickle
 import re
+from typing import get_args
 
 import pytest
 import torch
+from shapes import codecs_of
 
-from lightning_topk.config import PASSES, START, TopKConfig, presets
+import lightning_topk.fabric
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.select import Selector
+from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.lightning.strategy import TopKStrategy
 from lightning_topk.planning.volume import volume
+from lightning_topk.presets import presets
+from lightning_topk.recipe import PASSES, START, applies, planned, remarks
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 
@@ -61,7 +69,7 @@ BAD_FOR_DDP = [
     ({"ddp_comm_wrapper": print}, ValueError, r"ddp_comm_wrapper="),
     ({"model_averaging_period": 4}, ValueError, r"model_averaging_period=4 belongs to post-local SGD"),
     ({"mixed_precision": object()}, ValueError, r"mixed_precision=.*Use the Trainer's precision"),
-    ({"skip_all_reduce_unused_params": True}, ValueError, r"skip_all_reduce_unused_params=True does not go with"),
+    ({"skip_all_reduce_unused_params": True}, ValueError, r"skip_all_reduce_unused_params=True is not supported with"),
     ({"delay_all_reduce_named_params": [("a", 1)]}, ValueError, r"delay_all_reduce_named_params="),
     ({"rato": 0.1}, TypeError, r"unknown argument rato=0\.1; did you mean 'ratio'\?"),
 ]
@@ -84,7 +92,7 @@ def test_ddp_defaults_that_are_passed_explicitly_are_welcome():
     TopKStrategy(ddp_comm_hook=None, mixed_precision=None, skip_all_reduce_unused_params=False, bucket_cap_mb=10)
 
 
-def test_settings_are_frozen_and_travel_to_other_processes():
+def test_settings_are_frozen_and_survive_pickling():
     config = TopKConfig(ratio=0.25, topology="single_server")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.ratio = 0.5
@@ -136,10 +144,9 @@ def test_a_selector_that_chooses_another_number_is_refused():
 
 def test_a_server_that_does_not_compress_has_room_for_all_that_workers_send():
     for world in (1, 2, 5, 100):
-        layout, up, down = TopKConfig(ratio=0.01, bidirectional=False).codecs(100_000, world)
-        assert isinstance(layout, Layout)
-        assert down is not None
-        assert down.kept == min(layout.shard_size, world * up.kept)
+        codecs = codecs_of(TopKConfig(ratio=0.01, bidirectional=False), 100_000, world)
+        assert codecs.reply is not None
+        assert codecs.reply.kept == min(Layout(100_000, world).shard_size, world * codecs.uplink.kept)
 
 
 def test_schedules_descend_geometrically_and_then_stay():
@@ -159,9 +166,9 @@ def test_schedules_descend_geometrically_and_then_stay():
     [
         ({"ratio": 0, "steps": 3}, r"ratio=0 must be in"),
         ({"ratio": 0.1, "start": 2, "steps": 3}, r"start=2 must be in"),
-        ({"ratio": 0.1}, r"give one of steps and epochs"),
-        ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"give one of steps and epochs"),
-        ({"ratio": 0.1, "share": 0}, r"share=0 of the planned steps must be in"),
+        ({"ratio": 0.1}, r"pass exactly one of steps"),
+        ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"pass exactly one of steps"),
+        ({"ratio": 0.1, "share": 0}, r"share=0 must be in"),
         ({"ratio": 0.1, "steps": 0}, r"at least 1"),
     ],
 )
@@ -175,12 +182,12 @@ def test_a_schedule_may_be_a_share_of_the_planned_steps():
     assert schedule.planned(400) == ExponentialWarmup(0.001, steps=100)
     config = TopKConfig(ratio=schedule, server_ratio=ExponentialWarmup(0.01, steps=7))
     assert config.by_plan
-    assert config.planned(400).ratio.at(100, 0) == pytest.approx(0.001)
-    assert config.planned(400).server_ratio == config.server_ratio
-    with pytest.raises(ValueError, match="a share of a run that has no end"):
-        config.planned(float("inf"))
-    with pytest.raises(ValueError, match="which nobody told: pass planned_steps="):
-        config.codecs(1000, 4)
+    assert planned(config, 400).ratio.at(100, 0) == pytest.approx(0.001)
+    assert planned(config, 400).server_ratio == config.server_ratio
+    with pytest.raises(ValueError, match="share needs the length of the run"):
+        planned(config, float("inf"))
+    with pytest.raises(ValueError, match=r"is unknown\. Pass planned_steps="):
+        codecs_of(config, 1000, 4)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +195,7 @@ def test_a_schedule_may_be_a_share_of_the_planned_steps():
     [
         ({}, 3000, []),
         ({}, 100_000, []),
-        ({}, 1000, [r"steps planned: 1,000\. .* sent 60\.5 times on average; .* fewer than some 180 times"]),
+        ({}, 1000, [r"steps planned: 1,000\. .* sent 60\.5 times on average; .* fewer than 180 times"]),
         ({"ratio": 0.1}, 2000, []),
         ({"topology": "allgather", "bidirectional": False}, 3000, [r"sent 91\.5 times"]),
         (
@@ -196,7 +203,7 @@ def test_a_schedule_may_be_a_share_of_the_planned_steps():
             100,
             [r"topology='hierarchical' on one node all-reduces .* Without effect: ratio\."],
         ),
-        ({}, float("inf"), ["nobody told how many steps are planned"]),
+        ({}, float("inf"), ["the length of the run is unknown"]),
         ({"ratio": 0.5}, 10, []),
         ({"ratio": "auto"}, 10, []),
         ({"topology": "auto"}, 10, []),
@@ -211,8 +218,8 @@ def test_a_schedule_may_be_a_share_of_the_planned_steps():
         ),
     ],
 )
-def test_users_are_told_what_they_should_know(settings, steps, words):
-    said = TopKConfig(**settings).remarks(steps, 4, 4)
+def test_remarks_warn_of_short_runs_and_settings_without_effect(settings, steps, words):
+    said = remarks(TopKConfig(**settings), steps, 4, 4)
     assert len(said) == len(words)
     for remark, expected in zip(said, words, strict=True):
         assert re.search(expected, remark)
@@ -220,26 +227,26 @@ def test_users_are_told_what_they_should_know(settings, steps, words):
 
 def test_the_default_recipe_descends_to_the_ratio_over_the_planned_steps():
     config = TopKConfig(server_ratio=0.002)
-    assert config.warms
-    planned = config.planned(100)
-    assert not planned.warms
-    densities = [planned.ratio.at(step, 0) for step in range(120)]
+    assert applies(config)
+    settled = planned(config, 100)
+    assert not applies(settled)
+    densities = [settled.ratio.at(step, 0) for step in range(120)]
     assert densities[0] == pytest.approx(START * 2 / 3)  # workers and servers together send START
     assert densities[50] == pytest.approx((START * 2 / 3 + 0.001) / 2)
     assert densities[99:] == pytest.approx([0.001] * 21, abs=4e-5)
     assert densities == sorted(densities, reverse=True)
-    assert planned.server_ratio.at(0, 0) == 2 * planned.ratio.at(0, 0)  # in proportion
-    assert planned.at(100, 0) == dataclasses.replace(config, wire="int4", beta1=0.0)
-    assert TopKConfig(wire="bf16").planned(100).wire == "bf16"
-    assert config.planned(math.inf) == config  # nothing to plan with
+    assert settled.server_ratio.at(0, 0) == 2 * settled.ratio.at(0, 0)  # in proportion
+    assert settled.at(100, 0) == dataclasses.replace(config, wire="int4", beta1=0.0)
+    assert planned(TopKConfig(wire="bf16"), 100).wire == "bf16"
+    assert planned(config, math.inf) == config  # nothing to plan with
 
 
 def test_the_default_recipe_sends_every_entry_often_enough_and_no_more():
     for steps in (3000, 10_000, 50_000):
-        ratio = TopKConfig().planned(steps).ratio
+        ratio = planned(TopKConfig(), steps).ratio
         assert sum(ratio.at(step, 0) for step in range(steps)) == pytest.approx(PASSES + 0.0005 * steps, rel=0.01)
-    assert TopKConfig().planned(360_000).ratio == 0.001  # long enough as it is
-    assert TopKConfig(ratio=0.01).planned(36_000).ratio == 0.01
+    assert planned(TopKConfig(), 360_000).ratio == 0.001  # long enough as it is
+    assert planned(TopKConfig(ratio=0.01), 36_000).ratio == 0.01
 
 
 @pytest.mark.parametrize(
@@ -256,8 +263,8 @@ def test_the_default_recipe_sends_every_entry_often_enough_and_no_more():
 )
 def test_the_recipe_leaves_alone_what_is_plain_dense_or_scheduled(settings):
     config = TopKConfig(**settings)
-    assert not config.warms
-    assert config.planned(100).summary() == config.summary()
+    assert not applies(config)
+    assert planned(config, 100).summary() == config.summary()
 
 
 @pytest.mark.parametrize("world", [2, 8, 64])
@@ -273,7 +280,7 @@ def test_the_recipe_leaves_alone_what_is_plain_dense_or_scheduled(settings):
     ],
 )
 def test_the_default_recipe_saves_fifty_times_the_bytes_of_a_whole_run(settings, least, world):
-    config = TopKConfig(**settings).planned(300, world)
+    config = planned(TopKConfig(**settings), 300, world)
     volumes = [
         volume(config, [3_000_000], world, rank, step=step) for step in range(0, 300, 9) for rank in range(world)
     ]
@@ -282,9 +289,9 @@ def test_the_default_recipe_saves_fifty_times_the_bytes_of_a_whole_run(settings,
 
 
 def test_four_bits_are_the_recipes_only_where_their_rounding_is_kept():
-    assert TopKConfig().planned(100).wire == "int4"
+    assert planned(TopKConfig(), 100).wire == "int4"
     for kept in ("worker", "server", False):
-        assert TopKConfig(error_feedback=kept, bidirectional=False).planned(100).wire is None
+        assert planned(TopKConfig(error_feedback=kept, bidirectional=False), 100).wire is None
 
 
 @pytest.mark.parametrize(
@@ -304,12 +311,12 @@ def test_four_bits_are_the_recipes_only_where_their_rounding_is_kept():
     ],
 )
 def test_adam_steps_with_another_beta1_only_where_something_is_kept_back(settings, lent):
-    assert TopKConfig(**settings).planned(100).lent_beta1 == lent
-    assert TopKConfig(**settings).planned(math.inf).lent_beta1 == (lent if "beta1" in settings else None)
+    assert planned(TopKConfig(**settings), 100).lent_beta1 == lent
+    assert planned(TopKConfig(**settings), math.inf).lent_beta1 == (lent if "beta1" in settings else None)
 
 
 def test_a_hierarchy_of_one_node_is_dense_and_adam_keeps_its_beta1():
-    assert TopKConfig(topology="hierarchical").planned(100).on(4, 4).lent_beta1 is None
+    assert planned(TopKConfig(topology="hierarchical"), 100).on(4, 4).lent_beta1 is None
 
 
 def test_settings_at_a_step_are_numbers_where_there_is_a_schedule():
@@ -321,12 +328,12 @@ def test_settings_at_a_step_are_numbers_where_there_is_a_schedule():
 
 def test_a_function_of_the_step_is_a_schedule_and_is_watched():
     config = TopKConfig(ratio=lambda step: 0.5 - 0.2 * step)
-    assert [config.codecs(1000, 1, step)[1].kept for step in range(3)] == [500, 300, 100]
-    with pytest.raises(ValueError, match="it must stay in"):
-        config.codecs(1000, 1, step=3)
+    assert [codecs_of(config, 1000, 1, step).uplink.kept for step in range(3)] == [500, 300, 100]
+    with pytest.raises(ValueError, match="it must be in"):
+        codecs_of(config, 1000, 1, step=3)
 
 
-def test_the_plan_knows_the_scope():
+def test_the_predicted_volume_depends_on_the_scope():
     whole, parts = (volume(TopKConfig(scope=scope), [1500, 700, 300], world=4) for scope in ("model", "bucket"))
     assert whole.uplink == volume(TopKConfig(), [2500], world=4).uplink < parts.uplink
 
@@ -337,9 +344,38 @@ def test_every_preset_is_a_setting():
     }  # fmt: skip
     for settings in presets.values():
         TopKStrategy(**settings)
-        assert TopKConfig(**settings).codecs(1000, 4)
+        assert codecs_of(TopKConfig(**settings), 1000, 4)
 
 
 def test_dense_costs_what_a_ring_all_reduce_costs_and_a_check_word_a_payload():
     plan = volume(TopKConfig(**presets["dense"]), [4096], world=4)
     assert plan.uplink + plan.downlink == plan.dense + 6 * 4
+
+
+STRATEGIES = [TopKStrategy, lightning_topk.fabric.TopKStrategy]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_strategies_take_the_settings_of_the_config_with_the_same_defaults_and_types(strategy):
+    config, taken = (inspect.signature(kind).parameters for kind in (TopKConfig, strategy))
+    assert list(taken)[: len(config)] == list(config)
+    assert [taken[name] for name in config] == list(config.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_argument_of_a_strategy_is_described_and_the_settings_as_in_the_config(strategy):
+    def described(kind: type) -> dict[str, str]:
+        arguments = inspect.cleandoc(kind.__doc__).split("Args:\n")[1].split("\n\n")[0]
+        found = re.split(r"^    (\*{0,2}\w+): ", arguments, flags=re.MULTILINE)[1:]
+        return dict(zip(found[::2], map(str.strip, found[1::2]), strict=True))
+
+    config, mine = described(TopKConfig), described(strategy)
+    assert {name: mine[name] for name in config} == config
+    kinds = inspect.Parameter.VAR_KEYWORD
+    parameters = inspect.signature(strategy).parameters.values()
+    assert list(mine) == [f"**{p.name}" if p.kind == kinds else p.name for p in parameters]
+
+
+def test_the_names_in_annotations_are_those_of_the_topologies_and_wires():
+    assert set(get_args(TopologyName)) == set(TOPOLOGIES)
+    assert set(get_args(WireName)) == set(WIRES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -9,29 +10,29 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.ops import reference
+from lightning_topk.lab.papers.recipes import RECIPES
+from lightning_topk.simulate import Cluster
 
 ROOT = Path(__file__).parent.parent
 
 
 def example(*arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=400, cwd=ROOT, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_the_main_job_saves_40_times_and_stays_within_2_points_of_ddp(tmp_path):
     plot = tmp_path / "run.png"
-    output = example("examples/train_classifier.py", "--compare", "--plot", str(plot))
+    output = example("examples/train_classifier.py", "--compare", "--max-epochs=8", "--plot", str(plot))
     rows = {words[0]: words for words in map(str.split, output.splitlines()) if words and words[0] in ("ddp", "topk")}
     accuracy = {name: float(words[1].rstrip("%")) for name, words in rows.items()}
     assert accuracy["ddp"] > 90
@@ -65,13 +66,67 @@ def test_presets_train_the_classifier_one_after_the_other():
     assert min(accuracy.values()) > 40, accuracy
 
 
-def test_a_folder_without_images_is_refused_in_words(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "examples/train_classifier.py", "--data", str(tmp_path)],
-        capture_output=True, text=True, timeout=100, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "there is no folder" in done.stderr
+def loaded(monkeypatch, folder: str, name: str):
+    """A module of an example, imported from its folder as its script does."""
+    monkeypatch.syspath_prepend(ROOT / folder)
+    return importlib.import_module(name)
+
+
+def test_a_folder_without_images_is_refused_in_words(monkeypatch, tmp_path):
+    classifier = loaded(monkeypatch, "examples", "train_classifier")
+    with pytest.raises(SystemExit, match=f"--data {tmp_path}: there is no folder {tmp_path / 'train'}"):
+        classifier.datasets(str(tmp_path), download=False)
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    """The exchanges of the rejected recipes."""
+    return loaded(monkeypatch, "examples/recipes", "variants")
+
+
+def drawn(world, numel):
+    """Twelve steps' gradients of each worker."""
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(numel, generator=generator) for _ in range(world)] for _ in range(12)]
+
+
+def test_every_rejected_recipe_is_documented(monkeypatch):
+    tried = loaded(monkeypatch, "examples/recipes", "run").TRIED
+    page = (ROOT / "examples" / "recipes" / "README.md").read_text()
+    assert [name for name in tried if f"`{name}`" not in page] == []
+    assert not {*tried} & {*RECIPES}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_handing_over_own_shards_loses_nothing(variants, world):
+    numel = 1000
+    cluster = variants.OwnShards(TopKConfig(ratio=0.05, wire="fp32"), world, numel)
+    steps = drawn(world, numel)
+    delivered = sum(cluster.step(gradients)[0] for gradients in steps)
+    kept = sum(end.uplink.memory.residual for end in cluster.endpoints) / world
+    rows = torch.stack([end.downlink.memory.residual for end in cluster.endpoints])
+    place = reference.shard_rows(torch.arange(1, numel + 1), cluster.endpoints[0].layout)
+    kept[place[place > 0] - 1] += rows[place > 0]
+    given = sum(torch.stack(gradients).mean(0) for gradients in steps)
+    torch.testing.assert_close(delivered + kept, given, atol=1e-4, rtol=1e-4)
+
+
+def test_ef21_with_all_entries_delivers_the_averaged_gradient(variants):
+    cluster = variants.Differences(TopKConfig(ratio=1.0, wire="fp32"), 2, 500, new=0.25)
+    average = torch.zeros(500)
+    for gradients in drawn(2, 500):
+        average += 0.25 * (torch.stack(gradients).mean(0) - average)
+        torch.testing.assert_close(cluster.step(gradients)[0], average, atol=1e-5, rtol=1e-4)
+
+
+def test_residuals_that_decay_to_nothing_are_forgotten_and_an_adaptive_ratio_follows_its_target(variants):
+    decaying = variants.Decaying(TopKConfig(ratio=0.05), 2, 1000, factor=0.0)
+    plain = Cluster(TopKConfig(ratio=0.05, error_feedback=False), 2, 1000)
+    adaptive = variants.Adaptive(TopKConfig(ratio=0.001), 2, 1000, target=0.99)
+    for gradients in drawn(2, 1000):
+        assert torch.equal(decaying.step(gradients)[0], plain.step(gradients)[0])
+        adaptive.step(gradients)
+    assert adaptive.ratio == pytest.approx(0.1 / 1.05**12)
 
 
 def test_plain_ddp_under_torchrun():

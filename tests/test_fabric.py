@@ -65,13 +65,13 @@ def dense(rank: int, world: int) -> None:
                 for p in alone.parameters():
                     p -= 0.1 * p.grad
         ends.append(flat(alone))
-    exchanged = [state.residuals.steps for state in fabric.strategy.topk_states]
+    exchanged = [state.residuals.progress.steps for state in fabric.strategy.topk_states]
     for (model, _), end in zip(pairs, ends, strict=True):
         torch.testing.assert_close(flat(model), end, rtol=1e-5, atol=1e-6)
     assert exchanged == [4, 4]  # once each step, accumulated gradients
 
 
-def test_several_modules_learn_as_with_ddp_and_accumulate(groups):
+def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(groups):
     groups(2).run(dense)
 
 
@@ -134,7 +134,7 @@ def test_a_scalers_skipped_step_is_undone(groups):
     groups(2).run(scaled)
 
 
-def test_unknown_arguments_and_momentum_twice_are_refused(groups):
+def test_fabric_refuses_unknown_arguments_and_momentum_twice(groups):
     with pytest.raises(TypeError, match=r"unknown argument ratoi=0\.1; did you mean 'ratio'"):
         TopKStrategy(ratoi=0.1)
     groups(2).run(momentum_twice)
@@ -148,7 +148,7 @@ def momentum_twice(rank: int, world: int) -> None:
 
 
 def lent_to_one(rank: int, world: int) -> None:
-    """One optimizer for a module that Fabric exchanges and for a parameter of nobody's: only the first is lent a beta1."""
+    """One optimizer for an exchanged module and for a parameter of no module: only the first is lent a beta1."""
     fabric = fabric_of(rank, world, ratio=0.01, planned_steps=3)
     net, alone = net_of_four_layers(), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([{"params": net.parameters()}, {"params": [alone]}])
@@ -201,5 +201,7 @@ def _saved(fabric: Fabric, folder: str) -> str:
     return path
 
 
-def test_one_optimizer_of_two_modules_and_loading_something_else(groups, tmp_path):
+def test_a_step_that_one_optimizer_of_two_modules_skips_is_undone_in_both_and_loading_weights_keeps_residuals(
+    groups, tmp_path
+):
     groups(2).run(shared_optimizer, str(tmp_path))

@@ -9,15 +9,16 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
-from groups import Group
+from groups import Group, torchrun
 from test_precision import loss_of, net_of_four_layers
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.ddp import attach
-from lightning_topk.runtime import collectives
+from lightning_topk.runtime import drive
 from lightning_topk.runtime.checks import check_same_model
 
 
@@ -83,7 +84,7 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float]:
     """Rank 1 is struck in the exchange of the third step; the others tell what they see, and after how many seconds."""
     ddp = DistributedDataParallel(net_of_four_layers(), bucket_cap_mb=0.001)
     state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=4))
-    perform, count = collectives.perform, [0]
+    perform, count = drive.perform, [0]
 
     def striking(request, *args):
         count[0] += 1
@@ -96,7 +97,7 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float]:
                 request.payload.view(-1)[3] ^= 4
         return perform(request, *args)
 
-    collectives.perform = striking
+    drive.perform = striking
     message = ""
     begin = time.monotonic()
     for step in range(4):
@@ -111,8 +112,9 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float]:
     return message, took
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("blow", ["killed", "hangs", "damages"])
-def test_the_others_end_in_time_with_an_error_that_names_exchange_bucket_and_timeout(blow):
+def test_if_one_rank_fails_the_others_end_in_time_and_name_exchange_bucket_and_timeout(blow):
     group = Group(3)
     for pipe in group._pipes:
         pipe.send((struck, (blow,)))
@@ -137,11 +139,11 @@ import lightning as L, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_topk import TopKStrategy
-from lightning_topk.runtime import collectives
+from lightning_topk.runtime import drive
 
 folder, kill = sys.argv[1:]
 first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-perform, count = collectives.perform, 0
+perform, count = drive.perform, 0
 
 def striking(*args):
     global count
@@ -151,8 +153,10 @@ def striking(*args):
     return perform(*args)
 
 if __name__ == "__main__":
-    collectives.perform = striking
+    drive.perform = striking
     L.seed_everything(0, verbose=False)
+    os.makedirs(os.path.join(folder, "pids"), exist_ok=True)
+    open(os.path.join(folder, "pids", str(os.getpid())), "w").close()
     model = BoringModel()
     saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
     trainer = L.Trainer(strategy=TopKStrategy(ratio=0.1, residual_checkpoint="full"), accelerator="cpu", devices=2,
@@ -165,26 +169,24 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.trainer
 def test_after_a_kill_torchrun_restarts_and_nothing_is_lost(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     ends = {}
     for kill in ("kill", "no"):
         folder = tmp_path / kill
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(script), str(folder), kill],
-            capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("step later" in done.stdout) == (kill == "kill")
+        said = torchrun(script, str(folder), kill, logs=tmp_path / f"logs of {kill}", restarts=1)
+        assert ("step later" in said) == (kill == "kill")
         ends[kill] = torch.load(folder / "epoch=3.ckpt", weights_only=True)
     one, other = ends.values()
     assert all(torch.equal(one["state_dict"][name], other["state_dict"][name]) for name in one["state_dict"])
     for name, sides in one["lightning_topk"]["parameters"].items():
         for side, parts in sides.items():
             assert torch.equal(parts["residual"], other["lightning_topk"]["parameters"][name][side]["residual"])
-    left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False).stdout
-    assert left == "", "orphaned processes"
+    pids = [int(path.name) for path in tmp_path.glob("*/pids/*")]
+    assert len(pids) == 6
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "orphaned processes"
 
 
 FABRIC = """
@@ -205,6 +207,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.trainer
 def test_fabric_connects_again_after_torchrun_restarts_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FABRIC)

@@ -273,7 +273,7 @@ def trained(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_with_everything_sent_it_is_ddp(groups, name):
+def test_with_everything_sent_training_gives_the_weights_of_ddp(groups, name):
     groups(2).run(trained, name, timeout=100)
 
 
@@ -337,7 +337,7 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(groups):
 
 class Steps(Callback):
     def on_train_start(self, trainer, pl_module):
-        self.steps = trainer.strategy.topk_state.residuals.steps
+        self.steps = trainer.strategy.topk_state.residuals.progress.steps
         self.held = len(trainer.strategy.topk_state.residuals.held())
 
 
@@ -350,10 +350,10 @@ def tuned(rank: int, world: int, folder: str) -> None:
     Tuner(trainer).lr_find(model, num_training=4, update_attr=False)
     trainer.fit(model)
     assert steps.steps == steps.held == 0
-    assert trainer.strategy._residuals.steps == trainer.global_step
+    assert trainer.strategy._residuals.progress.steps == trainer.global_step
 
 
-def test_the_tuner_leaves_nothing_behind(groups, tmp_path):
+def test_the_tuner_leaves_no_residuals_behind(groups, tmp_path):
     groups(2).run(tuned, str(tmp_path))
 
 
@@ -367,7 +367,7 @@ def evaluated(rank: int, world: int) -> None:
     assert len(trainer.predict(model)) == 2
     trainer.fit(model)
     assert trainer.validate(model, verbose=False)[0]["val_loss"] != before
-    assert trainer.strategy._residuals.steps == trainer.global_step
+    assert trainer.strategy._residuals.progress.steps == trainer.global_step
 
 
 def test_validate_test_and_predict_work_before_and_without_fit(groups):
@@ -381,7 +381,7 @@ def throughput(rank: int, world: int, folder: str) -> None:
     trainer_of(rank, world, "topk", options, {}).fit(Plain())
 
 
-def test_throughput_monitor(groups, tmp_path):
+def test_the_throughput_monitor_logs_beside_the_compression_monitor(groups, tmp_path):
     groups(2).run(throughput, str(tmp_path))
     rows = next(Path(tmp_path).rglob("metrics.csv")).read_text()
     assert "batches_per_sec" in rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,162 +13,175 @@ import pytest
 import lightning_topk
 
 PACKAGE = Path(lightning_topk.__file__).parent
-LAYERS = [
-    {"layout", "schedule", "beta1", "_version", "_lightning"},
-    {"ops.reference"},
-    {"ops.cpu", "ops.kernels"},
-    {"ops"},
-    {"select", "memory"},
-    {"wire"},
-    {"exchange"},
-    {"config"},
-    {"collectives", "simulate", "undo", "plan"},
-    {"residuals", "choose", "costs", "checks"},
-    {"advice"},
-    {"checkpoint"},
-    {"hook"},
-    {"metrics", "strategy", "fabric"},
-    {"callback", "plots", "hosts"},
-    {"reproduce.result", "reproduce.problem", "reproduce.step", "reproduce.parallel", "reproduce.variants"},
-    {
-        "reproduce.bound",
-        "reproduce.convergence",
-        "reproduce.counterexample",
-        "reproduce.distribution",
-        "reproduce.operators",
-        "reproduce.saving",
-        "reproduce.speedup",
-    },
-    {"reproduce.tuning", "reproduce.recipes", "scale"},
-    {"reproduce"},
-    {"bench.timing", "bench.memory", "bench.peers"},
-    {"bench.select", "bench.wire", "bench.ddp", "bench.train", "bench.costs", "bench.model"},
-    {"bench.hosts"},
-    {"bench.step"},
-    {"bench"},
-    {"_register"},
-    {"__init__"},
-    {"__main__"},
-]
-ALLOWED = {
-    "torch.distributed": {
-        "collectives",
-        "choose",
-        "checkpoint",
-        "hook",
-        "strategy",
-        "reproduce.step",
-        "bench.peers",
-        "bench.ddp",
-        "bench.costs",
-        "bench.model",
-    },
-    "lightning": {"_lightning", "strategy", "callback", "fabric", "bench.train"},
-    "triton": {"ops.kernels"},
-    "torchmetrics": {"metrics"},
-    "matplotlib": {"plots"},
+
+SETTINGS = ["schedule", "config", "presets", "recipe", "build"]
+MAY_IMPORT = {
+    "core": [],
+    "schedule": [],
+    "config": ["core", "schedule"],
+    "presets": ["schedule"],
+    "recipe": ["config", "core", "schedule"],
+    "build": ["config", "core", "schedule"],
+    "simulate": ["build", "config", "core"],
+    "runtime": ["core", *SETTINGS],
+    "planning": ["core", *SETTINGS],
+    "ddp": ["core", *SETTINGS, "runtime", "planning"],
+    "lightning": ["core", *SETTINGS, "runtime", "planning", "ddp"],
+    "lab": ["core", *SETTINGS, "runtime", "planning", "ddp", "simulate", "_version"],
 }
-MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-MODULES = {name.removesuffix(".__init__") if "." in name else name: path for name, path in MODULES.items()}
+"""Which wings each wing may import; the wings beside ``__init__``, ``__main__`` and the public names of others'
+modules."""
+PUBLIC_NAMES = {"fabric": "lightning.fabric", "metrics": "lightning.metrics", "select": "core.select"}
+"""Modules that only give what is in another one a public name."""
+PACKAGES = {
+    "torch.distributed": {"runtime", "ddp", "lightning", "lab"},
+    "lightning": {"lightning"},
+    "pytorch_lightning": {"lightning"},
+    "torchmetrics": {"lightning"},
+    "triton": {"core"},
+    "matplotlib": {"lab"},
+    "tqdm": {"lab"},
+}
+"""Where packages that cost time, or that not everybody has, may be imported."""
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports."""
+    """Modules that a file imports, anywhere in it, and those that it names to ``import_module``."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = {name for name in names if name.removeprefix("lightning_topk.") in MODULES}
-            found |= modules or {node.module}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module = node.value.partition(":")[0].removeprefix("lightning_topk.")
+            found |= {node.value} if node.value.startswith("lightning_topk.") and module in MODULES else set()
     return found
 
 
-def layer(name: str) -> int:
-    return next(number for number, names in enumerate(LAYERS) if name in names)
+def wing(module: str) -> str:
+    """The wing of a module of the package, given by its full name."""
+    return module.removeprefix("lightning_topk.").partition(".")[0]
 
 
-def test_every_module_has_a_layer():
-    assert set(MODULES) == set().union(*LAYERS)
+INSIDE = sorted(name for name in MODULES if wing(name) in MAY_IMPORT)
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {"__init__", "_register"}))
-def test_imports_point_downward(name):
+def test_every_module_belongs_to_a_wing():
+    assert {wing(name) for name in MODULES} - {*MAY_IMPORT, *PUBLIC_NAMES} == {"__init__", "__main__", "_version"}
+
+
+def test_no_two_wings_import_each_other():
+    allowed = {(name, other) for name, others in MAY_IMPORT.items() for other in others}
+    assert not {(other, name) for name, other in allowed} & allowed
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_wing_imports_only_the_wings_below_it(name):
+    allowed = {wing(name), *MAY_IMPORT[wing(name)]}
     for imported in imports(MODULES[name]):
-        own = imported.removeprefix("lightning_topk.")
-        if imported.startswith("lightning_topk.") and own in MODULES:
-            assert layer(own) < layer(name), f"{name} imports {own}"
+        if imported.startswith("lightning_topk."):
+            assert wing(imported) in allowed, f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_heavy_packages_are_imported_where_they_are_needed_only(name):
-    for package, where in ALLOWED.items():
-        if any(imported == package or imported.startswith(f"{package}.") for imported in imports(MODULES[name])):
-            assert name in where, f"{name} imports {package}"
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_a_public_module_only_names_what_is_in_another(name):
+    tree = ast.parse(MODULES[name].read_text())
+    assert [type(node).__name__ for node in tree.body] == ["Expr", "ImportFrom", "Assign"]
+    assert tree.body[1].module == f"lightning_topk.{PUBLIC_NAMES[name]}"
 
 
-def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def test_only_the_command_line_imports_the_lab():
+    for name, path in MODULES.items():
+        if wing(name) not in ("lab", "__main__"):
+            assert not any(wing(imported) == "lab" for imported in imports(path) if "lightning_topk" in imported), name
 
 
-def test_the_hook_needs_no_lightning():
-    code = "import sys; from lightning_topk import topk_hook, TopKState, attach, TopKConfig; import lightning_topk.simulate\n"
-    run(code + "assert not {'lightning', 'pytorch_lightning', 'torchmetrics', 'matplotlib'} & set(sys.modules)")
+def test_packages_are_imported_only_in_the_wings_that_need_them():
+    for name, path in MODULES.items():
+        for package, wings in PACKAGES.items():
+            if any(f"{imported}.".startswith(f"{package}.") for imported in imports(path)):
+                assert wing(name) in wings, f"{name} imports {package}"
 
 
-NAMES = "{'topk', 'topk_spawn', 'topk_fork', 'topk_notebook', 'topk_find_unused_parameters_true'}"
-
-
-@pytest.mark.parametrize(
-    "order", ["import lightning_topk; import lightning", "import lightning; import lightning_topk"]
-)
-def test_the_names_are_registered_in_either_order_of_imports(order):
-    check = f"from lightning.pytorch.strategies import StrategyRegistry; assert {NAMES} <= set(StrategyRegistry)"
-    run(f"{order}; {check}; import importlib; importlib.reload(lightning_topk); {check}")
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        "from lightning_topk import CompressionMonitor",
-        "import lightning_topk.lightning.fabric",
-    ],
-)
-def test_any_module_can_be_imported_before_lightning(first):
-    check = f"from lightning.pytorch.strategies import StrategyRegistry; assert {NAMES} <= set(StrategyRegistry)"
-    run(f"{first}; {check}")
-
-
+HOOK = """
+from lightning_topk import topk_hook, TopKState, attach, TopKConfig
+import lightning_topk.simulate
+assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib"} & set(sys.modules)
+"""
+REGISTERED = """
+from lightning.pytorch.strategies import StrategyRegistry
+names = {"topk", "topk_spawn", "topk_fork", "topk_notebook", "topk_find_unused_parameters_true"}
+assert names <= set(StrategyRegistry)
+"""
+TWICE = f"{REGISTERED}import importlib; importlib.reload(lightning_topk)\n{REGISTERED}"
 PL = """
 import warnings; warnings.simplefilter("ignore")
-{order}
 from pytorch_lightning import Trainer
 from pytorch_lightning.demos.boring_classes import BoringModel
 from lightning_topk import CompressionMonitor, TopKStrategy
-quiet = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
 for strategy in ("topk", TopKStrategy(ratio=0.1)):
     trainer = Trainer(devices=1, max_steps=2, strategy=strategy, callbacks=[CompressionMonitor()], **quiet)
     trainer.fit(BoringModel())
     assert trainer.callback_metrics["topk/dense_bytes"] == 0  # one worker
 """
+WRONG = """
+import lightning.pytorch, pytorch_lightning as pl, lightning_topk
+try:
+    pl.Trainer(strategy=lightning_topk.TopKStrategy())
+except ValueError as error:
+    assert "TopKStrategy for lightning.pytorch.Trainer" in str(error), error
+else:
+    raise AssertionError("nothing was said")
+"""
+CASES = {
+    "the hook needs no Lightning": HOOK,
+    "names are registered, ours imported first": f"import lightning_topk; import lightning\n{TWICE}",
+    "names are registered, Lightning imported first": f"import lightning; import lightning_topk\n{TWICE}",
+    "the monitor can be imported before Lightning": f"from lightning_topk import CompressionMonitor\n{REGISTERED}",
+    "the Fabric strategy needs no import of its own": "import lightning_topk; lightning_topk.fabric.TopKStrategy",
+    "pytorch_lightning is served, ours imported first": f"import lightning_topk, pytorch_lightning\n{PL}",
+    "pytorch_lightning is served, imported first": f"import pytorch_lightning, lightning_topk\n{PL}",
+    "the wrong package says which one is right": WRONG,
+}
+SERVER = """
+import json, os, sys, traceback
+import torch, torch._dynamo
+for name, code in json.loads(sys.argv[1]).items():
+    sys.stdout.flush()
+    read, write = os.pipe()
+    if os.fork() == 0:
+        status = 1
+        try:
+            exec(code, {"__name__": "__main__", "sys": sys})
+            status = 0
+        except BaseException:
+            os.write(write, traceback.format_exc()[-4000:].encode())
+        finally:
+            os._exit(status)
+    os.close(write)
+    said = os.fdopen(read).read()
+    print(json.dumps([name, os.waitstatus_to_exitcode(os.wait()[1]), said]))
+"""
 
 
-@pytest.mark.parametrize(
-    "order", ["import lightning_topk, pytorch_lightning", "import pytorch_lightning, lightning_topk"]
-)
-def test_pytorch_lightning_is_served_too(order):
+@pytest.mark.process
+def test_packages_work_together_in_every_order_of_imports():
+    """Runs every case in a process that has imported torch and nothing else: all are forked from one."""
     pytest.importorskip("pytorch_lightning")
-    run(PL.format(order=order))
-
-
-def test_the_wrong_package_says_which_one_is_right():
-    pytest.importorskip("pytorch_lightning")
-    code = "import lightning.pytorch, pytorch_lightning as pl, lightning_topk\n"
-    code += "try: pl.Trainer(strategy=lightning_topk.TopKStrategy())\nexcept ValueError as error: print(error)"
-    assert "TopKStrategy for lightning.pytorch.Trainer" in run(code)
+    done = subprocess.run(
+        [sys.executable, "-c", SERVER, json.dumps(CASES)], capture_output=True, text=True, timeout=240, check=False
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [name for name, *_ in found] == list(CASES), done.stderr
+    failed = [f"{name}: exit status {status}\n{said}" for name, status, said in found if status]
+    assert not failed, "\n".join(failed)
 
 
 def test_names_that_do_not_exist_are_attribute_errors():

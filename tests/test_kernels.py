@@ -8,12 +8,14 @@ import sys
 
 import pytest
 import torch
+from shapes import codecs_of, endpoint_of
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.core.exchange import deliver, mean
 from lightning_topk.core.layout import Layout
+from lightning_topk.core.link import aggregate, deliver
 from lightning_topk.core.ops import reference
+from lightning_topk.recipe import planned
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,10 +26,11 @@ on_a_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reas
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
+@pytest.mark.process
 @pytest.mark.skipif(INTERPRETED, reason="it is the interpreter's process")
 def test_the_kernels_agree_with_the_reference_under_the_interpreter():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -60,9 +63,9 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
     layout, finite = Layout(numel, shards), torch.tensor(True, device=DEVICE)
     e, x = given(name, numel)
     expected = e.clone()
-    index, value = reference.add_and_choose(expected, x.clone(), finite, layout, k)
+    index, value = reference.add_and_select(expected, x.clone(), finite, layout, k)
     assert kernels.suits(e, layout, k)
-    found = kernels.add_and_choose(e, x, finite, layout, k)
+    found = kernels.add_and_select(e, x, finite, layout, k)
     assert torch.equal(e, expected)
     assert not x.any()
     if name == "normal":
@@ -84,7 +87,7 @@ def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost
     e, x = torch.zeros(numel, device=DEVICE), torch.zeros(numel, device=DEVICE)
     x[::1000] = torch.arange(1.0, 72.0, device=DEVICE)
     total = x.clone()
-    index, value = kernels.add_and_choose(e, x, torch.tensor(True, device=DEVICE), layout, k)
+    index, value = kernels.add_and_select(e, x, torch.tensor(True, device=DEVICE), layout, k)
     assert torch.equal(e, total)
     assert (index.diff(dim=1) >= 0).all()
     sent = torch.zeros_like(e).scatter_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
@@ -102,8 +105,8 @@ def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(
     e *= torch.logspace(-3, 3, width, device=DEVICE).repeat(-(-numel // width))[:numel]
     e[numel // 2 :] *= 100
     for _ in range(3):
-        expected, value = reference.add_and_choose(e.clone(), torch.zeros_like(e), finite, layout, k)
-        found, sums = kernels.add_and_choose(e, torch.zeros_like(e), finite, layout, k)
+        expected, value = reference.add_and_select(e.clone(), torch.zeros_like(e), finite, layout, k)
+        found, sums = kernels.add_and_select(e, torch.zeros_like(e), finite, layout, k)
         assert sums.square().sum() > 0.999 * value.square().sum()
         assert (found == expected).float().mean() > 0.99
 
@@ -115,14 +118,14 @@ def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
     e, x = given("normal", 20_000)
     before = e.clone()
     x[77] = torch.nan
-    index, value = kernels.add_and_choose(e, x, torch.tensor(False, device=DEVICE), Layout(20_000, 2), 10)
+    index, value = kernels.add_and_select(e, x, torch.tensor(False, device=DEVICE), Layout(20_000, 2), 10)
     assert torch.equal(e, before)
     assert not x.any()
     assert value.isfinite().all()
     assert index.max() < 10_240
 
 
-BEGIN = TopKConfig().planned(1).at(0, 0)
+BEGIN = planned(TopKConfig(), 1).at(0, 0)
 """Where the default recipe begins: a dense selection in four bits."""
 
 
@@ -130,13 +133,13 @@ BEGIN = TopKConfig().planned(1).at(0, 0)
 @pytest.mark.parametrize("config", [TopKConfig(), BEGIN])
 def test_an_exchange_on_a_gpu_never_waits_for_it(config):
     numel, world = 1_000_000, 4
-    end = config.endpoint(numel, 0, world, torch.float32, torch.device("cuda"))
+    end, codecs = endpoint_of(config, [numel], 0, world, device="cuda"), codecs_of(config, numel, world)
     g = torch.randn(numel, device="cuda")
 
     def exchange() -> None:
-        received = end.uplink.send(g)[:1].expand(world, -1).contiguous()
-        reply = end.downlink.send(mean(received, end.uplink.codec, g.dtype, g))
-        deliver(reply.expand(world, -1).contiguous(), end.reply, end.layout, g)
+        received = end.uplink.send(g, codecs.uplink)[0][:1].expand(world, -1).contiguous()
+        reply, _ = end.downlink.send(aggregate(received, codecs.uplink, g.dtype, g), codecs.reply)
+        deliver(reply.expand(world, -1).contiguous(), codecs.reply, end.layout, g)
 
     exchange()  # compiles
     torch.cuda.synchronize()
@@ -156,7 +159,8 @@ def test_gpu_and_cpu_exchange_the_same(config, dtype):
     g = torch.randn(numel).to(dtype)
     payloads = []
     for device in ("cpu", "cuda"):
-        end = config.endpoint(numel, 0, 4, dtype, torch.device(device))
-        payloads.append(end.uplink.send(g.to(device, copy=True)).cpu())
+        end = endpoint_of(config, [numel], 0, 4, dtype, device)
+        payload, _ = end.uplink.send(g.to(device, copy=True), codecs_of(config, numel, 4).uplink)
+        payloads.append(payload.cpu())
     assert torch.equal(*payloads)
     assert ops.is_finite(g)

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 from oracle import BidirectionalTopK, bfloat16, deal
+from shapes import endpoint_of
 
+from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import Parts
+from lightning_topk.core.link import Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.planning.volume import volume
-from lightning_topk.runtime.residuals import _served
+from lightning_topk.recipe import planned
+from lightning_topk.runtime.residuals import server_memory
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
 
@@ -25,8 +29,7 @@ ROUTES = [
 ]
 WIRES = ["fp32", "bf16", "int8", "int4"]
 SELECTED = ["topk", "gaussiank", "dgc", "trimmed", "randk"]
-WORLDS = [1, 2, 7]
-SIZES = [1, 257, 1100]
+WORLDS = [1, 2, 5]
 
 routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
 ON_NODES = [("hierarchical", True), ("hierarchical", False), ("dense", True)]
@@ -36,7 +39,10 @@ LOCAL = 2
 selectors = pytest.mark.parametrize("selector", SELECTED)
 wires = pytest.mark.parametrize("wire", WIRES)
 worlds = pytest.mark.parametrize("world", WORLDS)
-sizes = pytest.mark.parametrize("numel", SIZES)
+sizes = pytest.mark.parametrize(
+    ("numel", "ratio"),
+    [(1, 0.001), (1, 1.0), (257, 0.1), (257, 1.0), (1100, 0.001), (1100, 0.1), (1100, 1.0)],
+)
 
 
 def gradients(world: int, numel: int, step: int) -> list[torch.Tensor]:
@@ -55,7 +61,7 @@ def undelivered(cluster: Cluster) -> torch.Tensor:
     total = torch.zeros(sum(cluster.endpoints[0].parts.sizes), dtype=dtype)
     for rank, end in enumerate(cluster.endpoints):
         mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
-        mine = mine + _served(end).get("residual", 0)
+        mine = mine + server_memory(end).get("residual", 0)
         rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)
@@ -84,9 +90,12 @@ def check_laws(config: TopKConfig, workers: int, numel: int, conserves: bool = T
             sent = cluster.sent_bytes["uplink"][rank] + cluster.sent_bytes["downlink"][rank]
             assert sent - sent_before[rank] == plan.uplink + plan.downlink
             sent_before[rank] = sent
-        for end in cluster.endpoints:  # never more than there is room for
-            for link in end.links if cluster.config.topology != "dense" else ():
-                assert 0 <= link.selected <= link.codec.kept * link.layout.shards
+        for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):  # never more than there is room for
+            codecs = make_codecs(cluster.config, end, step, selector=end.uplink.selector)
+            for stats, codec in ((outcome.uplink, codecs.uplink), (outcome.downlink, codecs.reply)):
+                if stats is not None and stats.selected is not None:
+                    shards = end.layout.shards if stats is outcome.uplink else 1
+                    assert 0 <= stats.selected <= codec.kept * shards
         if conserves:
             torch.testing.assert_close(delivered + undelivered(cluster), produced, atol=2e-5, rtol=1e-5)
 
@@ -95,7 +104,6 @@ def check_laws(config: TopKConfig, workers: int, numel: int, conserves: bool = T
 @wires
 @worlds
 @sizes
-@pytest.mark.parametrize("ratio", [0.001, 0.1, 1.0])
 def test_laws_hold(topology, bidirectional, wire, world, numel, ratio):
     check_laws(TopKConfig(ratio=ratio, bidirectional=bidirectional, wire=wire, topology=topology), world, numel)
 
@@ -130,8 +138,8 @@ def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings)
     if topology == "dense":
         settings = {key: value for key, value in settings.items() if key not in ("momentum", "clip_norm")}
     conserves = settings.get("error_feedback", True) is True and "momentum" not in settings
-    config = TopKConfig(bidirectional=bidirectional, topology=topology, **settings).planned(4)
-    check_laws(config, workers=3, numel=4000, conserves=conserves)
+    config = TopKConfig(bidirectional=bidirectional, topology=topology, **settings)
+    check_laws(planned(config, 4), workers=3, numel=4000, conserves=conserves)
 
 
 @everywhere
@@ -325,12 +333,14 @@ def test_gradients_at_the_edge_of_float32_leave_finite_residuals():
     ("topology", "bidirectional"), [*ROUTES, ("hierarchical", True)]
 )  # dense rounds sums, as DDP does
 def test_other_dtypes_agree_and_conserve(topology, bidirectional, wire, scale, dtype):
+    """A rounding that is lost is seen after a few steps; a drift, in one system that goes on for longer."""
     workers, numel = 3, 1500
+    steps = 60 if (topology, bidirectional, wire, scale) == ("sharded", True, "bf16", 200.0) else 12
     config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
     cluster = cluster_of(config, workers, numel, dtype)
     world = len(cluster.endpoints)
     produced, delivered = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
-    for step in range(60):
+    for step in range(steps):
         given = [(scale * g).to(dtype) for g in gradients(world, numel, step)]
         received = cluster.step(given)
         assert all(torch.equal(each, received[0]) for each in received)
@@ -355,21 +365,18 @@ def test_the_largest_half_precision_gradient_arrives_finite(topology, bidirectio
 def test_the_measured_error_is_that_of_the_step(topology, bidirectional):
     world, numel, k = 3, 3000, 30
     config = TopKConfig(ratio=k / numel, topology=topology, bidirectional=bidirectional, wire="fp32")
-    cluster = Cluster(config, world, numel)
+    cluster = Cluster(config, world, numel, measure=Measure(error=True))
     for step in range(3):
         before = [end.uplink.memory.tensors()["residual"].clone() for end in cluster.endpoints]
-        for end in cluster.endpoints:
-            for link in end.links:
-                link.measure = True
         given = gradients(world, numel, step)
         cluster.step(given)
-        for end, g, e in zip(cluster.endpoints, given, before, strict=True):
+        for end, outcome, g, e in zip(cluster.endpoints, cluster.outcomes, given, before, strict=True):
             a, left = (g + e).double(), end.uplink.memory.tensors()["residual"].double()
-            torch.testing.assert_close(end.uplink.energy, torch.stack([a.square().sum(), left.square().sum()]))
+            torch.testing.assert_close(outcome.uplink.error, torch.stack([a.square().sum(), left.square().sum()]))
             if end.downlink is not None:
                 left = end.downlink.memory.tensors()["residual"].double().square().sum()
-                torch.testing.assert_close(end.downlink.energy[1], left)
-                assert end.downlink.energy[0] >= end.downlink.energy[1]
+                torch.testing.assert_close(outcome.downlink.error[1], left)
+                assert outcome.downlink.error[0] >= outcome.downlink.error[1]
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (3, 2), (1, 4), (4, 1)])
@@ -409,10 +416,9 @@ def test_what_leaves_a_node_is_what_the_plan_says():
 
 
 @pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
-def test_what_was_kept_of_a_parameter_that_is_now_exact_is_delivered(topology):
+def test_what_was_kept_of_a_parameter_that_is_now_uncompressed_is_delivered(topology):
     cluster = Cluster(TopKConfig(ratio=0.5, wire="fp32", topology=topology), 4, 20, local=2, sizes=(10, 10))
-    like = (torch.float32, torch.device("cpu"), (10, 10), 2)
-    cluster.endpoints = [cluster.config.endpoint(20, rank, 4, *like, exact=[0]) for rank in range(4)]
+    cluster.endpoints = [endpoint_of(cluster.config, (10, 10), rank, 4, local=2, uncompressed=[0]) for rank in range(4)]
     for end in cluster.endpoints:
         end.uplink.memory.residual.fill_(100.0)
     given = [torch.ones(20)] * 4

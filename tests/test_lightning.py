@@ -11,9 +11,11 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from groups import torchrun
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
+from shapes import codecs_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
@@ -21,12 +23,14 @@ from torchmetrics import MetricCollection
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy, presets
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.planning.volume import volume
+from lightning_topk.recipe import planned
 
 ROOT = Path(__file__).parent.parent
 KEYS = {
     "topk/uplink_bytes", "topk/downlink_bytes", "topk/dense_bytes", "topk/saving", "topk/uplink_error",
     "topk/downlink_error", "topk/bound", "topk/worker_residual_norm", "topk/server_residual_norm", "topk/total_bytes",
-    "topk/broadcast_bytes", "topk/ratio", "topk/selected_ratio", "topk/total_uplink_bytes", "topk/total_downlink_bytes", "topk/total_dense_bytes",
+    "topk/broadcast_bytes", "topk/ratio", "topk/selected_ratio", "topk/total_uplink_bytes",
+    "topk/total_downlink_bytes", "topk/total_dense_bytes",
     "topk/total_broadcast_bytes", "topk/nonfinite_steps",
     "topk/exchange_seconds", "topk/hidden_share",
 }  # fmt: skip
@@ -83,7 +87,7 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn(tmp_path):
     assert 0 < logged["topk/downlink_error"] < 1
     assert logged["topk/worker_residual_norm"] > 0
     assert logged["topk/server_residual_norm"] > 0
-    kept = 2 * TopKConfig().codecs(ELEMENTS, 2)[1].kept
+    kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.kept
     assert logged["topk/bound"] == pytest.approx((1 - kept / ELEMENTS) ** 2)
     assert logged["topk/ratio"] == logged["topk/selected_ratio"] == pytest.approx(kept / ELEMENTS)
 
@@ -145,7 +149,7 @@ def test_loggers_and_early_stopping_see_the_keys(tmp_path):
     assert all(row[key] for row in rows for key in KEYS)
 
 
-def test_buffers_are_counted_apart(tmp_path):
+def test_broadcasts_of_buffers_are_counted_apart_from_the_exchange(tmp_path):
     model = Model(norm=True)
     size = sum(buffer.nbytes for buffer in model.buffers())
     _, logged = fit(tmp_path, model, max_steps=4)
@@ -288,8 +292,8 @@ def ratios_of(tmp_path, strategy, **options):
 def test_the_default_recipe_descends_over_the_run(tmp_path):
     strategy = TopKStrategy(ratio=0.01, start_method="forkserver")
     logged, ratios = ratios_of(tmp_path, strategy, max_steps=8)
-    config = TopKConfig(ratio=0.01).planned(8)
-    kept = [2 * config.codecs(ELEMENTS, 2, step)[1].kept / ELEMENTS for step in range(8)]
+    config = planned(TopKConfig(ratio=0.01), 8)
+    kept = [2 * codecs_of(config, ELEMENTS, 2, step).uplink.kept / ELEMENTS for step in range(8)]
     assert ratios == pytest.approx(kept)
     assert logged["topk/average_ratio"] == pytest.approx(sum(kept) / 8)
     sent = [volume(config, [ELEMENTS], 2, step=step) for step in range(8)]
@@ -371,7 +375,7 @@ class SameWeights(Callback):
         gathered = [torch.empty_like(flat) for _ in range(trainer.world_size)]
         torch.distributed.all_gather(gathered, flat)
         assert torch.equal(*gathered)
-        assert trainer.strategy.topk_state.residuals.steps == trainer.global_step
+        assert trainer.strategy.topk_state.residuals.progress.steps == trainer.global_step
 
 
 @pytest.mark.parametrize(
@@ -427,20 +431,21 @@ def command(arguments, **kwargs):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("launcher", "model"), [([], []), (["-m", "torch.distributed.run", "--nproc-per-node=2"], ["--other"])]
-)
-def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, launcher, model):
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, launcher):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    output = command([sys.executable, *launcher, str(script), *model], cwd=tmp_path)
+    if launcher == "torchrun":
+        output = torchrun(script, "--other", logs=tmp_path / "logs")
+    else:
+        output = command([sys.executable, str(script)], cwd=tmp_path)
     assert "rank 0 trained" in output
     assert "rank 1 trained" in output
 
 
 def test_lightning_cli_configures_the_strategy_by_yaml():
     output = command(
-        [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=3"],
+        [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=3", "--trainer.devices=1"],
         cwd=ROOT / "examples/cli",
     )
     assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
@@ -456,6 +461,7 @@ def test_lightning_cli_takes_the_strategy_from_the_command_line():
     assert "TopKConfig(ratio=0.5" in output
 
 
+@pytest.mark.unit
 def test_metrics_can_be_held_by_users():
     metrics = MetricCollection({"volume": ExchangeVolume()})
     metrics["volume"].update(uplink=10, downlink=30, dense=4000)
@@ -472,6 +478,7 @@ def test_metrics_can_be_held_by_users():
     assert error.compute() == 3 / 8
 
 
+@pytest.mark.unit
 def test_counts_beyond_2_to_24_are_exact():
     metric = ExchangeVolume()
     metric.update(uplink=2**24 + 1, downlink=2**40 + 1, dense=0)

@@ -1,4 +1,4 @@
-"""Two nodes of two ranks each, as network namespaces: how they are launched, what crosses between them, and a rank that dies."""
+"""Two nodes of two ranks each, as network namespaces: launching, bytes between them, and a rank that dies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab import hosts
 from lightning_topk.planning.volume import volume
+from lightning_topk.recipe import planned
 
 pytestmark = pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
 
@@ -21,11 +22,11 @@ import json, os, signal, sys
 import lightning as L, torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_topk import CompressionMonitor, TopKStrategy
-from lightning_topk.runtime import collectives
+from lightning_topk.runtime import drive
 
 folder, kill = sys.argv[1:]
 first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-perform, count = collectives.perform, 0
+perform, count = drive.perform, 0
 
 def striking(*args):
     global count
@@ -55,7 +56,7 @@ class Told(Callback):
             print(json.dumps({key: float(value) for key, value in trainer.callback_metrics.items()}), flush=True)
 
 if __name__ == "__main__":
-    collectives.perform = striking
+    drive.perform = striking
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(strategy=TopKStrategy(ratio=0.05, topology="hierarchical", residual_checkpoint="full",
         process_group_backend="gloo"), accelerator="cpu", devices=2, num_nodes=2, max_epochs=3, logger=False,
@@ -72,7 +73,8 @@ def launched(group: hosts.Hosts, way: str, script: str, folder: str) -> list[tup
     started, base = [], {"MASTER_ADDR": address, "MASTER_PORT": port}
     for node in range(2):
         if way == "torchrun":
-            options = f"--nnodes=2 --nproc-per-node=2 --max-restarts=2 --rdzv-backend=c10d --rdzv-id=1 --local-addr=10.77.0.{node + 1}"
+            options = "--nnodes=2 --nproc-per-node=2 --max-restarts=2 --rdzv-backend=c10d --rdzv-id=1"
+            options += f" --local-addr=10.77.0.{node + 1}"
             rendezvous = [f"--rdzv-endpoint={group.address}", f"--rdzv-conf=is_host={1 - node}"]
             command = [
                 sys.executable,
@@ -123,7 +125,7 @@ def test_every_way_to_launch_two_nodes_gives_the_same_bits_and_a_rank_that_dies_
     residuals = ends["slurm"]["lightning_topk"]
     assert residuals["node_sizes"] == {"net.weight": 2, "net.bias": 2}
 
-    config = TopKConfig(ratio=0.05, topology="hierarchical").planned(12)
+    config = planned(TopKConfig(ratio=0.05, topology="hierarchical"), 12)
     plan = volume(config, [[300, 64 * 300]], 4, local=2, step=11)
     told = json.loads(said["slurm"][0].splitlines()[-1])
     assert told["topk/inter_node_bytes"] == plan.inter_node

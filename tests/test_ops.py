@@ -6,22 +6,25 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from shapes import codecs_of, endpoint_of
 
-from lightning_topk.config import START, TopKConfig
-from lightning_topk.core.exchange import FusedLink
+from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import Layout, kept_count
+from lightning_topk.core.link import FusedLink
 from lightning_topk.core.ops import cpu, reference
 from lightning_topk.core.wire import WIRES, Codec
+from lightning_topk.recipe import START
 from lightning_topk.simulate import Cluster
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])
-def test_bits_survive_packing(n):
+def test_unpacked_bits_are_those_that_were_packed(n):
     bits = torch.randint(0, 2, (3, n), dtype=torch.uint8)
     packed = reference.pack_bits(bits)
     assert packed.shape == (3, math.ceil(n / 8))
@@ -35,7 +38,7 @@ def positions(universe: int, k: int, rows: int = 2) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("universe", "k"), [(1, 1), (2, 1), (2, 2), (10, 3), (256, 256), (1000, 1), (1000, 10), (70_000, 700), (2**25, 40)]
 )
-def test_positions_survive_elias_fano(universe, k):
+def test_decoded_positions_are_those_that_were_encoded_by_elias_fano(universe, k):
     index = positions(universe, k)
     low = reference.elias_fano_low_width(universe, k)
     code = reference.elias_fano_encode(index, universe, low)
@@ -161,7 +164,7 @@ def test_every_shard_keeps_its_share():
             assert layout.kept_per_shard(numel) == layout.shard_size
 
 
-def test_k_is_the_papers():
+def test_the_number_of_kept_entries_is_the_papers_k():
     assert kept_count(100, 0.29) == 29  # int(100 * 0.29) is 28
     assert kept_count(50_890, 0.001) == 50
     assert kept_count(3, 0.001) == 1
@@ -183,6 +186,7 @@ def test_topk_takes_the_first_of_equal_magnitudes():
     assert reference.topk_index(rows, 3).tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 4]]
 
 
+@cache
 def adversarial(size: int) -> dict[str, torch.Tensor]:
     normal = torch.randn(size, generator=torch.Generator().manual_seed(0))
     spike = torch.zeros(size)
@@ -250,11 +254,11 @@ def test_one_pass_chooses_what_the_reference_does(name, dtype, numel, shards, ra
     k = layout.kept_per_shard(kept_count(numel, ratio))
     e, x = (tensor.to(dtype) for tensor in residual_and_gradient(name, numel))
     expected, given = e.clone(), x.clone()
-    index, value = reference.add_and_choose(expected, given, FINITE, layout, k)
+    index, value = reference.add_and_select(expected, given, FINITE, layout, k)
     for threads in (1, 2):
         with torch_threads(threads):
             total, taken = e.clone(), x.clone()
-            found = cpu.add_and_choose(total, taken, FINITE, layout, k)
+            found = cpu.add_and_select(total, taken, FINITE, layout, k)
         assert torch.equal(total, expected)
         assert not taken.any()
         assert torch.equal(found[0], index)
@@ -269,7 +273,7 @@ def test_a_shard_that_falls_short_costs_few_candidates_more(scale, most):
     e, x = residual_and_gradient("normal", layout.numel)
     x *= 1 - (1 - scale) * (torch.arange(layout.numel) // 256 % 4 == 1)  # of one shard
     total, given = e.clone(), x.clone()
-    index, value = reference.add_and_choose(total, given, FINITE, layout, k)
+    index, value = reference.add_and_select(total, given, FINITE, layout, k)
 
     def scan(*arguments, scan=cpu._scan):
         found = scan(*arguments)
@@ -277,7 +281,7 @@ def test_a_shard_that_falls_short_costs_few_candidates_more(scale, most):
         return found
 
     with mock.patch.object(cpu, "_scan", scan):
-        found = cpu.add_and_choose(e, x, FINITE, layout, k)
+        found = cpu.add_and_select(e, x, FINITE, layout, k)
     assert torch.equal(found[0], index)
     assert torch.equal(found[1], value)
     assert torch.equal(e, total)
@@ -295,7 +299,7 @@ def test_a_threshold_is_tried_once():
 def test_one_pass_leaves_the_residual_as_it_was_where_the_vector_is_not_finite(version):
     e, x = residual_and_gradient("normal", 150_000)
     before = e.clone()
-    version.add_and_choose(e, x.fill_(torch.inf), ~FINITE, Layout(150_000, 2), 75)
+    version.add_and_select(e, x.fill_(torch.inf), ~FINITE, Layout(150_000, 2), 75)
     assert torch.equal(e, before)
     assert not x.any()
 
@@ -322,7 +326,9 @@ def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(
         cluster = Cluster(config, 3, 200_001)
         end = cluster.endpoints[0]
         assert isinstance(end.uplink, FusedLink) == fused
-        assert cpu.suits(200_001, end.layout, end.uplink.codec.kept)  # the fast path, also where the recipe begins
+        assert cpu.suits(
+            200_001, end.layout, codecs_of(config, 200_001, 3).uplink.kept
+        )  # the fast path, also where the recipe begins
         got = []
         for step in range(3):
             given = [residual_and_gradient("normal", 200_001)[1].roll(100 * step + rank) for rank in range(3)]
@@ -335,11 +341,12 @@ def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(
 
 @pytest.mark.parametrize("numel", [1000, 70_000, 1_200_000])
 def test_sums_that_leave_the_range_are_sent_and_leave_finite_residuals(numel):
-    end = TopKConfig(ratio=0.001).endpoint(numel, 0, 1, torch.float32, torch.device("cpu"))
+    config = TopKConfig(ratio=0.001)
+    end, codecs = endpoint_of(config, [numel], 0, 1), codecs_of(config, numel, 1)
     many = slice(5, 5 + numel // 100)  # more than can be sent
     end.uplink.memory.tensors()["residual"][many] = 3e38
     g = torch.zeros(numel)
     g[many] = 3e38
     with torch_threads(2):
-        end.uplink.send(g)
+        end.uplink.send(g, codecs.uplink)
     assert end.uplink.memory.tensors()["residual"].isfinite().all()

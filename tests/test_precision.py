@@ -100,14 +100,18 @@ def test_a_skipped_step_leaves_all_residuals_as_they_were(groups, topology, bidi
     "settings",
     [{"scope": "model"}, {"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}],
 )
-def test_so_it_does_in_every_scope_and_memory_and_with_fused_optimizers(groups, topology, bidirectional, settings):
+def test_a_skipped_step_leaves_residuals_in_every_scope_and_memory_and_with_fused_optimizers(
+    groups, topology, bidirectional, settings
+):
     groups(2).run(skipped, topology, bidirectional, "inf", settings, True)
 
 
 @pytest.mark.parametrize(("topology", "bidirectional"), [*ON_NODES, ("auto", True)])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("more", [{}, {"dense_parameters": "*bias"}])
-def test_so_it_does_on_nodes_and_while_the_exchange_is_being_chosen(groups, topology, bidirectional, fused, more):
+def test_a_skipped_step_leaves_residuals_on_nodes_and_while_the_exchange_is_being_chosen(
+    groups, topology, bidirectional, fused, more
+):
     groups(4).run(skipped, topology, bidirectional, "inf", {"local_world_size": 2, **more}, fused)
 
 
@@ -140,7 +144,7 @@ def two_optimizers(rank: int, world: int) -> None:
     assert torch.equal(after[:, first:], before[:, first:])
 
 
-def test_optimizers_are_told_apart(groups):
+def test_a_step_skipped_by_one_of_two_optimizers_restores_its_parameters_only(groups):
     groups(2).run(two_optimizers)
 
 
@@ -179,7 +183,8 @@ def scaled(rank: int, world: int, topology: str, bidirectional: bool) -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu")
         state = attach(
-            ddp, optimizer=optimizer, scaler=scaler, ratio=0.05, topology=topology, bidirectional=bidirectional, clip_norm=1.0
+            ddp, optimizer=optimizer, scaler=scaler, ratio=0.05, topology=topology,
+            bidirectional=bidirectional, clip_norm=1.0,
         )  # fmt: skip
         for step, scale in enumerate(scales):
             optimizer.zero_grad()
@@ -239,6 +244,7 @@ class Weights(Callback):
         return nn.utils.parameters_to_vector(pl_module.parameters()).clone(), torch.cat(flat)
 
 
+@pytest.mark.trainer
 def test_a_trainer_with_a_scaler_goes_on_as_if_the_step_had_not_been(tmp_path):
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
     strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
@@ -246,6 +252,7 @@ def test_a_trainer_with_a_scaler_goes_on_as_if_the_step_had_not_been(tmp_path):
     assert logged["topk/nonfinite_steps"] == 1
 
 
+@pytest.mark.trainer
 def test_without_a_scaler_nan_arrives_as_with_ddp_and_is_counted(tmp_path):
     _, logged = fit(tmp_path, Spoilt(), callbacks=[ExpectNaN()], max_steps=4)
     assert logged["topk/nonfinite_steps"] == 2  # the step after it is computed with NaN weights
@@ -268,6 +275,7 @@ class Dtypes(Callback):
         assert {part.dtype for part in kept} == {torch.promote_types(self.bucket, torch.float32)}
 
 
+@pytest.mark.trainer
 @pytest.mark.parametrize(
     ("precision", "bucket"),
     [("32-true", "float32"), ("bf16-mixed", "float32"), ("bf16-true", "bfloat16"), ("64-true", "float64")],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+from shapes import codecs_of
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import Layout
@@ -28,6 +31,7 @@ def vector(name: str) -> torch.Tensor:
     }[name]
 
 
+@cache
 def residual() -> torch.Tensor:
     """Gradient plus residual after some steps: values pile up below the threshold."""
     cluster = Cluster(TopKConfig(ratio=0.001), 1, NUMEL)
@@ -92,10 +96,11 @@ def test_random_k_is_the_same_on_all_ranks_new_at_every_step_and_nested():
 
 
 def test_random_k_sends_no_positions():
-    _, up, down = TopKConfig(selector="randk", ratio=0.01).codecs(102_400, 4)
+    codecs = codecs_of(TopKConfig(selector="randk", ratio=0.01), 102_400, 4)
+    up, down = codecs.uplink, codecs.reply
     assert up.index_bytes == down.index_bytes == 0
     assert up.nbytes == 256 * 2 + 4  # and the check
-    _, _, lossless = TopKConfig(selector="randk", ratio=0.01, bidirectional=False).codecs(102_400, 4)
+    lossless = codecs_of(TopKConfig(selector="randk", ratio=0.01, bidirectional=False), 102_400, 4).reply
     assert lossless.nbytes == up.nbytes
 
 
