@@ -104,7 +104,7 @@ def used(optimizer) -> list[float]:
     return seen
 
 
-def test_only_groups_with_compressed_parameters_are_lent_whoever_lends():
+def test_every_lender_lends_only_to_groups_with_compressed_parameters():
     parameters, lender, other = [nn.Parameter(torch.ones(3)) for _ in range(3)], Lender(), Lender()
     optimizer = AdamW([{"params": [p]} for p in parameters], betas=OWN)
     (words,) = lend_beta1([optimizer], 0.0, lender, {parameters[0]})
@@ -117,7 +117,7 @@ def test_only_groups_with_compressed_parameters_are_lent_whoever_lends():
     assert used(optimizer) == [0.9, 0.3, 0.9]
 
 
-def test_optimizers_that_are_not_torchs_adam_step_as_ever_and_that_is_said():
+def test_optimizers_other_than_torchs_adam_are_unchanged_and_that_is_said():
     parameter, lender = nn.Parameter(torch.ones(3)), Lender()
     (words,) = lend_beta1([NAdam([parameter])], 0.0, lender)
     assert "NAdam is unchanged" in words

@@ -1,6 +1,6 @@
 """What an exchange may ask for where bytes must leave, and how many bytes that sends.
 
-A request carries this rank's payload; whoever drives the exchange performs it and sends the reply back. Payloads on the
+A request carries this rank's payload; the driver performs it and sends the reply back. Payloads on the
 meta device have sizes and no content: so predictions use the same classes.
 """
 

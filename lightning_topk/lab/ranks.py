@@ -34,7 +34,7 @@ def main() -> None:
         "nccl" if nccl else "gloo", f"tcp://{address}", rank=rank, world_size=world, timeout=TIMEOUT
     )
     print(json.dumps(function(options, rank, world)))
-    dist.barrier()  # nobody leaves while others still need the store
+    dist.barrier()  # others may still need the store
     dist.destroy_process_group()
 
 

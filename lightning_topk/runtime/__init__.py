@@ -1,4 +1,4 @@
-"""What runs the exchange beside a backward pass, whoever wraps the model: groups, lanes, residuals, checkpoints.
+"""What runs the exchange beside a backward pass, with any wrapper: groups, lanes, residuals, checkpoints.
 
 May import: ``core``, the settings (``config``, ``recipe``, ``schedule``, ``build``) and ``torch.distributed``. It knows
 neither DDP's buckets nor Lightning.

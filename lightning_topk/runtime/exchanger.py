@@ -174,7 +174,7 @@ class Exchanger:
                 return found
 
     def close(self) -> None:
-        """Lets go of the process groups: each has threads that run until nobody refers to it."""
+        """Lets go of the process groups: their threads run as long as a group is referred to."""
         self._groups = None
 
     @torch.no_grad()

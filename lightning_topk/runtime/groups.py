@@ -47,8 +47,8 @@ class Groups:
         """These groups on nodes of ``local`` consecutive ranks; a collective, as :meth:`make`.
 
         Args:
-            parent: See :meth:`make`.
-            timeout: See :meth:`make`.
+            parent: As for :meth:`make`.
+            timeout: As for :meth:`make`.
             local: Ranks of a node.
             hierarchy: Whether there shall be groups inside nodes and between them.
         """

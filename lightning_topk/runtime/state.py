@@ -1,4 +1,4 @@
-"""The exchange of one model beside its backward passes, whoever wraps the model.
+"""The exchange of one model beside its backward passes, with any wrapper.
 
 A wrapper's adapter (:mod:`lightning_topk.ddp`) says when a backward pass begins and hands over gradients; this makes
 jobs of them, queues them on the lane, and tells between two passes what became of them.
