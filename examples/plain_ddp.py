@@ -14,23 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import attach
 
-STEPS = 401
-
 
 def main() -> None:
     """Fits a small net to a random teacher."""
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
     torch.manual_seed(0)
     teacher, net = (nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 1)).to(device) for _ in range(2))
 
     model = DistributedDataParallel(net)
-    state = attach(model, ratio=0.01, planned_steps=STEPS)  # the only line about compression
+    state = attach(model, saving=50)  # the only line about compression
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(1 + dist.get_rank())
-    for step in range(STEPS):
+    for step in range(401):
         x = torch.randn(64, 20, device=device)
         loss = nn.functional.mse_loss(model(x), teacher(x).detach())
         optimizer.zero_grad()

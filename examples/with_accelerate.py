@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topk import attach
 
-EPOCHS = 4
-
 
 def main() -> None:
     """Fits a small net to a linear teacher."""
@@ -24,9 +22,8 @@ def main() -> None:
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), data)
-    steps = EPOCHS * len(data)
-    state = attach(model, ratio=0.01, optimizer=optimizer.optimizer, scaler=accelerator.scaler, planned_steps=steps)
-    for epoch in range(EPOCHS):
+    state = attach(model, saving=50, optimizer=optimizer.optimizer, scaler=accelerator.scaler)
+    for epoch in range(4):
         for inputs, targets in data:
             loss = nn.functional.mse_loss(model(inputs), targets)
             optimizer.zero_grad()

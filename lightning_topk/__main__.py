@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import subprocess
 
+from lightning_topk._version import __version__
 from lightning_topk.lab import bench, papers, plan, scale
 
 
 def main() -> None:
     """Runs the command that was asked for; ends with a sentence if it cannot."""
-    parser = argparse.ArgumentParser(prog="python -m lightning_topk", description="Top-k gradient exchange.")
+    about = "Plans, simulates and measures top-k gradient exchange, and reproduces the papers' claims."
+    parser = argparse.ArgumentParser(prog="python -m lightning_topk", description=about)
+    parser.add_argument("--version", action="version", version=f"lightning_topk {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (plan, scale, bench, papers):
         module.declare(commands)

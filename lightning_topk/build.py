@@ -62,6 +62,7 @@ def make_codecs(
         return Codecs(Codec(WIRES["fp32"], layout.numel, layout.numel), None)
     selector = selector or make_selector(config)
     shared = selector if isinstance(selector, RandK) else None
+    assert config.ratio is not None
     assert not isinstance(config.ratio, str)
     ratio = ratio_at(config.ratio, step, epoch)
     up = layout.kept_per_shard(kept_count(layout.numel, ratio))
@@ -71,7 +72,7 @@ def make_codecs(
     else:
         # Workers that draw the same positions send nothing else.
         down = up if shared is not None else min(layout.shard_size, world * up)
-    wire = WIRES[config.wire or "bf16"]
+    wire = WIRES[config.wire_name]
     reply = Codec(wire, layout.shard_size, down, shared) if shape.topology.has_servers else None
     return Codecs(Codec(wire, layout.shard_size, up, shared), reply)
 

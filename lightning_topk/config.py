@@ -1,7 +1,6 @@
 """The settings: what each means, and which values and combinations are allowed.
 
-What they mean for one bucket is in :mod:`lightning_topk.build`, and what a run's length makes of them in
-:mod:`lightning_topk.recipe`.
+What they mean for one bucket is in :mod:`lightning_topk.saving` and :mod:`lightning_topk.build`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from lightning_topk.schedule import Ratio, Schedule, ratio_at
 
 Side = Literal["worker", "server"]
 
+SAVING = 50.0
+"""The saving where neither ``ratio`` nor ``saving`` is given."""
 AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 """The ratios among which ``ratio="auto"`` chooses."""
 SLACK = 1.05
@@ -31,15 +32,18 @@ class TopKConfig:
     """How gradients are compressed and exchanged.
 
     Args:
-        ratio: Fraction of a bucket's gradient that each worker sends, in (0, 1]: a number, a
-            :class:`lightning_topk.schedule.Schedule`, or a function of the step; ``"auto"`` measures, and takes the
-            largest of :data:`AUTO_RATIOS` that costs at most 5 % more time than the cheapest.
+        ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number; a
+            :class:`lightning_topk.schedule.Schedule` or a function of the step, for a fraction that changes; or
+            ``"auto"``, which measures, and takes the largest of :data:`AUTO_RATIOS` that costs at most 5 % more time
+            than the cheapest. Default: what ``saving`` takes.
         bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
-        server_ratio: Fraction of a bucket that the servers together send, likewise. Default: ``ratio``.
+        server_ratio: Fraction of a bucket that the servers together send, likewise; not with ``saving``. Default:
+            ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
         wire: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers, and a scale for every 64 of them): the values'
-            format. Positions are Elias-Fano coded in all. Default: the recipe's, else bf16.
+            format. Positions are Elias-Fano coded in all. Default: int4, or bf16 where ``error_feedback`` is not True,
+            since rounding would be lost.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between
             nodes), ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``)
             or ``"dense"`` (all-reduce: nothing is compressed). ``"auto"`` measures, and takes for each bucket the
@@ -53,25 +57,24 @@ class TopKConfig:
             optimizer's own must then be 0.
         momentum_masking: Whether momentum is zeroed where it was sent.
         beta1: The first beta with which torch's Adam and AdamW step, in [0, 1). ``param_groups`` are restored after
-            each step, and a group keeps its own if all of it is in ``dense_parameters``. Default: the recipe's, else
-            their own.
+            each step, and a group keeps its own if all of it is in ``dense_parameters``. Default: 0 with ``saving``,
+            else their own.
         clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``),
             before compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
-        recipe: ``"default"``: where the number of steps is known, ratios that are numbers are what the run ends with.
-            It begins with 0.12, in runs of more than 3,000 steps with less, and descends along half a cosine
-            (:data:`lightning_topk.recipe.START`, :data:`lightning_topk.recipe.PASSES`). Values travel in int4, unless
-            ``wire`` is set or ``error_feedback`` is not True. Adam steps with a ``beta1`` of 0, unless ``beta1`` or
-            ``momentum`` is set, workers keep nothing, or ``topology="auto"``. ``"plain"``: constant ratios, as in the
-            papers.
+        saving: How many times fewer bytes than a ring all-reduce to send in every step, 1 or more, instead of
+            ``ratio``: each bucket then has the ratio that sends so many bytes, both ways together. With
+            ``topology="hierarchical"`` the bytes between nodes count. Adam steps with a ``beta1`` of 0, unless
+            ``beta1`` or ``momentum`` is set, workers keep nothing, or ``topology="auto"``. Default: 50 without
+            ``ratio``.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument has a value that is not allowed, or contradicts another.
     """
 
-    ratio: Ratio | Literal["auto"] = 0.001
+    ratio: Ratio | Literal["auto"] | None = None
     bidirectional: bool = True
     server_ratio: Ratio | None = None
     selector: str | Selector = "topk"
@@ -85,7 +88,7 @@ class TopKConfig:
     beta1: float | None = None
     clip_norm: float | None = None
     lr_ratio: bool = False
-    recipe: Literal["default", "plain"] = "default"
+    saving: float | None = None
 
     def __post_init__(self) -> None:
         given = self.dense_parameters
@@ -93,6 +96,8 @@ class TopKConfig:
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"dense_parameters={given!r} must be a pattern of names, or several.")
         object.__setattr__(self, "dense_parameters", patterns)
+        if self.ratio is None and self.saving is None:
+            object.__setattr__(self, "saving", SAVING)
         _check_values(self)
         _check_combinations(self)
 
@@ -104,7 +109,9 @@ class TopKConfig:
     @property
     def changed(self) -> dict[str, Any]:
         """The settings that are not the defaults."""
-        return {each.name: here for each in fields(self) if (here := getattr(self, each.name)) != each.default}
+        defaults = {each.name: each.default for each in fields(self)} | {"saving": SAVING}
+        here = {name: getattr(self, name) for name in defaults}
+        return {name: value for name, value in here.items() if value is not None and value != defaults[name]}
 
     @property
     def fixed_topology(self) -> Topology | None:
@@ -127,14 +134,21 @@ class TopKConfig:
         return self.compresses and "auto" in (self.topology, self.ratio)
 
     @property
-    def lent_beta1(self) -> float | None:
-        """The ``beta1`` that Adam is to step with; None for its own, as where nothing is compressed."""
-        return self.beta1 if self.compresses else None
+    def averages(self) -> bool:
+        """Whether what workers keep back averages gradients over time, as Adam's beta1 does."""
+        return self.compresses and not self.automatic and not self.momentum and self.error_feedback in (True, "worker")
 
     @property
-    def by_plan(self) -> bool:
-        """Whether a schedule must be told how many steps are planned."""
-        return any(isinstance(r, Schedule) and r.by_plan for r in (self.ratio, self.server_ratio))
+    def lent_beta1(self) -> float | None:
+        """The ``beta1`` that Adam is to step with; None for its own, as where nothing is compressed."""
+        if self.beta1 is not None:
+            return self.beta1 if self.compresses else None
+        return 0.0 if self.saving is not None and self.averages else None
+
+    @property
+    def wire_name(self) -> str:
+        """The values' format."""
+        return self.wire or ("int4" if self.error_feedback is True else "bf16")
 
     @property
     def by_epoch(self) -> bool:
@@ -144,7 +158,7 @@ class TopKConfig:
     @property
     def dense(self) -> TopKConfig:
         """The same settings with all-reduce for everything."""
-        return replace(self, topology="dense", ratio=1.0, momentum=0.0)
+        return replace(self, topology="dense", ratio=1.0, saving=None, server_ratio=None, momentum=0.0)
 
     def at(self, step: int, epoch: int) -> TopKConfig:
         """The settings in force at a step: schedules become numbers. Plain functions of the step stay.
@@ -193,7 +207,7 @@ class TopKConfig:
         """
         hierarchy = ["hierarchical"] * (1 < local < world)
         topologies: list[Any] = [self.topology] if self.fixed_topology else ["sharded", *hierarchy]
-        ratios = AUTO_RATIOS if self.ratio == "auto" else [self.ratio]
+        ratios: Sequence[Any] = AUTO_RATIOS if self.ratio == "auto" else [self.ratio]
         return [replace(self, topology=topology, ratio=ratio) for topology in topologies for ratio in ratios]
 
     def summary(self) -> dict[str, Any]:
@@ -210,9 +224,11 @@ class TopKConfig:
 
 def _check_values(config: TopKConfig) -> None:
     """Refuses settings that are wrong by themselves."""
-    check_name("recipe", config.recipe, ("default", "plain"))
-    if config.ratio != "auto":
+    if config.ratio is not None and config.ratio != "auto":
         _check_ratio("ratio", config.ratio, ', or "auto"')
+    if config.saving is not None:
+        remedy = "Use saving=50 for a fiftieth of the bytes, topology='dense' to save none."
+        _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "of 1 or more", remedy)
     if config.server_ratio is not None:
         _check_ratio("server_ratio", config.server_ratio)
     for name in ("bidirectional", "momentum_masking", "lr_ratio"):
@@ -227,7 +243,7 @@ def _check_values(config: TopKConfig) -> None:
     check_name("scope", config.scope, ("bucket", "model"))
     _check_number("momentum", config.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
     if config.beta1 is not None:
-        remedy = "Leave it out, and the recipe decides."
+        remedy = "Use 0 for none, the optimizer's own to change nothing."
         _check_number("beta1", config.beta1, lambda beta1: 0 <= beta1 < 1, "in [0, 1)", remedy)
     if config.clip_norm is not None:
         remedy = "Leave it out, and nothing is clipped."
@@ -236,6 +252,16 @@ def _check_values(config: TopKConfig) -> None:
 
 def _check_combinations(config: TopKConfig) -> None:
     """Refuses settings that contradict each other."""
+    if config.ratio is not None and config.saving is not None:
+        raise ValueError(
+            f"ratio={config.ratio!r} and saving={config.saving!r} both say how much is sent. Pass one of them: ratio= "
+            "is the fraction of the gradient, saving= counts bytes."
+        )
+    if config.server_ratio is not None and config.saving is not None:
+        raise ValueError(
+            f"server_ratio={config.server_ratio!r} needs ratio=: saving={config.saving:g}, the default, decides what "
+            "workers and servers send. Pass ratio= too, or leave server_ratio out."
+        )
     fixed = config.fixed_topology
     no_server = fixed is not None and fixed.compresses and not fixed.has_servers
     if no_server and config.bidirectional:

@@ -26,6 +26,7 @@ from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.lanes import Future, Lane
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.saving import TOLERANCE
 
 
 class TopKState(ExchangeState):
@@ -46,18 +47,14 @@ class TopKState(ExchangeState):
             step that it skips comes back; that costs a copy of the residuals.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of
             a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Is called on rank 0 with what a user should know: settings without effect, a run that is short or of
-            unknown length, what was chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger
-            ``lightning_topk``, at level INFO.
-        planned_steps: Optimizer steps of the whole run, for schedules by share and for ``recipe="default"``, which does
-            nothing without; infinite if the run has no end; where ranks expect different numbers, the least.
+        announce: Is called on rank 0 with what a user should know: settings without effect, Adam's beta1, what was
+            chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level INFO.
         **settings: Arguments of :class:`lightning_topk.TopKConfig`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: Ranks have different settings or do not make up whole nodes; ``lr_ratio=True``, ``beta1`` or a
-            scaler without optimizers; a schedule by epochs without ``epoch`` or by share without ``planned_steps``; or
-            a bad setting.
+            scaler without optimizers; a schedule by epochs without ``epoch``; or a bad setting.
     """
 
     def __init__(
@@ -71,7 +68,6 @@ class TopKState(ExchangeState):
         scaler: torch.amp.GradScaler | None = None,
         local_world_size: int | None = None,
         announce: Callable[[str], None] | None = None,
-        planned_steps: float | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(
@@ -84,7 +80,6 @@ class TopKState(ExchangeState):
             scaler,
             local_world_size,
             announce,
-            planned_steps,
         )
         self.static_graph = False
         """Whether DDP regroups its buckets a pass later."""
@@ -137,8 +132,9 @@ class TopKState(ExchangeState):
         jobs = [self.job(bucket, name, self._usage.take(bucket) if self._usage else None) for bucket in together]
         tuning = None
         if last and self.world > 1:
-            progress = self.residuals.progress
-            tuning = self.buckets.tuning(self._buckets, progress, self.planned_steps, self.static_graph)
+            if self.buckets.observe(self._buckets, self.residuals.progress, self.static_graph):
+                self._compare_saving()
+            tuning = self.buckets.tuning(self._buckets)
         self.submit(Batch(buffers, groups, jobs, self.timing, ready, tuning), promises)
 
     def _exchanged_together(self, groups: Sequence[Bucket]) -> Sequence[Bucket]:
@@ -150,8 +146,29 @@ class TopKState(ExchangeState):
             return saved
         return (flat,) if self.config.scope == "model" else groups
 
-    def predicted(self) -> Volume:
-        """The bytes that this rank will send in the next step, if it exchanges the buckets of the last."""
+    def _compare_saving(self) -> None:
+        """Says what is saved where that is not what was asked for."""
+        asked = self.config.saving
+        if asked is None or not self.config.compresses or self.config.automatic:
+            return
+        sent = self.predicted()
+        seen = sent.node_saving if self.buckets.by_node else sent.saving
+        if abs(seen / asked - 1) <= TOLERANCE:
+            return
+        reason = "all entries are sent, and values take few bits"
+        if any(self.buckets.config_of(bucket).ratio != 1 for bucket in self.residuals.progress.buckets):
+            reason = (
+                "buckets are so small that payloads, of whole words and an entry for each server, cannot be made to "
+                "measure. A smaller saving= or a larger bucket_cap_mb= comes nearer"
+            )
+        self._say(f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}.")
+
+    def predicted(self, rank: int | None = None) -> Volume:
+        """The bytes that a rank will send in the next step, if it exchanges the buckets of the last.
+
+        Args:
+            rank: The rank. Default: this one.
+        """
         total = Volume(0, 0, 0, 0, 0, 0)
         progress = self.residuals.progress
         for bucket in progress.buckets:
@@ -160,7 +177,7 @@ class TopKState(ExchangeState):
             voters = None if self._usage is None else [len(bucket)]
             now = progress.steps, self._epoch()
             total += volume(
-                config, [sizes], self.world, self.rank, bucket[0].itemsize, voters, *now, self.local, [skipped]
+                config, [sizes], self.world, rank or self.rank, bucket[0].itemsize, voters, *now, self.local, [skipped]
             )
         return total
 
@@ -240,7 +257,6 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     local_world_size: int | None = None,
     announce: Callable[[str], None] | None = None,
-    planned_steps: float | None = None,
     **settings: Any,
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
@@ -256,12 +272,11 @@ def attach(
         epoch: See :class:`TopKState`.
         init_sync: Whether the model was wrapped with DDP's ``init_sync``, which broadcasts the weights once.
         optimizer: The optimizer, for settings that depend on it (``momentum``, ``beta1``, ``lr_ratio``, ``scaler``) and
-            for what the default recipe does for Adam; or a function that gives the optimizers at the first step, if
-            they do not exist yet.
+            for what ``saving`` does for Adam; or a function that gives the optimizers at the first step, if they do
+            not exist yet.
         scaler: See :class:`TopKState`.
         local_world_size: See :class:`TopKState`.
         announce: See :class:`TopKState`.
-        planned_steps: See :class:`TopKState`.
         **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
 
     Returns:
@@ -291,7 +306,6 @@ def attach(
         scaler=scaler,
         local_world_size=local_world_size,
         announce=announce,
-        planned_steps=planned_steps,
     )
     try:
         state.buckets.name({parameter: name for name, parameter in model.module.named_parameters()})

@@ -25,7 +25,9 @@ _SYSTEMS: dict[str, dict[str, Any]] = {
     "trimmed": {"selector": "trimmed", "topology": "allgather", "bidirectional": False},
     "parameter_server": {"topology": "single_server", "bidirectional": True},
 }
-presets: Mapping[str, Mapping[str, Any]] = {name: {"recipe": "plain", **system} for name, system in _SYSTEMS.items()}
+presets: Mapping[str, Mapping[str, Any]] = {
+    name: {"ratio": 0.001, "wire": "bf16", **system} for name, system in _SYSTEMS.items()
+}
 """The systems of the papers, literally, as arguments of :class:`lightning_topk.TopKConfig` and of the strategies.
 
 ``dense``: Dense-SGD, through the exchange. ``topk``, ``gaussiank``, ``trimmed``: TopK-SGD of Shi et al. 2019, by

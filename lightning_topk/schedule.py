@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from typing_extensions import override
 
@@ -17,15 +17,6 @@ class Schedule(ABC):
     def by_epoch(self) -> bool:
         """Whether the ratio depends on the epoch."""
         return False
-
-    @property
-    def by_plan(self) -> bool:
-        """Whether :meth:`planned` must be called before :meth:`at`."""
-        return False
-
-    def planned(self, steps: float) -> Schedule:
-        """Returns the schedule for a run of ``steps`` optimizer steps; infinite if unlimited or unknown."""
-        return self
 
     @abstractmethod
     def at(self, step: int, epoch: int) -> float:
@@ -41,15 +32,13 @@ class Schedule(ABC):
 class Warmup(Schedule):
     """A ratio that decays from ``start`` to ``ratio`` and then stays constant.
 
-    Pass exactly one of ``steps``, ``epochs`` and ``share``.
+    Pass either ``steps`` or ``epochs``.
 
     Args:
         ratio: The ratio after the warm-up, in (0, 1].
         start: The ratio at the beginning, in (0, 1].
         steps: Length of the warm-up in optimizer steps, at least 1.
         epochs: Length in epochs, at least 1; the ratio then changes between epochs only.
-        share: Length as a fraction of all planned steps, in (0, 1]. The Trainer knows their number; elsewhere pass
-            ``planned_steps=``.
 
     Raises:
         ValueError: A ratio or a length is out of range, or not exactly one length is given.
@@ -59,55 +48,25 @@ class Warmup(Schedule):
     start: float = 0.25
     steps: int | None = None
     epochs: int | None = None
-    share: float | None = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         for each in ("ratio", "start"):
             if not 0 < getattr(self, each) <= 1:
                 raise ValueError(f"{name}: {each}={getattr(self, each)!r} must be in (0, 1].")
-        lengths = [length for length in (self.steps, self.epochs, self.share) if length is not None]
-        if len(lengths) != 1 or (self.share is None and lengths[0] < 1):
+        lengths = [length for length in (self.steps, self.epochs) if length is not None]
+        if len(lengths) != 1 or lengths[0] < 1:
             raise ValueError(
-                f"{name}: pass exactly one of steps (at least 1), epochs (at least 1) and share; got "
-                f"steps={self.steps!r}, epochs={self.epochs!r}, share={self.share!r}."
+                f"{name}: pass either steps or epochs, at least 1; got steps={self.steps!r}, epochs={self.epochs!r}."
             )
-        if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(f"{name}: share={self.share!r} must be in (0, 1]; it is a fraction of the planned steps.")
 
     @property
     @override
     def by_epoch(self) -> bool:
         return self.epochs is not None
 
-    @property
-    @override
-    def by_plan(self) -> bool:
-        return self.share is not None
-
-    @override
-    def planned(self, steps: float) -> Schedule:
-        """Converts ``share`` to steps.
-
-        Raises:
-            ValueError: ``share`` is set and the run is unlimited.
-        """
-        if self.share is None:
-            return self
-        if math.isinf(steps):
-            raise ValueError(
-                f"{self!r}: share needs the length of the run, which is unlimited or unknown. Set max_steps or "
-                "max_epochs of the Trainer, or pass steps= to the schedule instead of share=."
-            )
-        return replace(self, share=None, steps=max(1, round(self.share * steps)))
-
     @override
     def at(self, step: int, epoch: int) -> float:
-        if self.share is not None:
-            raise ValueError(
-                f"{self!r}: share needs the number of planned steps, which is unknown. Pass planned_steps=, or steps= "
-                "to the schedule instead of share=."
-            )
         now, length = (step, self.steps) if self.epochs is None else (epoch, self.epochs)
         assert length is not None
         return self.shape(min(now, length) / length)

@@ -12,6 +12,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import Exchange, Outcome, exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
+from lightning_topk.saving import of_the_rest, settled
 
 
 class Cluster:
@@ -39,8 +40,12 @@ class Cluster:
         uncompressed: Sequence[int] = (),
         measure: Measure = NOTHING,
     ) -> None:
-        self.config, self.local, self.measure = config.on(world, local), local, measure
-        shape, cpu = make_shape(self.config, sizes or (numel,), world, local), torch.device("cpu")
+        parts, cpu = sizes or (numel,), torch.device("cpu")
+        skipped = sum(parts[number] for number in uncompressed)
+        whole = of_the_rest(config.on(world, local), sum(parts), skipped)
+        self.config = settled(whole, parts, world, local, dtype.itemsize, skipped)
+        self.local, self.measure = local, measure
+        shape = make_shape(self.config, parts, world, local)
         self.endpoints = [make_endpoint(self.config, shape, rank, dtype, cpu, uncompressed) for rank in range(world)]
         self.outcomes: list[Outcome] = []
         """What became of the last exchange, rank by rank."""

@@ -209,8 +209,8 @@ def trained(rank: int, world: int, settings: dict, own: float) -> tuple[list[flo
     residuals, state = Residuals(), None
     for _ in range(2):
         ddp, last = DistributedDataParallel(net), state
-        common = {"ratio": 0.01, "planned_steps": 6, "residuals": residuals, "announce": said.append}
-        state = attach(ddp, optimizer=optimizer, **common | settings)
+        common = {"residuals": residuals, "announce": said.append}
+        state = attach(ddp, optimizer=optimizer, **common | (settings or {"saving": 20}))
         if last is not None:
             state.follow(last)
         for _ in range(3):
@@ -225,16 +225,18 @@ def trained(rank: int, world: int, settings: dict, own: float) -> tuple[list[flo
     return weights, seen, [line for line in said if "beta1" in line]
 
 
-def test_the_default_recipe_lends_adam_a_beta1_of_zero(groups):
+def test_a_saving_lends_adam_a_beta1_of_zero(groups):
     group = groups(2)
     found = {
         name: group.run(trained, settings, own)
         for name, (settings, own) in {
             "default": ({}, 0.9),
-            "asked for": ({"beta1": 0.0}, 0.9),
+            "asked for": ({"saving": 20, "beta1": 0.0}, 0.9),
             "its own": ({}, 0.0),
-            "kept": ({"beta1": 0.9}, 0.9),
-            "plain": ({"recipe": "plain"}, 0.9),
+            "kept": ({"saving": 20, "beta1": 0.9}, 0.9),
+            "ratio": ({"ratio": 0.05}, 0.9),
+            "ratio, its own": ({"ratio": 0.05, "beta1": 0.9}, 0.9),
+            "ratio, asked for": ({"ratio": 0.05, "beta1": 0.0}, 0.9),
             "corrected": ({"momentum": 0.9, "beta1": 0}, 0.9),
         }.items()
     }
@@ -243,22 +245,25 @@ def test_the_default_recipe_lends_adam_a_beta1_of_zero(groups):
         assert ranks[1][2] == []
     weights, betas, said = ({name: ranks[0][part] for name, ranks in found.items()} for part in range(3))
     assert weights["default"] == weights["asked for"] == weights["its own"] != weights["kept"]
-    for name, beta1 in {"default": 0.0, "asked for": 0.0, "kept": 0.9, "plain": 0.9, "corrected": 0.0}.items():
-        assert betas[name] == [beta1] * 6
-    assert len(said.pop("default")) == 2  # each of the two states once
+    for name in ("default", "asked for", "ratio, asked for", "corrected"):
+        assert betas[name] == [0.0] * 6
+    for name in ("kept", "ratio", "ratio, its own"):
+        assert betas[name] == [0.9] * 6
+    assert all("instead of its own" in words for words in said.pop("default"))
+    assert all("beta1=0 often learns better" in words for words in said.pop("ratio"))
     assert not any(said.values())
 
 
 def quiet(rank: int, world: int) -> list[str]:
     said: list[str] = []
-    state = attach(DistributedDataParallel(nn.Linear(9, 9)), planned_steps=9, announce=said.append)
+    state = attach(DistributedDataParallel(nn.Linear(9, 9)), announce=said.append)
     state.close()
     with pytest.raises(ValueError, match="pass optimizer= to attach"):
         attach(DistributedDataParallel(nn.Linear(9, 9)), beta1=0.0)
     return said
 
 
-def test_without_the_optimizer_the_recipe_says_that_adam_keeps_its_beta1(groups):
+def test_without_the_optimizer_a_saving_says_that_adam_keeps_its_beta1(groups):
     (said, other) = groups(2).run(quiet)
     assert any("Adam keeps its beta1, because attach was called without optimizer=" in words for words in said)
     assert other == []

@@ -299,9 +299,7 @@ def saving(folder, **options):
 
 
 def strategy(**settings) -> TopKStrategy:
-    return TopKStrategy(
-        **{"ratio": 0.05, "recipe": "plain", "start_method": "forkserver", "bucket_cap_mb": 0.001, **settings}
-    )
+    return TopKStrategy(**{"ratio": 0.05, "start_method": "forkserver", "bucket_cap_mb": 0.001, **settings})
 
 
 def epochs(tmp_path, count, plugin, callbacks=(), ckpt_path=None, **options):

@@ -6,8 +6,8 @@ import pytest
 from shapes import codecs_of
 
 from lightning_topk.config import AUTO_RATIOS, TopKConfig
-from lightning_topk.recipe import planned
 from lightning_topk.runtime.autotune import judge
+from lightning_topk.schedule import ExponentialWarmup
 
 SIZES = [1000, 2_000_000]
 
@@ -18,7 +18,7 @@ def chosen(config, local, seconds):
 
 
 def test_every_bucket_gets_its_fastest_way():
-    config = TopKConfig(topology="auto")
+    config = TopKConfig(0.001, topology="auto")
     found, words = chosen(config, 2, [[0.003, 0.004, 0.001], [0.05, 0.03, 0.2]])  # sharded, hierarchical, all-reduce
     assert found == [("dense", 1.0), ("hierarchical", 0.001)]
     assert "all-reduce for 1 bucket (1,000 elements), 1.0 ms instead of 3.0 ms compressed" in words
@@ -42,10 +42,18 @@ def test_the_largest_ratio_that_costs_little_more_is_taken():
     assert found == [("sharded", 0.01)] * 2
 
 
-def test_the_words_tell_the_density_that_was_timed():
-    config = planned(TopKConfig(topology="auto"), 100)
-    assert "at ratio 0.0605" in judge(config, config.candidates(4, 1), SIZES, [[1.0, 9.0]] * 2, middle=50).words
-    assert "at ratio 0.001" in judge(config, config.candidates(4, 1), SIZES, [[1.0, 9.0]] * 2).words
+@pytest.mark.parametrize(
+    ("amount", "words"),
+    [
+        ({}, "at saving 50"),
+        ({"ratio": 0.001}, "at ratio 0.001"),
+        ({"ratio": ExponentialWarmup(0.01, steps=9)}, "at ratio 0.01"),  # with which it ends
+        ({"ratio": lambda step: 0.5}, "at a ratio by step"),
+    ],
+)
+def test_the_words_tell_how_much_is_sent(amount, words):
+    config = TopKConfig(topology="auto", **amount)
+    assert words in judge(config, config.candidates(4, 1), SIZES, [[1.0, 9.0]] * 2).words
 
 
 def test_an_automatic_ratio_has_no_sizes_before_it_was_measured():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import math
 import pickle
 import re
 from typing import get_args
@@ -23,7 +22,7 @@ from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.lightning.strategy import TopKStrategy
 from lightning_topk.planning.volume import volume
 from lightning_topk.presets import presets
-from lightning_topk.recipe import PASSES, START, applies, planned, remarks
+from lightning_topk.runtime.announce import remarks
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 
@@ -34,16 +33,21 @@ BAD = [
     ({"ratio": float("nan")}, ValueError, r"ratio=nan must be in \(0, 1\]"),
     ({"ratio": "0.1"}, TypeError, r"ratio='0\.1' is a str; it must be a number"),
     ({"ratio": True}, TypeError, r"ratio=True is a bool"),
-    ({"ratio": None}, TypeError, r"ratio=None is a NoneType"),
+    ({"saving": 0.5}, ValueError, r"saving=0\.5 must be of 1 or more.*Use saving=50"),
+    ({"saving": "50"}, TypeError, r"saving='50' is a str"),
+    ({"saving": float("inf")}, ValueError, r"saving=inf must be of 1 or more"),
+    ({"ratio": 0.1, "saving": 50}, ValueError, r"ratio=0\.1 and saving=50 both say how much is sent"),
+    ({"ratio": "auto", "saving": 50}, ValueError, r"both say how much is sent"),
+    ({"server_ratio": 0.1}, ValueError, r"server_ratio=0\.1 needs ratio=: saving=50, the default"),
     ({"server_ratio": 2}, ValueError, r"server_ratio=2 must be in \(0, 1\]"),
-    ({"server_ratio": 0.1, "bidirectional": False}, ValueError, r"server_ratio=0\.1 has no effect"),
+    ({"ratio": 0.1, "server_ratio": 0.1, "bidirectional": False}, ValueError, r"server_ratio=0\.1 has no effect"),
     ({"bidirectional": "yes"}, TypeError, r"bidirectional='yes' is a str; it must be True or False"),
     ({"error_feedback": 1}, TypeError, r"error_feedback=1 is a int"),
     ({"error_feedback": "both"}, ValueError, r"error_feedback='both' is unknown; .*'worker', 'server', True or False"),
     ({"scope": "layer"}, ValueError, r"scope='layer' is unknown; it must be one of 'bucket', 'model'"),
     ({"momentum": 1.0}, ValueError, r"momentum=1\.0 must be in \[0, 1\)"),
     ({"momentum": 0.9, "error_feedback": False}, ValueError, r"keeps nothing there"),
-    ({"beta1": 1}, ValueError, r"beta1=1 must be in \[0, 1\)\. Leave it out, and the recipe decides"),
+    ({"beta1": 1}, ValueError, r"beta1=1 must be in \[0, 1\)\. Use 0 for none"),
     ({"beta1": "0.9"}, TypeError, r"beta1='0\.9' is a str"),
     ({"clip_norm": 0}, ValueError, r"clip_norm=0 must be positive"),
     ({"clip_norm": "1"}, TypeError, r"clip_norm='1' is a str"),
@@ -166,9 +170,8 @@ def test_schedules_descend_geometrically_and_then_stay():
     [
         ({"ratio": 0, "steps": 3}, r"ratio=0 must be in"),
         ({"ratio": 0.1, "start": 2, "steps": 3}, r"start=2 must be in"),
-        ({"ratio": 0.1}, r"pass exactly one of steps"),
-        ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"pass exactly one of steps"),
-        ({"ratio": 0.1, "share": 0}, r"share=0 must be in"),
+        ({"ratio": 0.1}, r"pass either steps or epochs"),
+        ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"pass either steps or epochs"),
         ({"ratio": 0.1, "steps": 0}, r"at least 1"),
     ],
 )
@@ -177,146 +180,72 @@ def test_bad_schedules_are_refused(arguments, message):
         ExponentialWarmup(**arguments)
 
 
-def test_a_schedule_may_be_a_share_of_the_planned_steps():
-    schedule = ExponentialWarmup(0.001, share=0.25)
-    assert schedule.planned(400) == ExponentialWarmup(0.001, steps=100)
-    config = TopKConfig(ratio=schedule, server_ratio=ExponentialWarmup(0.01, steps=7))
-    assert config.by_plan
-    assert planned(config, 400).ratio.at(100, 0) == pytest.approx(0.001)
-    assert planned(config, 400).server_ratio == config.server_ratio
-    with pytest.raises(ValueError, match="share needs the length of the run"):
-        planned(config, float("inf"))
-    with pytest.raises(ValueError, match=r"is unknown\. Pass planned_steps="):
-        codecs_of(config, 1000, 4)
-
-
 @pytest.mark.parametrize(
-    ("settings", "steps", "words"),
+    ("settings", "world", "words"),
     [
-        ({}, 3000, []),
-        ({}, 100_000, []),
-        ({}, 1000, [r"steps planned: 1,000\. .* sent 60\.5 times on average; .* fewer than 180 times"]),
-        ({"ratio": 0.1}, 2000, []),
-        ({"topology": "allgather", "bidirectional": False}, 3000, [r"sent 91\.5 times"]),
-        (
-            {"topology": "hierarchical"},
-            100,
-            [r"topology='hierarchical' on one node all-reduces .* Without effect: ratio\."],
-        ),
-        ({}, float("inf"), ["the length of the run is unknown"]),
-        ({"ratio": 0.5}, 10, []),
-        ({"ratio": "auto"}, 10, []),
-        ({"topology": "auto"}, 10, []),
-        ({"recipe": "plain"}, 10, []),
-        ({"recipe": "plain"}, float("inf"), []),
-        ({"topology": "dense"}, 10, []),
-        ({"topology": "dense", "clip_norm": 1.0, "wire": "int8"}, 10, [r"Without effect: wire\."]),
-        (
-            {"topology": "dense", "ratio": 0.01, "dense_parameters": "*.bias"},
-            10,
-            ["Without effect: ratio, dense_parameters"],
-        ),
+        ({}, 4, []),
+        ({"ratio": 0.001, "topology": "auto"}, 4, []),
+        ({"topology": "dense"}, 4, []),
+        ({"topology": "hierarchical"}, 4, [r"'hierarchical' on one node all-reduces .* Without effect: saving\."]),
+        ({"topology": "dense", "clip_norm": 1.0, "wire": "int8"}, 4, [r"Without effect: wire\."]),
+        ({"topology": "dense", "ratio": 0.01, "dense_parameters": "*.bias"}, 4, ["effect: ratio, dense_parameters"]),
+        ({"topology": "dense", "saving": 10}, 4, [r"Without effect: saving\."]),
+        ({}, 1, ["there is one process only, so nothing is sent and nothing is compressed"]),
+        ({"topology": "dense"}, 1, []),
     ],
 )
-def test_remarks_warn_of_short_runs_and_settings_without_effect(settings, steps, words):
-    said = remarks(TopKConfig(**settings), steps, 4, 4)
+def test_settings_without_effect_are_named(settings, world, words):
+    given = TopKConfig(**settings)
+    said = remarks(given, given.on(world, world) if world > 1 else given.dense, world, has_optimizers=True)
     assert len(said) == len(words)
     for remark, expected in zip(said, words, strict=True):
         assert re.search(expected, remark)
 
 
-def test_the_default_recipe_descends_to_the_ratio_over_the_planned_steps():
-    config = TopKConfig(server_ratio=0.002)
-    assert applies(config)
-    settled = planned(config, 100)
-    assert not applies(settled)
-    densities = [settled.ratio.at(step, 0) for step in range(120)]
-    assert densities[0] == pytest.approx(START * 2 / 3)  # workers and servers together send START
-    assert densities[50] == pytest.approx((START * 2 / 3 + 0.001) / 2)
-    assert densities[99:] == pytest.approx([0.001] * 21, abs=4e-5)
-    assert densities == sorted(densities, reverse=True)
-    assert settled.server_ratio.at(0, 0) == 2 * settled.ratio.at(0, 0)  # in proportion
-    assert settled.at(100, 0) == dataclasses.replace(config, wire="int4", beta1=0.0)
-    assert planned(TopKConfig(wire="bf16"), 100).wire == "bf16"
-    assert planned(config, math.inf) == config  # nothing to plan with
+def test_a_ratio_changes_nothing_else():
+    """Neither the wire nor the optimizer: the settings in force are the same in every step."""
+    config = TopKConfig(ratio=0.001, bidirectional=True)
+    assert config.at(0, 0) == config.at(10_000, 9) == config
+    assert config.saving is None
+    assert config.lent_beta1 is None
+    assert config.wire_name == TopKConfig().wire_name == "int4"
+    assert codecs_of(config, 1_000_000, 4).uplink.kept * 4 == 1000
 
 
-def test_the_default_recipe_sends_every_entry_often_enough_and_no_more():
-    for steps in (3000, 10_000, 50_000):
-        ratio = planned(TopKConfig(), steps).ratio
-        assert sum(ratio.at(step, 0) for step in range(steps)) == pytest.approx(PASSES + 0.0005 * steps, rel=0.01)
-    assert planned(TopKConfig(), 360_000).ratio == 0.001  # long enough as it is
-    assert planned(TopKConfig(ratio=0.01), 36_000).ratio == 0.01
+def test_without_ratio_and_saving_it_is_a_saving_of_fifty():
+    assert TopKConfig() == TopKConfig(saving=50)
+    assert TopKConfig().changed == {}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recipe": "plain"},
-        {"ratio": START},
-        {"ratio": lambda step: 0.1},
-        {"ratio": ExponentialWarmup(0.001, steps=3)},
-        {"ratio": "auto"},
-        {"topology": "dense"},
-        *presets.values(),
-    ],
-)
-def test_the_recipe_leaves_alone_what_is_plain_dense_or_scheduled(settings):
-    config = TopKConfig(**settings)
-    assert not applies(config)
-    assert planned(config, 100).summary() == config.summary()
-
-
-@pytest.mark.parametrize("world", [2, 8, 64])
-@pytest.mark.parametrize(
-    ("settings", "least"),
-    [
-        ({}, 50),
-        ({"server_ratio": 0.01}, 50),
-        ({"topology": "single_server"}, 50),
-        # The ratio that they end with is sent to every rank, and positions of few entries take more bits.
-        ({"bidirectional": False}, 25),
-        ({"bidirectional": False, "topology": "allgather"}, 25),
-    ],
-)
-def test_the_default_recipe_saves_fifty_times_the_bytes_of_a_whole_run(settings, least, world):
-    config = planned(TopKConfig(**settings), 300, world)
-    volumes = [
-        volume(config, [3_000_000], world, rank, step=step) for step in range(0, 300, 9) for rank in range(world)
-    ]
-    sent = sum(each.uplink + each.downlink for each in volumes)
-    assert sum(each.dense for each in volumes) > least * sent
-
-
-def test_four_bits_are_the_recipes_only_where_their_rounding_is_kept():
-    assert planned(TopKConfig(), 100).wire == "int4"
+def test_four_bits_are_the_default_where_their_rounding_is_kept():
+    assert TopKConfig().wire_name == "int4"
     for kept in ("worker", "server", False):
-        assert planned(TopKConfig(error_feedback=kept, bidirectional=False), 100).wire is None
+        assert TopKConfig(error_feedback=kept).wire_name == "bf16"
+    assert TopKConfig(error_feedback=False, wire="int4").wire_name == "int4"
 
 
 @pytest.mark.parametrize(
     ("settings", "lent"),
     [
         ({}, 0.0),
+        ({"saving": 400}, 0.0),
         ({"topology": "hierarchical"}, 0.0),
         ({"beta1": 0.9}, 0.9),
-        ({"recipe": "plain", "beta1": 0.5}, 0.5),
-        ({"recipe": "plain"}, None),
+        ({"ratio": 0.001}, None),
+        ({"ratio": 0.001, "beta1": 0}, 0),
         ({"momentum": 0.9}, None),
-        ({"ratio": 0.5}, None),
         ({"ratio": "auto"}, None),
         ({"topology": "auto"}, None),
         ({"topology": "dense", "beta1": 0.5}, None),
         ({"error_feedback": False}, None),
     ],
 )
-def test_adam_steps_with_another_beta1_only_where_something_is_kept_back(settings, lent):
-    assert planned(TopKConfig(**settings), 100).lent_beta1 == lent
-    assert planned(TopKConfig(**settings), math.inf).lent_beta1 == (lent if "beta1" in settings else None)
+def test_adam_steps_with_another_beta1_only_with_a_saving_or_when_asked_for(settings, lent):
+    assert TopKConfig(**settings).lent_beta1 == lent
 
 
 def test_a_hierarchy_of_one_node_is_dense_and_adam_keeps_its_beta1():
-    assert planned(TopKConfig(topology="hierarchical"), 100).on(4, 4).lent_beta1 is None
+    assert TopKConfig(topology="hierarchical").on(4, 4).lent_beta1 is None
 
 
 def test_settings_at_a_step_are_numbers_where_there_is_a_schedule():
@@ -334,8 +263,8 @@ def test_a_function_of_the_step_is_a_schedule_and_is_watched():
 
 
 def test_the_predicted_volume_depends_on_the_scope():
-    whole, parts = (volume(TopKConfig(scope=scope), [1500, 700, 300], world=4) for scope in ("model", "bucket"))
-    assert whole.uplink == volume(TopKConfig(), [2500], world=4).uplink < parts.uplink
+    whole, parts = (volume(TopKConfig(0.001, scope=scope), [1500, 700, 300], world=4) for scope in ("model", "bucket"))
+    assert whole.uplink == volume(TopKConfig(0.001), [2500], world=4).uplink < parts.uplink
 
 
 def test_every_preset_is_a_setting():

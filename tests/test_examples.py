@@ -15,7 +15,7 @@ from PIL import Image
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.ops import reference
-from lightning_topk.lab.papers.recipes import RECIPES
+from lightning_topk.lab.papers.learning import METHODS
 from lightning_topk.simulate import Cluster
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +80,7 @@ def test_a_folder_without_images_is_refused_in_words(monkeypatch, tmp_path):
 
 @pytest.fixture
 def variants(monkeypatch):
-    """The exchanges of the rejected recipes."""
+    """The exchanges of the rejected methods."""
     return loaded(monkeypatch, "examples/recipes", "variants")
 
 
@@ -90,11 +90,11 @@ def drawn(world, numel):
     return [[torch.randn(numel, generator=generator) for _ in range(world)] for _ in range(12)]
 
 
-def test_every_rejected_recipe_is_documented(monkeypatch):
+def test_every_rejected_method_is_documented(monkeypatch):
     tried = loaded(monkeypatch, "examples/recipes", "run").TRIED
     page = (ROOT / "examples" / "recipes" / "README.md").read_text()
     assert [name for name in tried if f"`{name}`" not in page] == []
-    assert not {*tried} & {*RECIPES}
+    assert not {*tried} & {*METHODS}
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -121,7 +121,7 @@ def test_ef21_with_all_entries_delivers_the_averaged_gradient(variants):
 
 def test_residuals_that_decay_to_nothing_are_forgotten_and_an_adaptive_ratio_follows_its_target(variants):
     decaying = variants.Decaying(TopKConfig(ratio=0.05), 2, 1000, factor=0.0)
-    plain = Cluster(TopKConfig(ratio=0.05, error_feedback=False), 2, 1000)
+    plain = Cluster(TopKConfig(ratio=0.05, wire="int4", error_feedback=False), 2, 1000)
     adaptive = variants.Adaptive(TopKConfig(ratio=0.001), 2, 1000, target=0.99)
     for gradients in drawn(2, 1000):
         assert torch.equal(decaying.step(gradients)[0], plain.step(gradients)[0])

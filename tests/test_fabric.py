@@ -149,7 +149,7 @@ def momentum_twice(rank: int, world: int) -> None:
 
 def lent_to_one(rank: int, world: int) -> None:
     """One optimizer for an exchanged module and for a parameter of no module: only the first is lent a beta1."""
-    fabric = fabric_of(rank, world, ratio=0.01, planned_steps=3)
+    fabric = fabric_of(rank, world, saving=20)
     net, alone = net_of_four_layers(), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([{"params": net.parameters()}, {"params": [alone]}])
     model, wrapped = fabric.setup(net, optimizer)
@@ -160,7 +160,7 @@ def lent_to_one(rank: int, world: int) -> None:
     assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999)] * 2
 
 
-def test_the_default_recipe_lends_adam_a_beta1_in_fabric_too(groups):
+def test_a_saving_lends_adam_a_beta1_in_fabric_too(groups):
     groups(2).run(lent_to_one)
 
 

@@ -16,7 +16,6 @@ from test_laws import ON_NODES, routes, selectors, wires
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import recipe
 from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
@@ -308,31 +307,6 @@ def forced(rank: int, world: int, way: str) -> None:
     with mock.patch.object(autotune, "trial", trial), mock.patch.object(autotune, "PATIENCE", 100):
         found = chosen(rank, world, {"topology": "auto"}, "several_buckets", 2)
     assert {topology for topology, _ in found} == {way}
-
-
-def timed(rank: int, world: int, done: int) -> int:
-    """For which step of 100 compression is timed, in a run of which some are done."""
-    from lightning_topk.runtime import autotune
-
-    steps = set()
-
-    def trial(config, bucket, groups, meter, uncompressed=(), step=0):
-        steps.add(step)
-        return 1.0
-
-    ddp = DistributedDataParallel(Net())
-    state = attach(ddp, topology="auto", planned_steps=100)
-    state.residuals.progress.steps = done  # as from a checkpoint
-    with mock.patch.object(autotune, "trial", trial):
-        for step in range(3):
-            loss_of(ddp, "several_buckets", rank, step).backward()
-    state.close()
-    return max(steps)
-
-
-@pytest.mark.parametrize(("done", "middle"), [(0, 51), (60, 81)])  # DDP has its buckets after two passes
-def test_candidates_are_timed_in_the_middle_of_the_remaining_steps(groups, done, middle):
-    assert groups(2).run(timed, done) == [middle] * 2
 
 
 @routes
@@ -794,33 +768,6 @@ def test_torchruns_local_world_size_is_taken_where_nodes_are_equal(groups, sizes
     if local == 1:
         for _, message in groups(4).run(told, sizes, {"topology": "hierarchical"}):
             assert "needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is [" in message
-
-
-def planned(rank: int, world: int) -> tuple[list[float | bool], list[str]]:
-    """Densities at step 50 (True if constant), and the remarks: none of the last, whose run has begun."""
-    said: list[str] = []
-    begun = Residuals()
-    begun.progress.steps = 5
-    with pytest.raises(ValueError, match="planned_steps=0 must be at least 1"):
-        TopKState(planned_steps=0)
-    states = [
-        TopKState(planned_steps=100 if rank else 200, announce=said.append),
-        TopKState(planned_steps=None if rank else 200, announce=said.append),
-        TopKState(announce=said.append),
-        TopKState(residuals=begun, planned_steps=100, announce=said.append),
-    ]
-    found = [recipe.applies(state.config) or state.config.ratio.at(50, 0) for state in states]
-    for state in states:
-        state.close()
-    return found, said
-
-
-def test_the_fewest_planned_steps_of_all_ranks_count(groups):
-    for rank, (found, said) in enumerate(groups(2).run(planned)):
-        short, long = (recipe.planned(TopKConfig(), steps).ratio.at(50, 0) for steps in (100, 200))
-        assert found == [short, long, True, short]
-        remarks = [words for steps in (100, 200, float("inf")) for words in recipe.remarks(TopKConfig(), steps, 2, 1)]
-        assert [words for words in said if "optimizer=" not in words] == (remarks if rank == 0 else [])
 
 
 def misplaced(rank: int, world: int) -> list[str]:

@@ -14,15 +14,15 @@ import lightning_topk
 
 PACKAGE = Path(lightning_topk.__file__).parent
 
-SETTINGS = ["schedule", "config", "presets", "recipe", "build"]
+SETTINGS = ["schedule", "config", "presets", "build", "saving"]
 MAY_IMPORT = {
     "core": [],
     "schedule": [],
     "config": ["core", "schedule"],
     "presets": ["schedule"],
-    "recipe": ["config", "core", "schedule"],
     "build": ["config", "core", "schedule"],
-    "simulate": ["build", "config", "core"],
+    "saving": ["build", "config", "core"],
+    "simulate": ["build", "config", "core", "saving"],
     "runtime": ["core", *SETTINGS],
     "planning": ["core", *SETTINGS],
     "ddp": ["core", *SETTINGS, "runtime", "planning"],

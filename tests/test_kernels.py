@@ -15,7 +15,6 @@ from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import aggregate, deliver
 from lightning_topk.core.ops import reference
-from lightning_topk.recipe import planned
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -125,8 +124,8 @@ def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
     assert index.max() < 10_240
 
 
-BEGIN = planned(TopKConfig(), 1).at(0, 0)
-"""Where the default recipe begins: a dense selection in four bits."""
+BEGIN = TopKConfig(0.12, wire="int4")
+"""A dense selection in four bits."""
 
 
 @on_a_gpu

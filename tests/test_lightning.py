@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import itertools
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from groups import torchrun
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from shapes import codecs_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,8 +25,8 @@ from torchmetrics import MetricCollection
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy, presets
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.planning.volume import volume
-from lightning_topk.recipe import planned
+from lightning_topk.planning.volume import size, volume
+from lightning_topk.saving import settled
 
 ROOT = Path(__file__).parent.parent
 KEYS = {
@@ -60,7 +63,7 @@ ELEMENTS = 32 * 64 + 64 + 64 * 2 + 2
 
 def fit(tmp_path, model=None, strategy=None, callbacks=(), **options):
     """Trains with two workers that are forked from a server which has imported everything already."""
-    strategy = strategy or TopKStrategy(recipe="plain", start_method="forkserver")
+    strategy = strategy or TopKStrategy(start_method="forkserver")
     trainer = L.Trainer(
         default_root_dir=tmp_path,
         strategy=strategy,
@@ -73,8 +76,6 @@ def fit(tmp_path, model=None, strategy=None, callbacks=(), **options):
 
 def test_a_registered_name_trains_and_every_key_returns_after_spawn(tmp_path):
     _, logged = fit(tmp_path, strategy="topk_spawn")
-    assert logged["topk/average_ratio"] > logged["topk/ratio"]  # the default recipe's warm-up
-    _, logged = fit(tmp_path)
     plan = volume(TopKConfig(), [ELEMENTS], world=2)
     assert set(logged) >= KEYS
     assert logged["topk/uplink_bytes"] == plan.uplink
@@ -87,7 +88,7 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn(tmp_path):
     assert 0 < logged["topk/downlink_error"] < 1
     assert logged["topk/worker_residual_norm"] > 0
     assert logged["topk/server_residual_norm"] > 0
-    kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.kept
+    kept = 2 * codecs_of(settled(TopKConfig(), [ELEMENTS], 2), ELEMENTS, 2).uplink.kept
     assert logged["topk/bound"] == pytest.approx((1 - kept / ELEMENTS) ** 2)
     assert logged["topk/ratio"] == logged["topk/selected_ratio"] == pytest.approx(kept / ELEMENTS)
 
@@ -194,7 +195,7 @@ def test_layers_histograms_and_a_summary_on_request(tmp_path):
     logger = Writer(tmp_path, name="", version="")
     trainer = L.Trainer(
         default_root_dir=tmp_path,
-        strategy=TopKStrategy(ratio=0.1, recipe="plain", start_method="forkserver"),
+        strategy=TopKStrategy(ratio=0.1, start_method="forkserver"),
         callbacks=[CompressionMonitor(per_layer=True), Summary()],
         log_every_n_steps=2,
         **QUIET | {"logger": logger, "max_steps": 4},
@@ -210,19 +211,61 @@ def test_layers_histograms_and_a_summary_on_request(tmp_path):
     assert sorted(rows) == sorted(f"{step} topk/residual/{name}" for step in (2, 4) for name in names)
     plan = volume(TopKConfig(ratio=0.1), [ELEMENTS], world=2)
     words = (tmp_path / "summary.txt").read_text()
-    assert (
-        f"4 steps sent {4 * plan.uplink:,} B up and {4 * plan.downlink:,} B down instead of {4 * plan.dense:,} B"
-        in words
-    )
+    up, down, dense = (size(4 * sent) for sent in (plan.uplink, plan.downlink, plan.dense))
+    assert f"in 4 steps each rank sent {up} up and {down} down instead of {dense} ({plan.saving:.1f}x less)" in words
     assert "hidden behind backward (2 steps measured)" in words
 
 
-def test_one_worker_trains_and_sends_nothing(tmp_path):
-    strategy = TopKStrategy(ratio=0.1, recipe="plain", start_method="forkserver")
-    _, logged = fit(tmp_path, strategy=strategy, devices=1)
-    assert logged["topk/total_bytes"] == 0
-    assert logged["topk/saving"] == 1
-    assert 0 < logged["topk/uplink_error"] < 1
+class Heard(Callback):
+    """Writes down what rank 0 is told."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def setup(self, trainer, pl_module, stage):
+        if trainer.is_global_zero:
+            logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(logging.FileHandler(self.path))
+
+
+class WithAdam(Model):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Weights(Callback):
+    """Keeps the weights of a spawned run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_end(self, trainer, pl_module):
+        torch.save(pl_module.state_dict(), self.path)
+
+
+def test_one_worker_trains_as_without_compression_and_is_told_so(tmp_path):
+    """With Adam, too, which keeps its beta1."""
+    found = {}
+    for name, strategy in {
+        "ours": TopKStrategy(start_method="forkserver"),
+        "plain": DDPStrategy(start_method="forkserver"),
+    }.items():
+        torch.manual_seed(0)
+        heard = Heard(tmp_path / "said.txt")
+        trainer = L.Trainer(
+            default_root_dir=tmp_path,
+            strategy=strategy,
+            callbacks=[Weights(tmp_path / name), heard, *[CompressionMonitor()] * (name == "ours")],
+            **{**QUIET, "max_steps": 4, "devices": 1},
+        )
+        trainer.fit(WithAdam())
+        found[name] = torch.load(tmp_path / name)
+        if name == "ours":
+            assert trainer.callback_metrics["topk/total_bytes"] == 0
+            assert trainer.callback_metrics["topk/saving"] == 1
+            assert trainer.callback_metrics["topk/uplink_error"] == 0
+            assert (tmp_path / "said.txt").read_text().count("so nothing is sent and nothing is compressed") == 1
+    for key, weight in found["plain"].items():
+        assert torch.equal(found["ours"][key], weight)
 
 
 class Manual(Model):
@@ -246,7 +289,7 @@ class Manual(Model):
 
 
 def test_manual_optimization_with_two_optimizers(tmp_path):
-    strategy = TopKStrategy(recipe="plain", start_method="forkserver", find_unused_parameters=True)
+    strategy = TopKStrategy(start_method="forkserver", find_unused_parameters=True)
     _, logged = fit(tmp_path, Manual(), strategy=strategy, max_steps=6)
     elements = ELEMENTS + 32 * 2 + 2
     plan = volume(TopKConfig(), [elements], world=2, parameters=[6])
@@ -271,16 +314,6 @@ def test_schedules_follow_the_trainers_epochs(tmp_path):
     assert ratios == pytest.approx([0.5, 0.5, 0.0707, 0.0707, 0.01, 0.01], rel=0.03)
 
 
-def test_a_warm_up_takes_its_share_of_the_planned_steps(tmp_path):
-    strategy = TopKStrategy(ratio=ExponentialWarmup(0.01, start=0.5, share=2 / 3), start_method="forkserver")
-    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
-    planned = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 4, "accumulate_grad_batches": 2}
-    fit(tmp_path, strategy=strategy, logger=logger, log_every_n_steps=1, **planned)
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    ratios = [float(row["topk/ratio"]) for row in rows if row["topk/ratio"]]
-    assert ratios == pytest.approx([0.5, 0.188, 0.0707, 0.0266, 0.01, 0.01], rel=0.03)
-
-
 def ratios_of(tmp_path, strategy, **options):
     """The density of each step."""
     logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
@@ -289,33 +322,9 @@ def ratios_of(tmp_path, strategy, **options):
     return logged, [float(row["topk/ratio"]) for row in rows if row["topk/ratio"]]
 
 
-def test_the_default_recipe_descends_over_the_run(tmp_path):
-    strategy = TopKStrategy(ratio=0.01, start_method="forkserver")
-    logged, ratios = ratios_of(tmp_path, strategy, max_steps=8)
-    config = planned(TopKConfig(ratio=0.01), 8)
-    kept = [2 * codecs_of(config, ELEMENTS, 2, step).uplink.kept / ELEMENTS for step in range(8)]
-    assert ratios == pytest.approx(kept)
-    assert logged["topk/average_ratio"] == pytest.approx(sum(kept) / 8)
-    sent = [volume(config, [ELEMENTS], 2, step=step) for step in range(8)]
-    assert logged["topk/total_bytes"] == sum(each.uplink + each.downlink for each in sent)
-
-
 class Endless(IterableDataset):
     def __iter__(self):
-        return iter(torch.ones(10, 32))
-
-
-def test_a_loader_without_length_makes_a_run_of_unknown_length():
-    """Lightning estimates -1 steps then."""
-    strategy, model = TopKStrategy(), BoringModel()
-    trainer = L.Trainer(
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-    )
-    trainer.strategy._lightning_module = strategy._lightning_module = model
-    model.trainer = trainer
-    trainer.fit_loop._data_source.instance = DataLoader(Endless())
-    trainer.fit_loop._data_source.name = "train_dataloader"
-    assert strategy._planned_steps() == float("inf")
+        return itertools.cycle(torch.ones(10, 32))
 
 
 class Stop(Callback):
@@ -323,11 +332,37 @@ class Stop(Callback):
         trainer.should_stop = trainer.global_step == 3
 
 
-def test_a_run_without_an_end_has_no_warm_up(tmp_path):
-    strategy = TopKStrategy(ratio=0.01, start_method="forkserver")
-    _, ratios = ratios_of(tmp_path, strategy, callbacks=[Stop()], max_steps=-1, max_epochs=-1)
+class OnEndless(Model):
+    def train_dataloader(self):
+        return DataLoader(Endless())
+
+
+FORMS = {
+    "default": ({}, 50),
+    "saving": ({"saving": 20}, 20),
+    "a saving one way": ({"saving": 10, "bidirectional": False}, 10),
+    "ratio": ({"ratio": 0.02}, None),
+    "schedule": ({"ratio": ExponentialWarmup(0.01, start=0.5, steps=2)}, None),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_measured_is_what_was_asked_for(tmp_path, form):
+    """In runs of any length: of some steps, and of unknown ones."""
+    settings, saving = FORMS[form]
+    found = []
+    for model, options in ((Model(), {"max_steps": 3}), (OnEndless(), {"max_steps": -1, "callbacks": [Stop()]})):
+        strategy = TopKStrategy(**settings, start_method="forkserver")
+        logged, ratios = ratios_of(tmp_path, strategy, model=model, **options)
+        found.append((logged["topk/saving"], ratios))
+    assert found[0] == found[1]
+    seen, ratios = found[0]
+    if saving is not None:
+        assert seen == pytest.approx(saving, rel=0.02)
+    ratio = settings.get("ratio")
+    asked = 3 * [ratio] if isinstance(ratio, float) else [ratio.at(step, 0) for step in range(3)] if ratio else ratios
     assert len(ratios) == 3
-    assert len(set(ratios)) == 1
+    assert ratios == pytest.approx(asked, rel=0.02)
 
 
 @pytest.mark.parametrize("name", presets)

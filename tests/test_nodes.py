@@ -13,7 +13,6 @@ import torch
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab import hosts
 from lightning_topk.planning.volume import volume
-from lightning_topk.recipe import planned
 
 pytestmark = pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
 
@@ -125,7 +124,7 @@ def test_every_way_to_launch_two_nodes_gives_the_same_bits_and_a_rank_that_dies_
     residuals = ends["slurm"]["lightning_topk"]
     assert residuals["node_sizes"] == {"net.weight": 2, "net.bias": 2}
 
-    config = planned(TopKConfig(ratio=0.05, topology="hierarchical"), 12)
+    config = TopKConfig(ratio=0.05, topology="hierarchical")
     plan = volume(config, [[300, 64 * 300]], 4, local=2, step=11)
     told = json.loads(said["slurm"][0].splitlines()[-1])
     assert told["topk/inter_node_bytes"] == plan.inter_node

@@ -19,7 +19,6 @@ from lightning_topk.core.layout import Layout, kept_count
 from lightning_topk.core.link import FusedLink
 from lightning_topk.core.ops import cpu, reference
 from lightning_topk.core.wire import WIRES, Codec
-from lightning_topk.recipe import START
 from lightning_topk.simulate import Cluster
 
 
@@ -269,7 +268,7 @@ def test_one_pass_chooses_what_the_reference_does(name, dtype, numel, shards, ra
 def test_a_shard_that_falls_short_costs_few_candidates_more(scale, most):
     """Candidates are memory: twelve bytes each, where an eighth of the entries is sent."""
     layout, noted = Layout(1 << 20, 4), []
-    k = layout.kept_per_shard(kept_count(layout.numel, START))
+    k = layout.kept_per_shard(kept_count(layout.numel, 0.12))
     e, x = residual_and_gradient("normal", layout.numel)
     x *= 1 - (1 - scale) * (torch.arange(layout.numel) // 256 % 4 == 1)  # of one shard
     total, given = e.clone(), x.clone()
@@ -314,7 +313,7 @@ def test_one_element_that_is_not_finite_is_found_and_a_large_one_is_not_mistaken
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("topology", ["sharded", "single_server"])
-@pytest.mark.parametrize("settings", [{"ratio": 0.01}, {"ratio": START, "wire": "int4"}])
+@pytest.mark.parametrize("settings", [{"ratio": 0.01}, {"ratio": 0.12, "wire": "int4"}])
 def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(
     monkeypatch, settings, topology, bidirectional
 ):
@@ -328,7 +327,7 @@ def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(
         assert isinstance(end.uplink, FusedLink) == fused
         assert cpu.suits(
             200_001, end.layout, codecs_of(config, 200_001, 3).uplink.kept
-        )  # the fast path, also where the recipe begins
+        )  # the fast path, also where much is sent
         got = []
         for step in range(3):
             given = [residual_and_gradient("normal", 200_001)[1].roll(100 * step + rank) for rank in range(3)]

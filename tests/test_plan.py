@@ -31,8 +31,6 @@ from lightning_topk.planning.costs import (
     step_seconds,
     store_costs,
 )
-from lightning_topk.planning.volume import volume
-from lightning_topk.recipe import planned
 
 FREE = Costs(scan=0, encode=0, decode=0, copy=0, fixed=0, latency=0, byte=0, reduce=0, efficiency=1)
 """A machine that computes in no time: only links count."""
@@ -54,14 +52,14 @@ def test_where_computing_is_free_an_exchange_takes_what_its_bytes_take():
     dense = exchange_seconds(TopKConfig(topology="dense"), [1_000_000], 4, 1, links, FREE)
     assert dense == pytest.approx(6.0)  # a ring of four sends one and a half gradients of 4 MB from each
     sharded, hierarchical = (
-        exchange_seconds(TopKConfig(topology=topology), [1_000_000], 4, 2, links, FREE)
+        exchange_seconds(TopKConfig(0.001, topology=topology), [1_000_000], 4, 2, links, FREE)
         for topology in ("sharded", "hierarchical")
     )
     assert sharded / hierarchical == pytest.approx(7 / 4, rel=0.02)  # 4 + 3 payloads leave a node, or 2 + 2
 
 
 def test_break_even_is_where_both_take_the_same_time():
-    config, sizes, links = TopKConfig(), [25_000_000], Links(1e9, 1e12)
+    config, sizes, links = TopKConfig(0.001), [25_000_000], Links(1e9, 1e12)
     speed = break_even(config, sizes, 4, 1, links, CPU)
     at = Links(speed, 1e12)
     ours, dense = (exchange_seconds(each, sizes, 4, 1, at, CPU) for each in (config, config.dense))
@@ -119,7 +117,7 @@ def test_constants_are_fitted_to_what_was_timed():
 
 def found_for(sizes, nodes, ranks, inter, compute=0.0, costs=GPU):
     hardware = Hardware(nodes, ranks, Links(bytes_per_second(inter), 6e11), costs)
-    return forecasts(sizes, hardware, (0.001, 0.01), compute)
+    return forecasts(sizes, hardware, ({"saving": 50}, {"ratio": 0.001}), compute)
 
 
 def test_what_is_recommended_depends_on_the_links():
@@ -156,14 +154,24 @@ def test_a_module_of_ones_own_is_counted():
         parameter_sizes(model="resnet18", params=3)
 
 
-@pytest.mark.parametrize("base", [TopKConfig(), TopKConfig(wire="int4", selector="gaussiank", recipe="plain")])
-def test_what_is_recommended_can_be_typed(base):
+@pytest.mark.parametrize("base", [TopKConfig(), TopKConfig(wire="bf16", selector="gaussiank")])
+@pytest.mark.parametrize("amount", [{"saving": 50}, {"saving": 200}, {"ratio": 0.01}])
+def test_what_is_recommended_can_be_typed(base, amount):
     """All-gather, too, which needs ``bidirectional=False``."""
-    found = forecasts([1_000_000], Hardware(2, 1, Links(1e12, 1e6), FREE), (0.01,), base=base)
+    found = forecasts([1_000_000], Hardware(2, 1, Links(1e12, 1e6), FREE), (amount,), base=base)
     for way in found[1:]:
         words = re.fullmatch(r"Use TopKStrategy\((.*?)\): .*", sentence([found[0], replace(way, step=0.0)], 0.0))
         assert words is not None
         assert eval(f"TopKConfig({words[1]})") == way.config
+    assert "bucket_cap_mb=5" in sentence([found[0], replace(found[1], step=0.0)], 0.0, bucket_cap_mb=5)
+
+
+def test_a_tie_goes_to_what_does_not_grow_with_the_ranks():
+    """With two ranks all topologies send as much."""
+    found = forecasts([1_000_000], Hardware(2, 1, Links(1e6, 1e9), FREE), ({"ratio": 0.01},))
+    tied = [replace(each, step=1.0 if each.config.compresses else 99.0) for each in found]
+    for order in (tied, tied[::-1]):
+        assert recommend(order).config.topology == "sharded"
 
 
 def run(monkeypatch, *arguments: str) -> None:
@@ -173,33 +181,33 @@ def run(monkeypatch, *arguments: str) -> None:
 
 def test_the_plan_command_prints_a_table_and_a_recommendation(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run(monkeypatch, "plan", "--params", "25e6", "--nodes", "4", "--ratio", "0.001", "--compute-ms", "100")
+    given = "--ratio", "0.001", "--wire", "bf16", "--compute-ms", "100"
+    run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", *given)
     out = capsys.readouterr().out
     assert "estimates for a GPU" in out
-    assert re.search(r"sharded 0\.001 +\| 131,064 +\| 131,064 +\| 1144\.5x", out)
+    assert re.search(r"sharded, ratio 0\.001 +\| 131 kB +\| 131 kB +\| 1144\.5x", out)
     assert "step ms" in out
-    assert "Use TopKStrategy(ratio=0.001" in out
-    assert "Ratios are taken literally" in out
-    run(monkeypatch, "plan", "--params", "25e6", "--nodes", "4", "--ratio", "0.001", "--steps", "1000")
-    assert "Means over a run of 1,000 steps" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="steps=0 must be at least 1"):
-        run(monkeypatch, "plan", "--params", "25e6", "--nodes", "2", "--steps", "0")
+    assert "With constants that were not measured here: Use TopKStrategy(ratio=0.001, wire='bf16'" in out
+    run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--inter", "1gbit")
+    out = capsys.readouterr().out
+    assert re.search(r"sharded, saving 50 +\|.*\| 50\.0x", out)
+    assert re.search(r"allgather, saving 200 +\|.*\| 200\.0x", out)
     with pytest.raises(SystemExit, match="one rank exchanges nothing"):
         run(monkeypatch, "plan", "--params", "25e6", "--nodes", "1")
-    with pytest.raises(SystemExit, match="torchvision has no model 'resnet0'"):
-        run(monkeypatch, "plan", "--model", "resnet0", "--nodes", "2")
-
-
-@pytest.mark.parametrize("steps", [1, 2, 10, 40, 1000])
-def test_a_planned_run_sends_what_was_forecast(steps):
-    hardware = Hardware(4, 1, Links(1e9, 1e9), FREE)
-    (found,) = (
-        each for each in forecasts([1_000_000], hardware, [0.001], steps=steps) if each.config.topology == "sharded"
-    )
-    config = planned(TopKConfig(), steps)
-    sent = sum((volume(config, [1_000_000], 4, step=step) for step in range(steps)), start=volume(config, [], 4))
-    assert found.volume.uplink == pytest.approx(sent.uplink / steps, rel=0 if steps <= 40 else 0.002, abs=1)
-    assert found.volume.downlink == pytest.approx(sent.downlink / steps, rel=0 if steps <= 40 else 0.002, abs=1)
+    for words, message in (
+        (("--model", "resnet0"), "torchvision has no model 'resnet0'"),
+        (("--params", "25e6", "--ratio", "2"), r"ratio=2\.0 must be in \(0, 1\]"),
+        (("--params", "25e6", "--saving", "0.5"), r"saving=0\.5 must be of 1 or more"),
+        (("--params", "25e6", "--server-ratio", "0.1"), "--server-ratio needs --ratio"),
+        (("--params", "25e6", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0 must be positive"),
+        (("--params", "25e6", "--compute-ms", "-1"), "--compute-ms -1 must not be negative"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            run(monkeypatch, "plan", "--nodes", "2", *words)
+    for words in (("--params", "2.5"), ("--params", "many"), ("--params", "9", "--nodes", "0")):
+        with pytest.raises(SystemExit, match="2"):
+            run(monkeypatch, "plan", "--nodes", "2", *words)
+        assert "write it like 300, 25e6 or 25M" in capsys.readouterr().err
 
 
 @pytest.mark.process  # matplotlib asks fc-list for fonts when it has no cache of them

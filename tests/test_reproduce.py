@@ -1,4 +1,4 @@
-"""The papers' claims and the recipes, on a small scale."""
+"""The papers' claims and the learning experiment, on a small scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_topk.lab.papers import (
     convergence,
     counterexample,
     distribution,
-    recipes,
+    learning,
     saving,
     speedup,
     tuning,
@@ -194,45 +194,43 @@ def test_predicted_bytes_are_those_that_leave_the_interface():
     assert not {*group.names, f"ltk{os.getpid() % 100000}s"} & set(left)
 
 
-def test_interrupted_recipes_go_on_where_they_stopped(monkeypatch, tmp_path):
-    monkeypatch.setattr(recipes, "TASKS", (recipes.Task("mlp", 2, 10, 0.1),))
-    monkeypatch.setattr(recipes, "run_all", alone)
-    first = recipes.run(out=tmp_path, seeds=1)
-    assert len((tmp_path / "recipes.jsonl").read_text().splitlines()) == len(recipes.RECIPES)
-    monkeypatch.setattr(recipes, "run_all", lambda jobs, *_: {} if not jobs else pytest.fail(f"again: {list(jobs)}"))
-    assert recipes.run(out=tmp_path, seeds=1).tables == first.tables
+def test_an_interrupted_experiment_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(learning, "TASKS", (learning.Task("mlp", 2, 10, 0.1),))
+    monkeypatch.setattr(learning, "run_all", alone)
+    first = learning.run(out=tmp_path, seeds=1)
+    assert len((tmp_path / "learning.jsonl").read_text().splitlines()) == len(learning.METHODS)
+    monkeypatch.setattr(learning, "run_all", lambda jobs, *_: {} if not jobs else pytest.fail(f"again: {list(jobs)}"))
+    assert learning.run(out=tmp_path, seeds=1).tables == first.tables
     (rows,) = first.tables.values()
-    saving = {row["recipe"]: float(row["saving"].rstrip("x")) for row in rows}
-    assert saving["dense"] == 1 < saving["PowerSGD 4"] < saving["PowerSGD 1"] < saving["default"]
-    for name, factor in saving.items():
-        if name.endswith("equal bytes") and "all-gather" not in name:  # few entries make a coarse scale
-            assert factor == pytest.approx(saving["default"], rel=0.35), name
+    saving = {row["method"]: float(row["saving"].rstrip("x")) for row in rows}
+    assert saving["dense"] == 1 < saving["PowerSGD 4"] < saving["PowerSGD 1"] < saving["saving 50"]
+    for name in ("saving 50", "unidirectional", "all-gather"):
+        assert saving[name] == pytest.approx(50, rel=0.02), name
     one = "PowerSGD 1"
-    only = recipes.run(out=tmp_path, models=["mlp"], recipes=[one], seeds=1)
-    assert [row["recipe"] for row in next(iter(only.tables.values()))] == ["dense", one]
-    monkeypatch.setattr(recipes, "run_all", alone)
-    known = {**recipes.RECIPES, one: recipes.Recipe(rank=3)}
-    other = recipes.run(out=tmp_path, models=["mlp"], recipes=[one], seeds=1, known=known)
+    only = learning.run(out=tmp_path, models=["mlp"], methods=[one], seeds=1)
+    assert [row["method"] for row in next(iter(only.tables.values()))] == ["dense", one]
+    monkeypatch.setattr(learning, "run_all", alone)
+    known = {**learning.METHODS, one: learning.Method(rank=3)}
+    other = learning.run(out=tmp_path, models=["mlp"], methods=[one], seeds=1, known=known)
     assert other.tables != only.tables, "a run of other settings passed for this"
-    titles = recipes.run(out=tmp_path, recipes=[one], seeds=1, steps=5, lr=0.2, workers=[3, 4]).tables
+    titles = learning.run(out=tmp_path, methods=[one], seeds=1, steps=5, lr=0.2, workers=[3, 4]).tables
     assert [words in title for title in titles for words in ("5 steps", "lr 0.2")] == 4 * [True]
     assert [title.split(", ")[1] for title in titles] == ["3 workers", "4 workers"]
-    with pytest.raises(ValueError, match="there is no nothing here: models are mlp, recipes dense"):
-        recipes.run(out=tmp_path, recipes=["nothing"])
+    with pytest.raises(ValueError, match="there is no nothing here: models are mlp, methods dense"):
+        learning.run(out=tmp_path, methods=["nothing"])
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seeds", "0"], "seeds=0 must be at least 1"),
         (["--lr", "-1"], "lr=-1.0 must be positive"),
         (["--workers", "8", "1"], r"workers=\[8, 1\] must be at least 2 each"),
         (["--models", "vgg"], "there is no vgg here: models are"),
     ],
 )
-def test_invalid_options_of_recipes_are_refused_in_words(monkeypatch, tmp_path, words, message):
-    monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce", "recipes", "--out", str(tmp_path), *words])
-    with pytest.raises(SystemExit, match=f"reproduce recipes: {message}"):
+def test_invalid_options_of_the_experiment_are_refused_in_words(monkeypatch, tmp_path, words, message):
+    monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce", "learning", "--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit, match=f"reproduce learning: {message}"):
         __main__.main()
 
 

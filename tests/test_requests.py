@@ -44,7 +44,6 @@ def cases(topology: str) -> Iterator[tuple[TopKConfig, tuple[int, int], torch.dt
             wire=list(WIRES)[number % 4],
             topology=topology,
             error_feedback=number // 2 % 2 == 0,
-            recipe="plain",
         )
         dtype = (torch.float32, torch.bfloat16)[number // 3 % 2]
         yield config.on(*place), place, dtype, ((), (1,))[number // 5 % 2], number // 7 % 2 == 0

@@ -96,11 +96,11 @@ def test_random_k_is_the_same_on_all_ranks_new_at_every_step_and_nested():
 
 
 def test_random_k_sends_no_positions():
-    codecs = codecs_of(TopKConfig(selector="randk", ratio=0.01), 102_400, 4)
+    codecs = codecs_of(TopKConfig(selector="randk", ratio=0.01, wire="bf16"), 102_400, 4)
     up, down = codecs.uplink, codecs.reply
     assert up.index_bytes == down.index_bytes == 0
     assert up.nbytes == 256 * 2 + 4  # and the check
-    lossless = codecs_of(TopKConfig(selector="randk", ratio=0.01, bidirectional=False), 102_400, 4).reply
+    lossless = codecs_of(TopKConfig(selector="randk", ratio=0.01, bidirectional=False, wire="bf16"), 102_400, 4).reply
     assert lossless.nbytes == up.nbytes
 
 

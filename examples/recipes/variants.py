@@ -1,4 +1,4 @@
-"""What the rejected recipes need: :class:`Tried`, and exchanges. Each of those stands where a Cluster does."""
+"""What the rejected methods need: :class:`Tried`, and exchanges. Each of those stands where a Cluster does."""
 
 from __future__ import annotations
 
@@ -13,24 +13,36 @@ from typing_extensions import override
 from lightning_topk import TopKConfig
 from lightning_topk.core.link import Measure
 from lightning_topk.core.ops import reference
-from lightning_topk.lab.papers.recipes import Recipe, Task
+from lightning_topk.lab.papers.learning import Method, Task
 from lightning_topk.lab.training import Optimizer
+from lightning_topk.schedule import CosineWarmup, ExponentialWarmup, Schedule
 from lightning_topk.simulate import Cluster
+
+RATIO = 0.001
+"""With which courses of the density end."""
 
 
 @dataclass(frozen=True)
-class Tried(Recipe):
-    """A recipe with other workers, or another momentum of the optimizer.
+class Tried(Method):
+    """A method with another course of the density, with other workers, or with another momentum of the optimizer.
 
     Args:
+        course: The density over the steps of the task; None for the one that the settings say.
         workers: Makes the workers; called like :class:`lightning_topk.simulate.Cluster`.
         keeps_momentum: Whether the optimizer has momentum of its own (with AdamW: beta1).
         momentum: SGD's momentum, in the place of the task's, at the same lr / (1 - momentum).
     """
 
+    course: Callable[[int], Schedule] | None = None
     workers: Callable[..., Cluster] = Cluster
     keeps_momentum: bool = True
     momentum: float | None = None
+
+    @override
+    def config(self, task: Task) -> TopKConfig:
+        if self.course is None:
+            return super().config(task)
+        return TopKConfig(ratio=self.course(task.steps), beta1=0.0, **self.settings)
 
     @override
     def cluster(self, task: Task) -> Callable[..., Cluster]:
@@ -45,6 +57,16 @@ class Tried(Recipe):
             return given
         lr = given.lr * (1 - self.momentum) / (1 - given.momentum)
         return replace(given, lr=lr, momentum=self.momentum)
+
+
+def cosine(start: float, steps: int) -> Schedule:
+    """Half a cosine over the whole run."""
+    return CosineWarmup(RATIO, start, steps=steps)
+
+
+def geometric(start: float, share: float, steps: int) -> Schedule:
+    """A geometric descent over the first part of the run, as DGC's."""
+    return ExponentialWarmup(RATIO, start, steps=max(1, round(share * steps)))
 
 
 class Decaying(Cluster):

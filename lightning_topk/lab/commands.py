@@ -7,7 +7,9 @@ without a default are required. Keyword-only parameters are no options.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
+import math
 import re
 import shlex
 import sys
@@ -78,6 +80,18 @@ def finish(arguments: argparse.Namespace, command: str = "", **others: Any) -> R
     return result
 
 
+def add_strict(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--strict``, which :func:`judge` obeys."""
+    words = "exit with status 1 if anything is a FAIL"
+    parser.add_argument("--strict", action="store_true", default=argparse.SUPPRESS, help=words)
+
+
+def judge(arguments: argparse.Namespace, results: Sequence[Result]) -> None:
+    """Ends with status 1 if ``--strict`` was given and a statement does not hold."""
+    if getattr(arguments, "strict", False) and any(not check.holds for each in results for check in each.checks):
+        raise SystemExit(1)
+
+
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters that are options."""
     return [each for each in inspect.signature(function).parameters.values() if each.kind is not each.KEYWORD_ONLY]
@@ -91,12 +105,41 @@ def _reader(kind: Any) -> dict[str, Any]:
         return {"choices": get_args(kind)}
     if get_origin(kind) in (tuple, Sequence):
         return {"nargs": "+", **_reader(get_args(kind)[0])}
-    return {"type": integer if kind is int else kind, "metavar": kind.__name__.upper()}
+    return {"type": {int: count, float: number}.get(kind, kind), "metavar": kind.__name__.upper()}
 
 
-def integer(text: str) -> int:
-    """An integer, which may be written 25e6."""
-    return int(float(text))
+def count(text: str) -> int:
+    """A count of 1 or more, which may be written 25e6 or 25M."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgb]?)", text.lower())
+    value = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}[found[2]] if found else 0.0
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count of 1 or more; write it like 300, 25e6 or 25M")
+    return int(value)
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return value
+
+
+def need(module: str, extra: str) -> None:
+    """Says that an optional package is missing, before any work is done.
+
+    Args:
+        module: Its name.
+        extra: The extra of this package that installs it.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"this needs {module}, which is not installed: pip install 'lightning_topk[{extra}]'.")
 
 
 def _helps(function: Callable[..., Any]) -> dict[str, str]:

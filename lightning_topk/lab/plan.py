@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.wire import WireName
-from lightning_topk.lab.commands import add_command, call
+from lightning_topk.lab.commands import add_command, call, need
 from lightning_topk.lab.report import markdown
 from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, sentence, table
-from lightning_topk.planning.costs import Links, bytes_per_second, load_costs
-from lightning_topk.recipe import START
+from lightning_topk.planning.costs import CPU, GPU, Links, bytes_per_second, load_costs
 
 
 def declare(commands: Any) -> None:
@@ -23,6 +22,8 @@ def declare(commands: Any) -> None:
 
 def show(arguments: argparse.Namespace) -> None:
     """Prints the plan."""
+    if arguments.model is not None:
+        need("torchvision", "examples")
     print(call(arguments))
 
 
@@ -34,10 +35,10 @@ def run(
     params: int | None = None,
     inter: str = "10gbit",
     intra: str = "300gbyte",
-    ratio: Sequence[float] = (0.001, 0.01),
+    saving: Sequence[float] = (),
+    ratio: Sequence[float] = (),
     server_ratio: float | None = None,
     wire: WireName | None = None,
-    steps: int | None = None,
     compute_ms: float = 0.0,
     bucket_cap_mb: float = 25,
     device: Literal["cpu", "cuda"] = "cuda",
@@ -53,10 +54,10 @@ def run(
         params: Parameters of the model, such as 25e6.
         inter: Speed of a node's network.
         intra: Speed of a rank's link inside its node.
-        ratio: Fractions that workers send.
-        server_ratio: Fraction that servers send. Default: that of the workers.
-        wire: Format of values. Default: bf16, or with --steps the recipe's.
-        steps: Planned steps: predicts means over a run by the default recipe, which begins with a higher density.
+        saving: How many times fewer bytes than all-reduce to send. Default: 50 and 200, or the ratios.
+        ratio: Fractions that workers send, instead.
+        server_ratio: Fraction that servers send, with ratios. Default: that of the workers.
+        wire: Format of values. Default: int4.
         compute_ms: Time of forward, backward and optimizer, milliseconds.
         bucket_cap_mb: Size of DDP's buckets, MiB.
         device: Where gradients live.
@@ -68,23 +69,22 @@ def run(
     sizes = parameter_sizes(model, module, params)
     if nodes < 1 or gpus_per_node < 1 or nodes * gpus_per_node < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"--bucket-cap-mb {bucket_cap_mb:g} must be positive.")
+    if not compute_ms >= 0:
+        raise ValueError(f"--compute-ms {compute_ms:g} must not be negative.")
+    if server_ratio is not None and not ratio:
+        raise ValueError("--server-ratio needs --ratio: a saving decides what workers and servers send.")
     links = Links(bytes_per_second(inter), bytes_per_second(intra))
-    constants = load_costs(device, costs)
-    hardware = Hardware(nodes, gpus_per_node, links, constants)
-    base, compute = TopKConfig(server_ratio=server_ratio, wire=wire), compute_ms / 1000
-    found = forecasts(sizes, hardware, ratio, compute, base, bucket_cap_mb, steps)
-    if steps is None:
-        densities = (
-            "Ratios are taken literally; --steps N plans a run by the default recipe, which begins with a higher "
-            "density."
-        )
-    else:
-        densities = (
-            f"Means over a run of {steps:,} steps by the default recipe, which descends to the ratios if they are "
-            f"below {START}; speeds below which it pays are those of its middle."
-        )
+    hardware = Hardware(nodes, gpus_per_node, links, load_costs(device, costs))
+    servers = {} if server_ratio is None else {"server_ratio": server_ratio}
+    amounts = [{"ratio": each, **servers} for each in ratio]
+    amounts += [{"saving": each} for each in saving or (() if ratio else (SAVING, 4 * SAVING))]
+    compute = compute_ms / 1000
+    found = forecasts(sizes, hardware, amounts, compute, TopKConfig(wire=wire), bucket_cap_mb)
+    unsure = "With constants that were not measured here: " if hardware.costs in (CPU, GPU) else ""
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
-        f"inside.\nTimes are predictions; constants: {constants.source}.\n{densities}\n\n"
-        f"{markdown(table(found, compute))}\n\n{sentence(found, compute)}"
+        f"inside.\nTimes are predictions; constants: {hardware.costs.source}.\n\n"
+        f"{markdown(table(found, compute))}\n\n{unsure}{sentence(found, compute, bucket_cap_mb)}"
     )

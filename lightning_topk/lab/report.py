@@ -12,7 +12,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,13 +29,13 @@ class Check:
 
     Args:
         statement: The claim, in one sentence.
-        published: The published figure, or the target.
+        expected: The target; of a paper's claim the published figure, empty if there is none.
         measured: The measured figure.
         holds: Whether the measurement confirms the claim.
     """
 
     statement: str
-    published: str
+    expected: str
     measured: str
     holds: bool
 
@@ -79,6 +79,7 @@ class Result:
         seconds: Wall time, seconds.
         command: The command.
         versions: Versions of the packages, and the machine.
+        against: What is expected: ``"target"``, or ``"published"`` for the claims of the papers.
     """
 
     name: str
@@ -90,10 +91,11 @@ class Result:
     seconds: float = 0.0
     command: str = ""
     versions: dict[str, str] = field(default_factory=_versions)
+    against: Literal["target", "published"] = "target"
 
-    def check(self, statement: str, published: str, measured: str, holds: bool) -> None:
+    def check(self, statement: str, expected: str, measured: str, holds: bool) -> None:
         """Adds a verdict, see :class:`Check`."""
-        self.checks.append(Check(statement, published, measured, holds))
+        self.checks.append(Check(statement, expected, measured, holds))
 
     def text(self) -> str:
         """Tables and verdicts as Markdown that reads well in a terminal."""
@@ -102,7 +104,7 @@ class Result:
             parts.append(f"**{title}**\n\n{markdown(rows)}")
         marks = ("FAIL", "pass")
         rows = [
-            {"": marks[each.holds], "claim": each.statement, "published": each.published, "measured": each.measured}
+            {"": marks[each.holds], "claim": each.statement, self.against: each.expected, "measured": each.measured}
             for each in self.checks
         ]
         if rows:

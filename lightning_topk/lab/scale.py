@@ -18,10 +18,11 @@ from torch import Tensor
 
 from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.commands import add_command, finish
+from lightning_topk.lab.commands import add_command, finish, need
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, Problem, train
 from lightning_topk.planning.volume import volume
+from lightning_topk.saving import settled
 from lightning_topk.simulate import Cluster
 
 
@@ -35,6 +36,8 @@ def declare(commands: Any) -> None:
 
 def write(arguments: argparse.Namespace) -> None:
     """Simulates, prints the result, and writes its JSON and picture."""
+    need("matplotlib", "examples")
+    need("sklearn", "examples")
     finish(arguments).write(arguments.out)
     print(f"files: {arguments.out / 'simulate.json'}, {arguments.out / 'simulate.png'}")
 
@@ -67,7 +70,8 @@ class _Union:
 def run(
     workers: int = 64,
     gpus_per_node: int = 1,
-    ratio: float = 0.001,
+    saving: float | None = None,
+    ratio: float | None = None,
     topology: Literal["sharded", "hierarchical", "single_server", "allgather"] = "sharded",
     model: Literal["mlp", "wide mlp", "cnn", "lstm"] = "wide mlp",
     steps: int = 60,
@@ -79,7 +83,8 @@ def run(
     Args:
         workers: Simulated workers.
         gpus_per_node: Workers on each node.
-        ratio: Fraction that workers send, and servers.
+        saving: How many times fewer bytes than all-reduce to send. Default: 50.
+        ratio: Fraction that workers send, and servers, instead.
         topology: Topology of the exchange; allgather is unidirectional.
         model: Model, which learns digits.
         steps: Steps of the run.
@@ -89,11 +94,11 @@ def run(
     Raises:
         ValueError: The workers do not make up nodes, or a number is not positive.
     """
-    if min(workers, gpus_per_node, steps, batch_size) < 1:
-        raise ValueError("workers, gpus per node, steps and batch size must be at least 1.")
-    config = TopKConfig(ratio=ratio, topology=topology, bidirectional=topology != "allgather")
-    here = config.on(workers, gpus_per_node)
+    if min(workers, gpus_per_node, steps, batch_size) < 1 or not lr > 0:
+        raise ValueError("workers, gpus per node, steps and batch size must be at least 1, lr positive.")
+    config = TopKConfig(ratio=ratio, saving=saving, topology=topology, bidirectional=topology != "allgather")
     sizes = [parameter.numel() for parameter in Problem(model, 0).parameters]
+    here = settled(config.on(workers, gpus_per_node), sizes, workers, gpus_per_node)
     shared: dict[str, Any] = {"workers": workers, "steps": steps, "seed": 0, "batch": batch_size, "points": 20}
     shared["optimizer"] = Optimizer(lr)
     begin = time.perf_counter()
@@ -109,8 +114,8 @@ def run(
         "simulate",
         f"{workers} workers, {here.topology} exchange",
         f"Digits, {model} (d = {sum(sizes):,}), {batch_size} examples a worker and step, SGD lr {lr:g}, {steps} steps, "
-        f"ratio {ratio:g}: a worker sends {sent:,} entries, {sent / sum(sizes):.2%} of its gradient (every one of "
-        f"{peers} servers gets at least one). The simulator took {took:.2f} s a step and at most {peak / 2**30:.2f} "
+        f"ratio {here.ratio:.3g}: a worker sends {sent:,} entries, {sent / sum(sizes):.2%} of its gradient (every one "
+        f"of {peers} servers gets at least one). The simulator took {took:.2f} s a step and at most {peak / 2**30:.2f} "
         "GiB.",
     )
     plan, rows = volume(config, [sizes], workers, local=gpus_per_node), []

@@ -14,7 +14,6 @@ if "pytorch_lightning" in sys.modules and PACKAGE not in sys.modules:
     PACKAGE = "pytorch_lightning"
 
 if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -22,12 +21,10 @@ else:
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
     from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
     from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 __all__ = [
     "PACKAGE",
     "DDPStrategy",
-    "MisconfigurationException",
     "StrategyRegistry",
     "TrainerFn",
     "TrainerStatus",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import math
-from statistics import median
+import time
+from collections.abc import Collection, Sequence
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +18,7 @@ import lightning_topk.lightning.strategy  # noqa: F401
 from lightning_topk.ddp import TopKState
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.planning.volume import size
 from lightning_topk.schedule import LATE
 
 if TYPE_CHECKING:
@@ -44,13 +48,16 @@ class CompressionMonitor(Callback):
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
     ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
     ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
-    ``topk/saving``                dense bytes over uplink + downlink bytes
+    ``topk/saving``                since fit began: dense bytes over uplink + downlink bytes; with
+                                   ``topology="hierarchical"``, of those between nodes
+    ``topk/mbit_per_second``       uplink + downlink over the time since the last step
     ``topk/ratio``                 fraction of the gradient that fits in this worker's payloads
     ``topk/average_ratio``         the same, averaged since fit began
     ``topk/selected_ratio``        fraction that the worker's selector actually selected, at log steps
     ``topk/bound``                 (1 - k/d)², upper bound of the error of top-k for a bell-shaped distribution
     ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
-    ``topk/downlink_error``        the same of this step's servers
+    ``topk/average_error``         its mean over the steps measured since fit began
+    ``topk/downlink_error``        the error of this step's servers
     ``topk/worker_residual_norm``  norm of a worker's residual, root mean square over the workers (over the nodes,
                                    if the ranks of a node exchange as one worker)
     ``topk/server_residual_norm``  norm of the servers' residual
@@ -68,14 +75,25 @@ class CompressionMonitor(Callback):
     all-reduces would be faster than the exchanges. When fit ends, rank 0 prints a summary.
 
     Args:
-        per_layer: Whether to log, at log steps, for every parameter ``topk/error/NAME`` (the workers' compression
-            error), ``topk/payload_share/NAME`` (its share of the sent entries) and ``topk/residual_norm/NAME`` (root
-            mean square over the workers), and to draw histograms of rank 0's residuals with every logger that supports
-            them, such as TensorBoard's. This costs a few more passes over each bucket.
+        per_layer: The parameters for which to log, at log steps, ``topk/error/NAME`` (the workers' compression error),
+            ``topk/payload_share/NAME`` (its share of the sent entries) and ``topk/residual_norm/NAME`` (root mean
+            square over the workers), and to draw histograms of rank 0's residuals with every logger that supports
+            them, such as TensorBoard's: a pattern of names such as ``"*.conv1.weight"``, several, or True for all.
+            This costs a few more passes over each bucket.
+
+    Raises:
+        TypeError: ``per_layer`` is something else.
+        ValueError: When fit begins: a pattern matches no parameter.
     """
 
-    def __init__(self, per_layer: bool = False) -> None:
-        self.per_layer = per_layer
+    def __init__(self, per_layer: bool | str | Sequence[str] = False) -> None:
+        given = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else per_layer
+        self.per_layer = [given] if isinstance(given, str) else list(given)
+        """Patterns of names."""
+        if not all(isinstance(pattern, str) for pattern in self.per_layer):
+            raise TypeError(f"per_layer={per_layer!r} must be True, False, a pattern of names, or several.")
+        self._since = 0  # optimizer steps before this fit, of a run that goes on
+        self._last = 0.0  # when the last step ended
         self._total = ExchangeVolume(sync_on_compute=False)
         self._steps = 0
         self._kept = self._elements = 0  # entries that fit in the payloads, and elements exchanged, so far
@@ -91,6 +109,13 @@ class CompressionMonitor(Callback):
                 f"CompressionMonitor logs nothing: the strategy is {type(trainer.strategy).__name__}, which does not "
                 "compress. Use lightning_topk.TopKStrategy, or remove the callback."
             )
+        names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
+        for pattern in self.per_layer if stage == "fit" else ():
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(
+                    f"CompressionMonitor(per_layer={pattern!r}): no parameter is called so. There are "
+                    f"{', '.join(names[:20])}."
+                )
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,7 +129,7 @@ class CompressionMonitor(Callback):
         """Makes the exchange measure its error if this step will be logged."""
         state = _state(trainer)
         if state is not None:
-            state.measure, state.measure_layers = _is_log_step(trainer), self.per_layer
+            state.measure, state.measure_layers = _is_log_step(trainer), bool(self.per_layer)
             state.timing = state.measure or (state.world > 1 and len(self._timed) < COMPARED)
 
     @override
@@ -118,6 +143,8 @@ class CompressionMonitor(Callback):
         if self._steps == 0 and state.world > 1:
             state.measure_link()
         report = state.report()
+        if self._steps == 0:
+            self._since = trainer.global_step - len(trainer.optimizers)
         self._steps += 1
         self._total.update(**report.bytes)
         dense = state.telemetry.dense_seconds(report)
@@ -126,11 +153,22 @@ class CompressionMonitor(Callback):
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
         values = dict(step.compute())
+        now, before, self._last = time.perf_counter(), self._last, time.perf_counter()
+        if self._steps > 1:
+            values["mbit_per_second"] = 8e-6 * values["total_bytes"] / (now - before)
+        if self._steps == SETTLED + COMPARED and values["broadcast_bytes"] > values["total_bytes"]:
+            buffers, gradients = (size(float(values[f"{kind}_bytes"])) for kind in ("broadcast", "total"))
+            rank_zero_info(
+                f"lightning_topk: before each step DDP broadcasts buffers, {buffers} from rank 0, more than the "
+                f"{gradients} of gradients. TopKStrategy(broadcast_buffers=False) leaves that out; each rank then "
+                "keeps its own, such as the statistics of batch norm."
+            )
         del values["total_bytes"]
         values["bound"] = torch.tensor((1 - report.kept / report.elements) ** 2)
         for name, total in self._total.compute().items():
             if name.endswith("_bytes"):
                 values[name if name == "total_bytes" else f"total_{name}"] = total
+        values["saving"] = torch.tensor(self._saving(state))
         self._kept, self._elements = self._kept + report.kept, self._elements + report.elements
         self._ratio = report.kept / report.elements
         values["ratio"] = torch.tensor(self._ratio)
@@ -145,9 +183,11 @@ class CompressionMonitor(Callback):
             if dense is not None:
                 values["dense_seconds"] = torch.tensor(dense)
             self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
-            if report.layers:
-                values |= _by_layer(trainer, state, report.layers)
-                _draw_histograms(trainer, state)
+            values["average_error"] = torch.tensor(mean(error for error, *_ in self._measured))
+            shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
+            if shown:
+                values |= _by_layer(trainer, state, report.layers, shown)
+                _draw_histograms(trainer, state, shown)
         pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
         pl_module.log("topk/saving", values["saving"], prog_bar=True)
 
@@ -184,22 +224,45 @@ class CompressionMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the summary."""
         if self._steps and trainer.is_global_zero:
-            rank_zero_info(self.summary())
+            rank_zero_info(self.summary(_state(trainer)))
 
-    def summary(self) -> str:
-        """Returns a summary of the run so far, as measured on this rank."""
+    def _saving(self, state: TopKState | None) -> float:
+        """Dense bytes over the bytes sent, since fit began; between nodes, if their ranks exchange as one worker."""
+        total = self._total.compute()
+        by_node = state is not None and state.buckets.by_node
+        sent = total["inter_node_bytes"] if by_node else total["total_bytes"]
+        return float(total["dense_bytes"] / sent) if sent else 1.0  # a ring all-reduce leaves each node once
+
+    def summary(self, state: TopKState | None = None) -> str:
+        """Returns a summary of the run so far, as measured on this rank.
+
+        Args:
+            state: That of the strategy, which knows who sends what.
+        """
         volume = {name: float(value) for name, value in self._total.compute().items()}
+        up, down, instead = (size(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
+        begun = f"{self._steps:,} steps" + f" since step {self._since:,}" * (self._since > 0)
+        if state is not None and state.buckets.by_node:
+            sent = (
+                f"each node sent {size(volume['inter_node_bytes'])} to others (and {size(volume['intra_node_bytes'])} "
+            )
+            sent += "inside)"
+        elif state is not None and state.config.topology == "single_server":
+            worker = size(self._steps * state.predicted(rank=state.world - 1).uplink)
+            sent = f"rank 0, which serves all, sent {down} down, and each other rank about {worker} up,"
+        else:
+            sent = f"each rank sent {up} up and {down} down"
         words = [
-            f"lightning_topk: {self._steps} steps sent {volume['uplink_bytes']:,.0f} B up and "
-            f"{volume['downlink_bytes']:,.0f} B down instead of {volume['dense_bytes']:,.0f} B "
-            f"({volume['saving']:.1f}x less)",
+            f"lightning_topk: in {begun} {sent} instead of {instead} ({self._saving(state):.1f}x less)",
             f"density {self._kept / max(1, self._elements):.3g} on average, {self._ratio:.3g} at the end",
         ]
+        if volume["broadcast_bytes"]:
+            words.append(f"weights, buffers and measuring took {size(volume['broadcast_bytes'])} more on rank 0")
         if self._measured:
             errors, seconds, exposed = zip(*self._measured, strict=True)
             steps = len(self._measured)
             hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
-            words.append(f"mean compression error {sum(errors) / steps:.3f}")
+            words.append(f"mean compression error {mean(errors):.3f}")
             words.append(
                 f"exchange {1000 * sum(seconds) / steps:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
                 f"({steps} steps measured)"
@@ -207,8 +270,10 @@ class CompressionMonitor(Callback):
         return "; ".join(words) + "."
 
 
-def _by_layer(trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The logged values per layer, over all ranks."""
+def _by_layer(
+    trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor], shown: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """The logged values of the layers shown, over all ranks."""
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
@@ -224,17 +289,18 @@ def _by_layer(trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor
             ("residual_norm", (kept / state.world).sqrt()),
         )
         for name, value in zip(names, column, strict=True)
+        if name in shown
     }
 
 
-def _draw_histograms(trainer: Trainer, state: TopKState) -> None:
-    """Draws histograms of rank 0's residuals with the loggers that support them."""
+def _draw_histograms(trainer: Trainer, state: TopKState, shown: Collection[str]) -> None:
+    """Draws histograms of rank 0's residuals of the layers shown, with the loggers that support them."""
     experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
     drawers = [experiment.add_histogram for experiment in experiments if hasattr(experiment, "add_histogram")]
     if not drawers or not trainer.is_global_zero:
         return
     for parameter, (worker, _) in state.residuals.held().items():
-        for draw in drawers if parameter.numel() else []:
+        for draw in drawers if parameter.numel() and state.names[parameter] in shown else []:
             draw(f"topk/residual/{state.names[parameter]}", worker, trainer.global_step)
 
 

@@ -52,8 +52,6 @@ class TopKStrategy(DDPStrategy):
         epoch: The current epoch, for schedules with ``epochs=``; set ``strategy.epoch`` when a new one begins.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: Fabric's processes per
             node.
-        planned_steps: Number of optimizer steps of the whole run, for schedules with ``share=`` and for
-            ``recipe="default"``, which has no effect without it.
         **ddp_kwargs: Arguments of Fabric's DDPStrategy and of torch's DistributedDataParallel.
 
     Raises:
@@ -63,7 +61,7 @@ class TopKStrategy(DDPStrategy):
 
     def __init__(
         self,
-        ratio: Ratio | Literal["auto"] = 0.001,
+        ratio: Ratio | Literal["auto"] | None = None,
         bidirectional: bool = True,
         server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
@@ -77,11 +75,10 @@ class TopKStrategy(DDPStrategy):
         beta1: float | None = None,
         clip_norm: float | None = None,
         lr_ratio: bool = False,
-        recipe: Literal["default", "plain"] = "default",
+        saving: float | None = None,
         residual_checkpoint: Literal["mean", "full", "none"] = "mean",
         epoch: int = 0,
         local_world_size: int | None = None,
-        planned_steps: int | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         self.config = TopKConfig.of(locals())
@@ -89,7 +86,6 @@ class TopKStrategy(DDPStrategy):
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
-        self._planned_steps = check_count("planned_steps", planned_steps)
         check_known("TopKStrategy", ddp_kwargs, [TopKStrategy.__init__, DDPStrategy.__init__])
         check_ddp_options(ddp_kwargs)
         super().__init__(**ddp_kwargs)
@@ -128,7 +124,6 @@ class TopKStrategy(DDPStrategy):
             scaler=getattr(self.precision, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
-            planned_steps=self._planned_steps,
         )
         self.topk_states.append(state)
         if self._resumed:

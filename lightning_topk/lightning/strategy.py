@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,13 +25,11 @@ from lightning_topk.ddp import TopKState, attach, own_memory_
 from lightning_topk.lightning._compat import (
     PACKAGE,
     DDPStrategy,
-    MisconfigurationException,
     StrategyRegistry,
     TrainerFn,
     TrainerStatus,
     rank_zero_info,
 )
-from lightning_topk.recipe import applies
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent, collect
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_same_model
 from lightning_topk.runtime.rendezvous import connect_after_restart
@@ -71,7 +68,7 @@ class TopKStrategy(DDPStrategy):
 
     def __init__(
         self,
-        ratio: Ratio | Literal["auto"] = 0.001,
+        ratio: Ratio | Literal["auto"] | None = None,
         bidirectional: bool = True,
         server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
@@ -85,7 +82,7 @@ class TopKStrategy(DDPStrategy):
         beta1: float | None = None,
         clip_norm: float | None = None,
         lr_ratio: bool = False,
-        recipe: Literal["default", "plain"] = "default",
+        saving: float | None = None,
         residual_checkpoint: Literal["mean", "full", "none"] = "mean",
         local_world_size: int | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -154,28 +151,11 @@ class TopKStrategy(DDPStrategy):
             scaler=getattr(self.precision_plugin, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
-            planned_steps=self._planned_steps(),
         )
 
         if self._resumed is not None:
             self.topk_state.load_state_dict(self._resumed)
             self._resumed = None
-
-    def _planned_steps(self) -> float | None:
-        """The Trainer's number of optimizer steps; infinite if unknown, None if no schedule needs it.
-
-        Reading it makes the Trainer set up its dataloaders.
-        """
-        module = self.lightning_module
-        if module is None or not (self.config.by_plan or applies(self.config) or self.config.automatic):
-            return None
-        try:
-            steps = module.trainer.estimated_stepping_batches
-        except MisconfigurationException:  # with a GradientAccumulationScheduler
-            if self.config.by_plan:
-                raise
-            return math.inf
-        return steps if steps > 0 else math.inf  # Lightning returns -1 for a loader without length
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

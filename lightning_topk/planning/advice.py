@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from statistics import mean
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from lightning_topk import recipe
 from lightning_topk.build import make_endpoint, make_shape
-from lightning_topk.config import SLACK, TopKConfig, check_count
+from lightning_topk.config import SAVING, SLACK, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.planning.costs import Costs, Links, break_even, ddp_buckets, exchange_seconds, step_seconds
-from lightning_topk.planning.volume import Volume, volume
-from lightning_topk.schedule import LATE
-
-MOMENTS = 51
-"""Steps of a run for which its costs are predicted."""
+from lightning_topk.planning.volume import Volume, size, volume
+from lightning_topk.saving import settled
+from lightning_topk.schedule import LATE, Ratio, ratio_at
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,7 @@ class Forecast:
         step: Seconds of a step, with exchanges beside backward; those of the exchanges if computing takes no time.
         break_even: Speed of the network, bytes a second, above which all-reduce takes less time.
         residuals: Bytes of the busiest rank's residuals.
+        density: Fraction of the gradient that a worker sends.
     """
 
     config: TopKConfig
@@ -63,11 +61,15 @@ class Forecast:
     step: float
     break_even: float
     residuals: int
+    density: float
 
     @property
     def name(self) -> str:
-        """The topology and its ratio in words."""
-        return f"{self.config.topology} {self.config.ratio:g}" if self.config.compresses else "all-reduce (DDP)"
+        """The topology, and how much is sent, in words."""
+        if not self.config.compresses:
+            return "all-reduce (DDP)"
+        saving, ratio = self.config.saving, self.config.ratio
+        return f"{self.config.topology}, {f'ratio {ratio:g}' if saving is None else f'saving {saving:g}'}"
 
 
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
@@ -115,23 +117,20 @@ def _imported(path: str) -> nn.Module:
 def forecasts(
     sizes: Sequence[int],
     hardware: Hardware,
-    ratios: Sequence[float] = (0.001, 0.01),
+    amounts: Sequence[Mapping[str, float]] = ({"saving": SAVING},),
     compute: float = 0.0,
     base: TopKConfig | None = None,
     bucket_cap_mb: float = 25,
-    steps: int | None = None,
 ) -> list[Forecast]:
-    """What every topology is predicted to cost at every ratio; all-reduce comes first.
+    """What every topology is predicted to cost, for each amount to send; all-reduce comes first.
 
     Args:
         sizes: Elements of each parameter, in the model's order.
         hardware: Where it trains.
-        ratios: Kept fractions.
+        amounts: ``{"saving": s}`` or ``{"ratio": r}``, each, and ``server_ratio`` if servers send another fraction.
         compute: Seconds of forward, backward and optimizer; zero if unknown.
         base: Other settings.
         bucket_cap_mb: DDP's.
-        steps: Planned for the run: forecasts are then means over it, of what the recipe makes of it. Default: ratios
-            are literal.
     """
     base, buckets = base or TopKConfig(), ddp_buckets(sizes, bucket_cap_mb)
     topologies = ["sharded", "hierarchical", "single_server", "allgather"]
@@ -140,74 +139,58 @@ def forecasts(
     ways = [base.dense]
     for topology in topologies:
         bidirectional = base.bidirectional and TOPOLOGIES[topology].has_servers
-        server = base.server_ratio if bidirectional else None
-        way = {"topology": topology, "bidirectional": bidirectional, "server_ratio": server}
-        ways += [replace(base, **way, ratio=ratio) for ratio in ratios]  # type: ignore[arg-type]
-    if steps is None:
-        return [_forecast(way, buckets, hardware, compute) for way in ways]
-    check_count("steps", steps)
-    return [_over_a_run(way, steps, buckets, hardware, compute) for way in ways]
-
-
-def _over_a_run(
-    config: TopKConfig, steps: int, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float
-) -> Forecast:
-    """The means over steps that stand for a run; the middle one says below which link speed it pays."""
-    planned, count = recipe.planned(config, steps, hardware.world), min(MOMENTS, steps)
-    moments = [planned.at((2 * n + 1) * steps // (2 * count), LATE) for n in range(count)]
-    spent = [_spent(moment, buckets, hardware, compute) for moment in moments]
-    total = sum((sent for sent, _, _ in spent[1:]), start=spent[0][0])
-    middle = _forecast(moments[count // 2], buckets, hardware, compute)
-    return replace(
-        middle,
-        config=config,
-        volume=Volume(**{name: round(sent / count) for name, sent in asdict(total).items()}),
-        exchange=mean(exchange for _, exchange, _ in spent),
-        step=mean(step for _, _, step in spent),
-    )
+        for amount in amounts:
+            given: dict[str, Any] = {"ratio": None, "saving": None, **amount, "topology": topology}
+            if not bidirectional:
+                given["server_ratio"] = None
+            ways.append(replace(base, bidirectional=bidirectional, **given))
+    return [_forecast(way, buckets, hardware, compute) for way in ways]
 
 
 def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float) -> Forecast:
-    world, local, costs = hardware.world, hardware.ranks, hardware.costs
-    residuals = 0
-    for bucket in buckets if config.compresses else ():
-        shape = make_shape(config, bucket, world, local)
-        end = make_endpoint(config, shape, 0, torch.float32, torch.device("meta"))
+    world, local, links, costs = hardware.world, hardware.ranks, hardware.links, hardware.costs
+    here = config.on(world, local)
+    took = [exchange_seconds(config, bucket, world, local, links, costs) for bucket in buckets]
+    residuals, kept = 0, 0.0
+    for bucket in buckets if here.compresses else ():
+        literal = settled(here, bucket, world, local)
+        kept += ratio_at(cast(Ratio, literal.ratio), LATE, LATE) * sum(bucket)
+        end = make_endpoint(literal, make_shape(literal, bucket, world, local), 0, torch.float32, torch.device("meta"))
         residuals += sum(kept.nbytes for link in end.links for kept in link.memory.tensors().values())
+    elements = [size for bucket in buckets for size in bucket]
     return Forecast(
         config,
-        *_spent(config, buckets, hardware, compute),
-        break_even(config, [size for bucket in buckets for size in bucket], world, local, hardware.links, costs),
-        residuals,
+        volume(config, buckets, world, local=local),
+        exchange=sum(took),
+        step=step_seconds(buckets, took, compute),
+        break_even=break_even(config, elements, world, local, links, costs),
+        residuals=residuals,
+        density=kept / sum(elements) if here.compresses else 1.0,
     )
 
 
-def _spent(
-    config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Hardware, compute: float
-) -> tuple[Volume, float, float]:
-    """Bytes of a step, seconds of its exchanges, and of the step."""
-    world, local = hardware.world, hardware.ranks
-    took = [exchange_seconds(config, bucket, world, local, hardware.links, hardware.costs) for bucket in buckets]
-    return volume(config, buckets, world, local=local), sum(took), step_seconds(buckets, took, compute)
-
-
 def recommend(found: Sequence[Forecast]) -> Forecast:
-    """The one to use: the least lossy of those that take at most 5 % more time than the fastest.
+    """The one to use: of those that take at most 5 % more time than the fastest, the one that sends the most.
+
+    Among them ``single_server`` and ``allgather`` count only if there is nothing else: what they send grows with the
+    number of ranks.
 
     Args:
         found: What :func:`forecasts` returned.
     """
     least = min(each.step for each in found)
     near = [each for each in found if each.step <= SLACK * least]
-    return max(near, key=lambda each: (each.config.ratio, -each.step))
+    scalable = [each for each in near if each.config.topology in ("dense", "sharded", "hierarchical")]
+    return max(scalable or near, key=lambda each: (each.density, -each.step))
 
 
-def sentence(found: Sequence[Forecast], compute: float) -> str:
+def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 25) -> str:
     """The recommendation and its reason.
 
     Args:
         found: What :func:`forecasts` returned.
         compute: Seconds of forward, backward and optimizer; zero if unknown.
+        bucket_cap_mb: DDP's, for which it was forecast.
     """
     dense, best = found[0], recommend(found)
     what, take = ("a step", "takes") if compute else ("the exchanges of a step", "take")
@@ -219,14 +202,16 @@ def sentence(found: Sequence[Forecast], compute: float) -> str:
             f"{1000 * fastest.step:.1f} ms with the fastest compression ({fastest.name}), which delays a part of the "
             "gradient."
         )
-    settings = {"ratio": best.config.ratio, **best.config.changed, "topology": best.config.topology}
-    words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    settings = {"ratio": best.config.ratio, "saving": best.config.saving, **best.config.changed}
+    if bucket_cap_mb != 25:
+        settings["bucket_cap_mb"] = bucket_cap_mb
+    words = ", ".join(f"{key}={value!r}" for key, value in settings.items() if value is not None)
     times = f"{1000 * best.step:.1f} ms instead of {1000 * dense.step:.1f} ms with all-reduce"
     said = f"Use TopKStrategy({words}): {what} {take} {times}"
     ours, theirs = best.volume.inter_node, dense.volume.inter_node
     if not theirs:
         return f"{said}, inside the one node there is."
-    return f"{said}, since a node sends {ours:,} B over the network instead of {theirs:,} B."
+    return f"{said}, since a node sends {size(ours)} over the network instead of {size(theirs)}."
 
 
 def table(found: Sequence[Forecast], compute: float) -> list[dict[str, object]]:
@@ -239,8 +224,8 @@ def table(found: Sequence[Forecast], compute: float) -> list[dict[str, object]]:
     return [
         {
             "exchange": each.name,
-            "bytes a rank": f"{each.volume.uplink + each.volume.downlink:,}",
-            "bytes a node sends": f"{each.volume.inter_node:,}",
+            "a rank sends": size(each.volume.uplink + each.volume.downlink),
+            "a node sends": size(each.volume.inter_node),
             "saving": f"{found[0].volume.inter_node / each.volume.inter_node:.1f}x" if each.volume.inter_node else "",
             "exchange ms": 1000 * each.exchange,
             **({"step ms": 1000 * each.step} if compute else {}),

@@ -19,6 +19,7 @@ from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.requests import AllGather, AllReduce, Request
 from lightning_topk.planning.volume import requests
+from lightning_topk.saving import settled
 from lightning_topk.schedule import LATE
 
 
@@ -148,7 +149,7 @@ def exchange_seconds(
         costs: The constants.
         itemsize: Bytes of an element of the gradient.
     """
-    config = config.on(world, local)
+    config = settled(config.on(world, local), sizes, world, local, itemsize)
     asked = requests(config, sizes, world, local, itemsize, step=LATE, epoch=LATE)
     count = work(config, sizes, world, local, itemsize)
     constants: dict[str, float] = vars(costs)
@@ -184,7 +185,7 @@ def work(config: TopKConfig, sizes: Sequence[int], world: int, local: int, items
     """What the busiest rank computes in an exchange: by the name of its constant, how often that is paid.
 
     Args:
-        config: The settings, on these nodes.
+        config: The settings, on these nodes, with a ratio.
         sizes: Elements of each parameter of the bucket.
         world: Number of ranks.
         local: Ranks of a node.
@@ -211,6 +212,7 @@ def break_even(
     Returns:
         Zero if all-reduce takes less at any speed, infinity if the exchange does.
     """
+    config = settled(config.on(world, local), sizes, world, local, itemsize)
 
     def gain(inter: float) -> float:
         at = replace(links, inter=inter)

@@ -9,6 +9,7 @@ from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange
 from lightning_topk.core.requests import AllReduce, Request, placeholder
+from lightning_topk.saving import of_the_rest, settled
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,19 @@ class Volume:
         """Dense bytes over bytes sent; 1 where nothing is sent."""
         sent = self.uplink + self.downlink
         return self.dense / sent if sent else 1.0
+
+    @property
+    def node_saving(self) -> float:
+        """The same of the bytes that leave a node."""
+        return self.dense_inter_node / self.inter_node if self.inter_node else 1.0
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: ``1.23 MB``."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = next((power for power in range(len(units)) if nbytes < 1000 ** (power + 1)), len(units) - 1)
+    value = nbytes / 1000**power
+    return f"{value:.0f} {units[power]}" if power == 0 or value >= 100 else f"{value:.3g} {units[power]}"
 
 
 Bucket = int | Sequence[int]
@@ -76,6 +90,7 @@ def volume(
     """
     config, sizes = config.on(world, local), [_sizes(bucket) for bucket in buckets]
     counts, whole = list(parameters or ()), list(uncompressed) or [0] * len(sizes)
+    config = of_the_rest(config, sum(map(sum, sizes)), sum(whole))
     if config.scope == "model":
         sizes, counts, whole = [sum(sizes, ())], [sum(counts)] * bool(counts), [sum(whole)]
     asked: list[Request] = []
@@ -123,7 +138,7 @@ def requests(
         uncompressed: Elements that are not compressed.
         voters: Parameters of the bucket, with ``find_unused_parameters`` only.
     """
-    config = config.on(world, local)
+    config = settled(config.on(world, local), sizes, world, local, itemsize, uncompressed)
     shape = make_shape(config, sizes, world, local)
     uncompressed = uncompressed if config.compresses else 0  # the topology sends all of the bucket uncompressed
     return exchange.requests(shape, make_codecs(config, shape, step, epoch), itemsize, uncompressed, voters)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lightning_topk.config import TopKConfig
+
 
 class Announcer:
     """Tells the user something, on rank 0 and once.
@@ -23,3 +25,28 @@ class Announcer:
         if self._rank == 0 and message not in self.said:
             self._tell(message)
         self.said.add(message)
+
+
+def remarks(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
+    """What a user of some settings should know before a run.
+
+    Args:
+        given: The settings.
+        config: What they amount to on these ranks.
+        world: Number of ranks.
+        has_optimizers: Whether the optimizers are known.
+    """
+    if not config.compresses:
+        idle = [name for name in given.changed if name not in ("topology", "clip_norm", "scope")]
+        if not given.compresses and not idle:
+            return []
+        if world == 1:
+            return ["lightning_topk: there is one process only, so nothing is sent and nothing is compressed."]
+        where = f"topology={given.topology!r}" + " on one node" * given.compresses
+        return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
+    if config.lent_beta1 is not None and not has_optimizers:
+        return [
+            "lightning_topk: Adam keeps its beta1, because attach was called without optimizer=. With saving= it "
+            "should step with a beta1 of 0 (README, Adam): pass optimizer=."
+        ]
+    return []

@@ -22,6 +22,7 @@ from lightning_topk.config import SLACK, TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.runtime.drive import Meter, dense_cost, drive
 from lightning_topk.runtime.groups import Groups
+from lightning_topk.saving import settled
 from lightning_topk.schedule import LATE
 
 TRIALS = 4
@@ -51,7 +52,6 @@ def choose(
     uncompressed: Sequence[Sequence[int]],
     groups: Groups,
     meter: Meter,
-    middle: int | None = None,
 ) -> Choice:
     """Measures and chooses; a collective.
 
@@ -61,8 +61,6 @@ def choose(
         uncompressed: Which of them, by number, are not compressed.
         groups: The process groups.
         meter: Takes note of the bytes sent, as ``broadcast``: they are no gradients.
-        middle: The step in the middle of what is left of the run, whose densities count where they change. Unknown by
-            default: then those with which schedules end, and functions of the step begin.
 
     Returns:
         The same choice on every rank.
@@ -74,7 +72,7 @@ def choose(
     link = dense_cost(PROBE_BYTES, device, groups.all, scratch)
     seconds = []
     for bucket, some in zip(buckets, uncompressed, strict=True):
-        tried = [trial(way, bucket, groups, scratch, some, middle or 0) for way in _at(middle, ways)]
+        tried = [trial(way.at(LATE, LATE), bucket, groups, scratch, some) for way in ways]
         dense = link.seconds(1, sum(p.nbytes for p in bucket))
         if dense < PATIENCE:
             dense = trial(config.dense, bucket, groups, scratch)
@@ -82,7 +80,7 @@ def choose(
     meter.bytes["broadcast"] += sum(scratch.bytes[kind] for kind in ("uplink", "downlink", "broadcast"))
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups.all)
-    return judge(config, ways, [sum(p.numel() for p in bucket) for bucket in buckets], slowest.tolist(), middle)
+    return judge(config, ways, [sum(p.numel() for p in bucket) for bucket in buckets], slowest.tolist())
 
 
 def trial(
@@ -91,7 +89,6 @@ def trial(
     groups: Groups,
     meter: Meter,
     uncompressed: Sequence[int] = (),
-    step: int = 0,
 ) -> float:
     """Seconds of an exchange of a made-up gradient, the median of several.
 
@@ -101,13 +98,14 @@ def trial(
         groups: The process groups.
         meter: Takes note of the bytes sent.
         uncompressed: Which of the parameters, by number, are not compressed.
-        step: Whose density counts, if that is a function of the step.
     """
     like, sizes = bucket[0], tuple(p.numel() for p in bucket)
     rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
+    skipped = sum(sizes[number] for number in uncompressed)
+    config = settled(config, sizes, world, groups.local, like.itemsize, skipped)
     shape = make_shape(config, sizes, world, groups.local)
     end = make_endpoint(config, shape, rank, like.dtype, like.device, uncompressed)
-    codecs = make_codecs(config, end, step, LATE, end.uplink.selector)
+    codecs = make_codecs(config, end, selector=end.uplink.selector)
     given = torch.randn(sum(sizes), device=like.device, dtype=like.dtype)
     took = []
     for _ in range(TRIALS):
@@ -121,11 +119,6 @@ def trial(
     return median(took[1:])
 
 
-def _at(middle: int | None, ways: Sequence[TopKConfig]) -> list[TopKConfig]:
-    """The settings whose exchanges are timed."""
-    return [way.at(LATE if middle is None else middle, LATE) for way in ways]
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -136,7 +129,6 @@ def judge(
     ways: Sequence[TopKConfig],
     sizes: Sequence[int],
     seconds: Sequence[Sequence[float]],
-    middle: int | None = None,
 ) -> Choice:
     """Chooses from what was measured.
 
@@ -145,7 +137,6 @@ def judge(
         ways: Those among which to choose, besides all-reduce.
         sizes: Elements of each bucket.
         seconds: For each bucket, those of each way, and of all-reduce.
-        middle: The step whose densities were timed, see :func:`choose`.
     """
     found: dict[Any, list[tuple[float, TopKConfig]]] = {}
     for ratio in dict.fromkeys(way.ratio for way in ways):  # ascending
@@ -159,7 +150,7 @@ def judge(
     cost = {ratio: sum(took for took, _ in chosen) for ratio, chosen in found.items()}
     *_, largest = (ratio for ratio in cost if cost[ratio] <= SLACK * min(cost.values()))
     chosen = found[largest]
-    return Choice(tuple(way for _, way in chosen), _in_words(chosen, sizes, seconds, len(ways), middle))
+    return Choice(tuple(way for _, way in chosen), _in_words(chosen, sizes, seconds, len(ways)))
 
 
 def _in_words(
@@ -167,12 +158,10 @@ def _in_words(
     sizes: Sequence[int],
     seconds: Sequence[Sequence[float]],
     ways: int,
-    middle: int | None,
 ) -> str:
     kinds: dict[str, list[int]] = {}
-    for number, way in enumerate(_at(middle, [way for _, way in chosen])):
-        ratio = f"{way.ratio:.3g}" if isinstance(way.ratio, float) else "by step"
-        name = f"{way.topology} exchange at ratio {ratio}" if way.compresses else "all-reduce"
+    for number, way in enumerate(way.at(LATE, LATE) for _, way in chosen):
+        name = f"{way.topology} exchange at {_density(way)}" if way.compresses else "all-reduce"
         kinds.setdefault(name, []).append(number)
     parts = []
     for name, numbers in kinds.items():
@@ -184,3 +173,10 @@ def _in_words(
             f"instead of {1000 * sum(other):.1f} ms {'compressed' if name == 'all-reduce' else 'by all-reduce'}"
         )
     return "lightning_topk measured and chose " + "; ".join(parts) + "."
+
+
+def _density(config: TopKConfig) -> str:
+    """How much of a bucket is sent, in words."""
+    if config.saving is not None:
+        return f"saving {config.saving:.3g}"
+    return f"ratio {config.ratio:.3g}" if isinstance(config.ratio, float) else "a ratio by step"

@@ -1,8 +1,8 @@
 """Overrides Adam's beta1 during each step.
 
 Error feedback delivers an entry as the sum of the gradients of the steps it waited, about 1 / density of them, which
-already averages over time. Adam's beta1 averages again, over 1 / (1 - beta1) steps, and adds delay. So with the default
-recipe Adam steps with a beta1 of zero. ``param_groups`` are restored after each step.
+already averages over time. Adam's beta1 averages again, over 1 / (1 - beta1) steps, and adds delay. So with ``saving=``
+Adam steps with a beta1 of zero. ``param_groups`` are restored after each step.
 """
 
 from __future__ import annotations

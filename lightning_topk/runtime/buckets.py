@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.exchanger import Bucket, Tuned, Tuning, same
 from lightning_topk.runtime.residuals import Progress
+from lightning_topk.saving import of_the_rest, settled
 
 
 class BucketSettings:
@@ -18,10 +18,14 @@ class BucketSettings:
 
     Args:
         config: The settings of all buckets.
+        world: Number of ranks.
+        local: Ranks of a node.
     """
 
-    def __init__(self, config: TopKConfig) -> None:
-        self.config = config
+    def __init__(self, config: TopKConfig, world: int, local: int) -> None:
+        self.config, self._world, self._local = config, world, local
+        self._rest = config  # with the saving of what is compressed
+        self._settled: dict[tuple[Bucket, str], TopKConfig] = {}
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names; empty if they are not known."""
         self.chosen: dict[Bucket, TopKConfig] = {}
@@ -29,12 +33,13 @@ class BucketSettings:
         self._choice: dict[Bucket, TopKConfig] = {}  # will be in force from a later step on
         self._uncompressed: set[Tensor] = set()
         self._unchanged = 0  # backward passes since the buckets were regrouped
+        self._final = False  # whether DDP will not regroup them any more
 
     def name(self, names: Mapping[Tensor, str]) -> None:
         """Learns the parameters' names, and which of them ``dense_parameters`` matches.
 
         Raises:
-            ValueError: A pattern of ``dense_parameters`` matches no parameter.
+            ValueError: A pattern of ``dense_parameters`` matches no parameter, or they match too many for ``saving``.
         """
         self.names = names
         for pattern in self.config.dense_parameters:
@@ -43,6 +48,14 @@ class BucketSettings:
                 known = ", ".join(sorted(names.values())[:20])
                 raise ValueError(f"dense_parameters: no parameter is called {pattern!r}. There are {known}.")
             self._uncompressed |= found
+        numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
+        whole = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
+        self._rest = of_the_rest(self.config, numel, whole)
+
+    @property
+    def by_node(self) -> bool:
+        """Whether the ranks of a node exchange some bucket as one worker; bytes between nodes count then."""
+        return any(config.fixed_topology and config.by_node for config in (self.config, *self.chosen.values()))
 
     @property
     def compressed(self) -> Collection[Tensor] | None:
@@ -57,31 +70,48 @@ class BucketSettings:
         """How a bucket is exchanged: by all-reduce if all of it is uncompressed, or while the choice is to come."""
         if not self._may_compress(bucket):
             return self.config.dense
-        return self.chosen.get(bucket, self.config.dense) if self.config.automatic else self.config
+        config = self.chosen.get(bucket, self.config.dense) if self.config.automatic else self._rest
+        if config.saving is None:
+            return config
+        key = bucket, config.topology
+        if key not in self._settled:
+            sizes, skipped = [p.numel() for p in bucket], self.uncompressed_in(bucket)
+            self._settled[key] = settled(
+                config,
+                sizes,
+                self._world,
+                self._local,
+                bucket[0].itemsize,
+                sum(sizes[number] for number in skipped),
+            )
+        return self._settled[key]
 
-    def tuning(
-        self, buckets: Sequence[Bucket], progress: Progress, planned_steps: float, static_graph: bool
-    ) -> Tuning | None:
-        """What is to be chosen by measuring after a backward pass; None if nothing is, or buckets may still change.
+    def observe(self, buckets: Sequence[Bucket], progress: Progress, static_graph: bool) -> bool:
+        """Takes note of the buckets of a backward pass; says whether they have just become final.
 
         Args:
             buckets: That the backward pass exchanges.
             progress: How far the run has come, before this pass.
-            planned_steps: Of the whole run, infinite if unknown.
             static_graph: Whether DDP regroups its buckets a pass later.
         """
-        before = progress.buckets
+        before, already = progress.buckets, self._final
         unchanged = len(buckets) == len(before) and all(map(same, buckets, before))
         self._unchanged = self._unchanged + 1 if unchanged else 0
-        final = self._unchanged > static_graph and not progress.resumed
-        if not (final and self.config.automatic) or self._choice:
+        self._final = self._unchanged > static_graph and not progress.resumed
+        return self._final and not already
+
+    def tuning(self, buckets: Sequence[Bucket]) -> Tuning | None:
+        """What is to be chosen by measuring after a backward pass; None if nothing is, or buckets may still change.
+
+        Args:
+            buckets: That the backward pass exchanges.
+        """
+        if not (self._final and self.config.automatic) or self._choice:
             return None
         new = [bucket for bucket in buckets if bucket not in self.chosen and self._may_compress(bucket)]
         if not new:
             return None
-        middle = (progress.steps + max(progress.steps, planned_steps)) / 2
-        known = None if math.isinf(middle) else int(middle)
-        return Tuning(self.config, new, [self.uncompressed_in(bucket) for bucket in new], known)
+        return Tuning(self._rest, new, [self.uncompressed_in(bucket) for bucket in new])
 
     def note(self, tuned: Tuned) -> None:
         """Takes note of a choice, which :meth:`adopt` puts in force."""

@@ -72,13 +72,11 @@ class Tuning:
         config: The settings, of which something is automatic.
         buckets: DDP's buckets, which will not change any more.
         uncompressed: Of each, which parameters are not compressed.
-        middle: The step in the middle of what is left of the run; None if that is unknown.
     """
 
     config: TopKConfig
     buckets: Sequence[Bucket]
     uncompressed: Sequence[Sequence[int]]
-    middle: int | None
 
 
 @dataclass(frozen=True)
@@ -242,7 +240,7 @@ class Exchanger:
         assert self._groups is not None
         meter = Meter()
         try:
-            choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, self._groups, meter, tuning.middle)
+            choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, self._groups, meter)
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: measuring how buckets are best exchanged failed on {self._place}: {error}"

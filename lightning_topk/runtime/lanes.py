@@ -44,17 +44,31 @@ class Lane(Protocol):
         ...
 
 
+IDLE = 0.5
+"""Seconds after which an idle thread ends; the next job starts another one."""
+
+
 class ThreadLane(Lane):
     """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
+        self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=IDLE)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._thread = None
+                        return
+                continue
+            if job is None:
+                return
             job()
 
     @override
@@ -80,7 +94,11 @@ class ThreadLane(Lane):
                 for future, result in zip(promised, results, strict=True):
                     future.set_result(result)
 
-        self._jobs.put(run)
+        with self._lock:
+            self._jobs.put(run)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
+                self._thread.start()
 
     @override
     def mark(self) -> float:
@@ -92,9 +110,13 @@ class ThreadLane(Lane):
 
     @override
     def close(self) -> bool:
-        self._jobs.put(None)
-        self._thread.join(timeout=5)
-        return not self._thread.is_alive()
+        with self._lock:
+            thread = self._thread
+            if thread is None:
+                return True
+            self._jobs.put(None)
+        thread.join(timeout=5)
+        return not thread.is_alive()
 
 
 class StreamLane(Lane):

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import Endpoint
@@ -27,7 +27,6 @@ class Optimizers:
         config: The settings.
         residuals: What the rank keeps.
         say: Tells the user something.
-        asked: Whether the user set ``beta1``.
     """
 
     def __init__(
@@ -37,9 +36,8 @@ class Optimizers:
         config: TopKConfig,
         residuals: Residuals,
         say: Callable[[str], None],
-        asked: bool,
     ) -> None:
-        self._given, self._config, self._residuals, self._say, self._asked = given, config, residuals, say, asked
+        self._given, self._config, self._residuals, self._say = given, config, residuals, say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._followed: list[Optimizer] = []
 
@@ -63,9 +61,15 @@ class Optimizers:
             return
         check_momentum(self._config, now)
         take_back_beta1(self._followed, self)
-        if self._config.lent_beta1 is not None:
-            for message in lend_beta1(now, self._config.lent_beta1, self, compressed, self._asked):
+        lent, asked = self._config.lent_beta1, self._config.beta1 is not None
+        if lent is not None:
+            for message in lend_beta1(now, lent, self, compressed, asked):
                 self._say(message)
+        elif self._config.averages and any(isinstance(each, Adam) and each.param_groups[0]["betas"][0] for each in now):
+            self._say(
+                "lightning_topk: Adam's beta1 averages once more what error feedback has averaged over time. beta1=0 "
+                "often learns better (README, Adam); beta1= with the optimizer's own says that it is meant."
+            )
         if self._scaler is not None:
             Steps.of(self._scaler).watch(now)
             self._residuals.forget_steps()

@@ -7,7 +7,6 @@ jobs of them, queues them on the lane, and tells between two passes what became 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -19,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topk import recipe
 from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core.exchange import Endpoint
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
-from lightning_topk.runtime.announce import Announcer
+from lightning_topk.runtime.announce import Announcer, remarks
 from lightning_topk.runtime.buckets import BucketSettings
 from lightning_topk.runtime.checkpoint import Mode
 from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed, Tuned, make_bucket_endpoint
@@ -54,14 +52,13 @@ class ExchangeState:
         scaler: torch.amp.GradScaler | None,
         local_world_size: int | None,
         announce: Callable[[str], None] | None,
-        planned_steps: float | None,
     ) -> None:
-        _check_arguments(config, epoch, optimizers, scaler, planned_steps, local_world_size)
+        _check_arguments(config, epoch, optimizers, scaler, local_world_size)
         self.groups: Groups | None = Groups.make(process_group, timeout)
         group = self.groups.all
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         try:
-            self.config, self.local, self.planned_steps = _agree(config, group, planned_steps, local_world_size)
+            self.config, self.local = _agree(config, group, local_world_size)
         except ValueError:
             self.groups.destroy()
             raise
@@ -71,25 +68,19 @@ class ExchangeState:
         self.residuals = residuals or Residuals()
         self.residuals.settle()  # their endpoints may have been of other settings
         self.residuals.pieces.rank = self.rank
-        self.buckets = BucketSettings(self.config)
+        self.buckets = BucketSettings(self.config, self.world, self.local)
         self.telemetry = Telemetry(self.world)
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the same for each parameter, and their time."""
         self._say = Announcer(announce or LOGGER.info, self.rank)
         self._epoch = epoch or (lambda: 0)
-        asked = config.beta1 is not None
-        self._optimizers = Optimizers(optimizers, scaler, self.config, self.residuals, self._say, asked)
+        self._optimizers = Optimizers(optimizers, scaler, self.config, self.residuals, self._say)
         self._exchanger = Exchanger(self.residuals, self.groups, timeout)
         self._lane: Lane | None = None
         self._lr_ratio = 1.0
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
-            for message in recipe.remarks(config, self.planned_steps, self.world, self.local):
+            for message in remarks(config, self.config, self.world, optimizers is not None):
                 self._say(message)
-            if self.config.lent_beta1 is not None and optimizers is None:
-                self._say(
-                    "lightning_topk: Adam keeps its beta1, because attach was called without optimizer=. The default "
-                    "recipe lowers it (README, Adam)."
-                )
 
     @property
     def names(self) -> Mapping[Tensor, str]:
@@ -270,7 +261,6 @@ def _check_arguments(
     epoch: Callable[[], int] | None,
     optimizers: Callable[[], Sequence[Optimizer]] | None,
     scaler: torch.amp.GradScaler | None,
-    planned_steps: float | None,
     local_world_size: int | None,
 ) -> None:
     """Refuses settings that need what was not passed."""
@@ -280,9 +270,6 @@ def _check_arguments(
             "call torch.distributed.init_process_group first."
         )
     check_count("local_world_size", local_world_size)
-    check_count("planned_steps", None if planned_steps == math.inf else planned_steps)
-    if config.by_plan and planned_steps is None:
-        raise ValueError("a schedule goes by a share of the planned steps: pass planned_steps=, or use steps=.")
     if config.by_epoch and epoch is None:
         raise ValueError(
             f"{config.ratio!r} goes by epochs: pass epoch=, a function that returns the epoch, or use steps=."
@@ -297,17 +284,15 @@ def _check_arguments(
         raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")
 
 
-def _agree(
-    config: TopKConfig, group: dist.ProcessGroup, planned_steps: float | None, local_world_size: int | None
-) -> tuple[TopKConfig, int, float]:
-    """What all ranks go by: the settings, the ranks of a node, and the planned steps. A collective."""
+def _agree(config: TopKConfig, group: dist.ProcessGroup, local_world_size: int | None) -> tuple[TopKConfig, int]:
+    """What all ranks go by: the settings, and the ranks of a node. A collective."""
     world = dist.get_world_size(group)
-    steps = min(gathered(math.inf if planned_steps is None else planned_steps, group))
-    config = recipe.planned(config, steps, world)
     summary = {**config.summary(), "local_world_size": local_world_size}
     check_agreement(summary, "Pass the same settings on every rank.", group)
     local = local_world_size or _local_world_size(config, group)
-    return config.on(world, local), local, steps
+    if world == 1 and not config.momentum:  # momentum is applied where something is kept
+        return config.dense, local
+    return config.on(world, local), local
 
 
 def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:

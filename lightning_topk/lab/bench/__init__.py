@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_topk.lab.bench import costs, model, select, steps, train, wire
-from lightning_topk.lab.commands import add_command, finish
+from lightning_topk.lab.commands import add_command, add_strict, finish, judge, need
 from lightning_topk.lab.report import Result, draw
 
 BENCHES: dict[str, Callable[..., Result]] = {
@@ -31,20 +31,25 @@ BENCHES: dict[str, Callable[..., Result]] = {
 
 def declare(commands: Any) -> None:
     """Declares ``bench`` and its commands."""
-    parser = commands.add_parser("bench", help="speed, against memory, links and the alternatives")
+    about = "speed, against memory, links and the alternatives"
+    parser = commands.add_parser("bench", help=about, description=f"Measures {about}.")
     names = parser.add_subparsers(required=True, metavar="NAME")
     for name, function in BENCHES.items():
         one = add_command(names, name, function)
         one.add_argument("--json", type=Path, metavar="FILE", help="file to write the result to")
         one.add_argument("--plot", type=Path, metavar="FILE", help="picture to draw")
+        add_strict(one)
         one.set_defaults(main=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs one bench and prints its result."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that emulated hosts are removed
+    if arguments.plot is not None:
+        need("matplotlib", "plot")
     result = finish(arguments)
     if arguments.json is not None:
         arguments.json.write_text(result.json())
     if arguments.plot is not None:
         draw(result.panels, arguments.plot)
+    judge(arguments, [result])

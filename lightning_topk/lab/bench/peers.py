@@ -58,7 +58,7 @@ def _ours(**settings: Any) -> Callable[[DistributedDataParallel, float], TopKSta
 
 PEERS: dict[str, Callable[[DistributedDataParallel, float], TopKState | None]] = {
     "ours": _ours(),
-    "ours, int8": _ours(wire="int8"),
+    "ours, bf16": _ours(wire="bf16"),
     "ours, hierarchical": _ours(topology="hierarchical"),
     "ours, auto": _ours(topology="auto"),
     "DDP": lambda model, ratio: None,

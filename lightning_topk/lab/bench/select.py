@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_topk.build import make_codecs, make_endpoint, make_shape
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import kept_count
 from lightning_topk.core.link import Link, aggregate, deliver
@@ -21,9 +21,10 @@ from lightning_topk.core.wire import Codec
 from lightning_topk.lab import hosts
 from lightning_topk.lab.report import Result
 from lightning_topk.lab.timing import best
-from lightning_topk.recipe import planned
+from lightning_topk.saving import settled
 
 WORLD = 4
+A_THOUSANDTH = TopKConfig(ratio=0.001, wire="bf16")
 TARGETS = {0.001: (1.5, 2.2), 0.01: (2.3, 3.0)}
 """By ratio: most passes that selection, and that the whole compress step, should take on one CPU thread."""
 
@@ -66,9 +67,10 @@ def run(
     ]
     for ratio in tqdm(ratios, desc="select", leave=False):
         _selection(result, x, ratio, add)
-        _compression(result, x, TopKConfig(ratio=ratio), str(ratio), floor())  # timed again: machines are noisy
-    begin = planned(TopKConfig(), 1).at(0, 0)
-    _compression(result, x, begin, f"{begin.ratio} in {begin.wire}, where the default recipe begins", floor())
+        config = TopKConfig(ratio=ratio, wire="bf16")
+        _compression(result, x, config, str(ratio), floor())  # timed again: machines are noisy
+    default = settled(TopKConfig(), [numel], WORLD)
+    _compression(result, x, default, f"{default.ratio:.3g}, saving={SAVING:g}", floor())
     if where.type == "cpu":
         _memory(result, numel)
     return result
@@ -150,27 +152,25 @@ def _memory(result: Result, numel: int) -> None:
     result.tables["Memory of a rank beyond its gradient"] = [
         {"what": "residuals: worker d, server d / W", "MB": residuals / 1e6},
         {"what": "peak while exchanging", "MB": peak / 1e6},
-        {"what": "peak where the default recipe begins", "MB": measured_memory(numel, begin=True)[0] / 1e6},
+        {"what": f"peak at saving={SAVING:g}", "MB": measured_memory(numel, TopKConfig())[0] / 1e6},
     ]
     seen = peak / residuals
     result.check("peak memory over the residuals", "<= 1.10", f"{seen:.3f}", seen <= 1.1)
 
 
-def measured_memory(numel: int, begin: bool = False) -> tuple[int, int]:
+def measured_memory(numel: int, config: TopKConfig = A_THOUSANDTH) -> tuple[int, int]:
     """What :func:`memory` measures in a fresh process."""
-    ((peak, residuals),) = hosts.local(1).run(memory, {"numel": numel, "begin": begin})
+    ((peak, residuals),) = hosts.local(1).run(memory, {"numel": numel, "config": config})
     return peak, residuals
 
 
 def memory(options: dict[str, Any], rank: int, world: int) -> tuple[int, int]:
     """Peak of the resident set over three exchanges of one of four ranks, the others played by copies of its payloads.
 
-    With ``begin``, at the density with which the default recipe begins, else at a ratio of 0.001.
-
     Returns:
         Bytes at the peak beyond those before, and the bytes of residuals.
     """
-    config = planned(TopKConfig(), 1).at(0, 0) if options["begin"] else TopKConfig()
+    config = settled(options["config"], [options["numel"]], WORLD)
     g = torch.randn(options["numel"])
     _exchanges(config, torch.randn(200_000))  # any first call loads code and data into memory
     before = _peak()

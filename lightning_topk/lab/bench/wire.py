@@ -47,7 +47,7 @@ def run(
         bits = entropy(ratio)
         rows = []
         for world in WORLDS:
-            config = TopKConfig(ratio=ratio)
+            config = TopKConfig(ratio=ratio, wire="bf16")
             shape = make_shape(config, [numel], world)
             layout, up = shape.layout, make_codecs(config, shape).uplink
             sent = volume(config, [numel], world)
@@ -77,7 +77,7 @@ def run(
 def _speed(result: Result, numel: int, ratio: float, where: torch.device) -> None:
     """Times of one shard of four."""
     world, rows = 4, []
-    config = TopKConfig(ratio=ratio)
+    config = TopKConfig(ratio=ratio, wire="bf16")
     shape = make_shape(config, [numel], world)
     layout, up = shape.layout, make_codecs(config, shape).uplink
     shard = torch.zeros(up.universe, device=where)

@@ -10,14 +10,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_topk.lab.commands import add_command, finish
+from lightning_topk.lab.commands import add_command, add_strict, finish, judge, need
 from lightning_topk.lab.papers import (
     bound,
     convergence,
     counterexample,
     distribution,
+    learning,
     operators,
-    recipes,
     saving,
     speedup,
     tuning,
@@ -35,13 +35,15 @@ CLAIMS = {
     "speedup": speedup.run,
 }
 """The papers' claims by name."""
-EXPERIMENTS = {"recipes": recipes.run}
+EXPERIMENTS = {"learning": learning.run}
 """Experiments with our own settings, which take long: ``--all`` leaves them out."""
 
 
 def declare(commands: Any) -> None:
     """Declares ``reproduce`` and its commands."""
-    parser = commands.add_parser("reproduce", help="the claims of the papers, reproduced or refuted")
+    about = "the claims of the papers, reproduced or refuted"
+    parser = commands.add_parser("reproduce", help=about, description=f"Measures {about}, and writes a report.")
+    add_strict(parser)
     out: dict[str, Any] = {"type": Path, "metavar": "DIR", "help": "folder for files (default: reproduced)"}
     parser.add_argument("--all", action="store_true", help="all claims, one after the other")
     parser.add_argument("--out", default=Path("reproduced"), **out)
@@ -49,17 +51,23 @@ def declare(commands: Any) -> None:
     claims = {name: add_command(names, name, function) for name, function in (CLAIMS | EXPERIMENTS).items()}
     for name, each in claims.items():
         each.add_argument("--out", default=argparse.SUPPRESS, **out)
+        add_strict(each)
         each.set_defaults(names=[name])
 
     def run(arguments: argparse.Namespace) -> None:
         if not arguments.all and not arguments.names:
             parser.error(f"name a claim ({', '.join(claims)}) or pass --all")
+        need("matplotlib", "examples")  # the pictures
+        need("sklearn", "examples")  # the digits
+        results = []
         for name in CLAIMS if arguments.all else arguments.names:
             one = claims[name].parse_args(["--out", str(arguments.out)]) if arguments.all else arguments
             command = f"python -m lightning_topk reproduce {name}" if arguments.all else ""
-            finish(one, command, out=one.out).write(one.out)
+            results.append(finish(one, command, out=one.out))
+            results[-1].write(one.out)
         write_report(arguments.out)
         print(f"report: {arguments.out / 'report.md'}")
+        judge(arguments, results)
 
     parser.set_defaults(main=run, names=[], prog=parser.prog)
 

@@ -26,6 +26,7 @@ def run() -> Result:
         "top-k loses at most (1 - k/d)² of a bell-shaped vector, and 1 - k/d of any",
         f"Drawn vectors of d = {numel:,} (seed 0); g + e of worker 0 of 8 in a unidirectional run on digits, ratio "
         "0.01, steps 20 to 299.",
+        against="published",
     )
     vectors = {**drawn(numel), **trained()}
     panel = Panel("‖u - TopK(u)‖² / ‖u‖²", "k / d", xlog=True)
@@ -78,7 +79,7 @@ def drawn(numel: int) -> dict[str, Tensor]:
 
 def trained() -> dict[str, Tensor]:
     """Gradient plus residual of worker 0, ``[d]`` float32, in training runs."""
-    config, steps = TopKConfig(ratio=0.01, bidirectional=False), (20, 100, 299)
+    config, steps = TopKConfig(ratio=0.01, bidirectional=False, wire="bf16"), (20, 100, 299)
     return {
         f"{model}, step {step}": u
         for model in ("mlp", "cnn")

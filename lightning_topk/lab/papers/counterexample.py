@@ -106,6 +106,7 @@ def run() -> Result:
         "compressing the downlink too can improve convergence",
         "Error feedback on both sides unless a column says otherwise, k = 1 entry each way, exact gradients, fp32 "
         "wire, single server, simulator.",
+        against="published",
     )
     shapes: dict[str, tuple[dict[float, int], tuple[str, ...], range]] = {
         "opposites": (LENGTHS, ("uni", "bi"), range(3)),

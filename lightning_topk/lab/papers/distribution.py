@@ -21,9 +21,10 @@ def run() -> Result:
         "distribution",
         "gradients, and gradients plus residuals, are bell-shaped around zero, with π² under the line 1 - i/d",
         f"Digits, 4 workers, TopK at 0.01 by all-gather, SGD lr 0.1, batch 10, worker 0 at steps {STEPS}.",
+        against="published",
     )
     rows: list[Row] = []
-    config = TopKConfig(ratio=0.01, bidirectional=False, topology="allgather")
+    config = TopKConfig(ratio=0.01, bidirectional=False, topology="allgather", wire="bf16")
     for model in ("mlp", "cnn", "lstm"):
         pairs = watched(model, config, 4, STEPS)
         for name, side in (("g", 0), ("g + e", 1)):

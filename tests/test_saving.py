@@ -1,0 +1,82 @@
+"""``saving=``: what is sent is what was asked for, by arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.planning.volume import size, volume
+from lightning_topk.saving import TOLERANCE, of_the_rest, settled
+from lightning_topk.simulate import Cluster
+
+TOPOLOGIES = [("sharded", 1), ("single_server", 1), ("allgather", 1), ("hierarchical", 2)]
+
+
+def saved(config: TopKConfig, buckets: list[int], world: int, local: int = 1, **others: object) -> float:
+    sent = volume(config, buckets, world, local=local, **others)
+    return sent.node_saving if config.topology == "hierarchical" else sent.saving
+
+
+@pytest.mark.parametrize(("topology", "local"), TOPOLOGIES)
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4"])
+def test_every_topology_sends_what_was_asked_for(topology, local, bidirectional, wire):
+    if topology == "allgather":
+        bidirectional = False
+    worlds = (4, 8, 64) if bidirectional else (4, 8)  # replies of many are long, and an entry more is one for each
+    for saving, world, itemsize in itertools.product((12, 50, 400), worlds, (2, 4)):
+        config = TopKConfig(saving=saving, topology=topology, bidirectional=bidirectional, wire=wire)
+        seen = saved(config, [6_000_000, 3_000_001], world, local, itemsize=itemsize)
+        assert seen == pytest.approx(saving, rel=TOLERANCE), (saving, world, itemsize)
+
+
+def test_a_saving_is_one_literal_ratio():
+    config = settled(TopKConfig(saving=50), [1_000_000], 4)
+    assert config.saving is None
+    assert config == replace(TopKConfig(ratio=0.1), ratio=config.ratio)
+    assert settled(config, [5], 4) == config
+    dense = TopKConfig(topology="dense")
+    assert settled(dense, [1000], 4) == dense
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_more_than_everything_is_not_sent(bidirectional):
+    config = settled(TopKConfig(saving=1, bidirectional=bidirectional), [1_000_000], 4)
+    assert config.ratio == 1.0
+    # Just before that, servers that do not compress send everything; positions would cost more.
+    config = settled(TopKConfig(saving=8, bidirectional=False), [1_000_000], 4)
+    assert config.ratio > 0.25
+
+
+def test_small_buckets_come_as_near_as_whole_words_allow():
+    assert saved(TopKConfig(saving=1000), [5000], 8) < 300  # an entry of each server for each rank
+    for numel in range(1, 200, 7):
+        assert settled(TopKConfig(saving=50), [numel], 8).ratio <= 1.0
+
+
+def test_what_is_not_compressed_counts_too():
+    config = TopKConfig(saving=50, dense_parameters="*.bias")
+    assert saved(config, [1_000_000, 500_000], 4, uncompressed=[9_000, 0]) == pytest.approx(50, rel=TOLERANCE)
+    with pytest.raises(ValueError, match=r"dense_parameters are 3\.00% of the gradient.*saving= below 33\.3"):
+        of_the_rest(config, 1000, 30)
+    assert of_the_rest(config, 1000, 0) is config
+
+
+def test_a_cluster_sends_what_was_asked_for():
+    cluster = Cluster(TopKConfig(saving=30, dense_parameters="b"), 4, 40_000, sizes=(39_800, 200), uncompressed=(1,))
+    for _ in range(2):
+        cluster.step([torch.randn(40_000) for _ in range(4)])
+    sent = cluster.sent_bytes["uplink"][0] + cluster.sent_bytes["downlink"][0]
+    assert 2 * 2 * 3 * 40_000 * 4 / 4 / sent == pytest.approx(30, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (89_453_760, "89.5 MB"), (5e9, "5 GB"), (123e12, "123 TB")],
+)
+def test_bytes_are_told_in_words(nbytes, words):
+    assert size(nbytes) == words
