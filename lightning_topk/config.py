@@ -19,7 +19,7 @@ from lightning_topk.schedule import Ratio, Schedule, ratio_at
 
 Side = Literal["worker", "server"]
 
-SAVING = 50.0
+SAVING: float = 50
 """The saving where neither ``ratio`` nor ``saving`` is given."""
 AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 """The ratios among which ``ratio="auto"`` chooses."""

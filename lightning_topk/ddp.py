@@ -6,8 +6,9 @@ returns a future at once, so backward goes on while bytes travel.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,15 @@ from typing_extensions import override
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.planning.volume import Volume, volume
-from lightning_topk.runtime.checks import check_ddp_options, check_parameters
+from lightning_topk.runtime.announce import Announcer, remarks
+from lightning_topk.runtime.buckets import BucketSettings
+from lightning_topk.runtime.checkpoint import EMPTY, Mode
+from lightning_topk.runtime.checks import check_ddp_options, check_known, check_parameters
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.lanes import Future, Lane
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.runtime.state import LOGGER, ExchangeState
+from lightning_topk.runtime.telemetry import Telemetry
 from lightning_topk.saving import TOLERANCE
 
 
@@ -71,7 +76,7 @@ class TopKState(ExchangeState):
         **settings: Any,
     ) -> None:
         super().__init__(
-            _one_config(config, settings),
+            _one_config(TopKState, config, settings),
             process_group,
             timeout,
             residuals,
@@ -187,6 +192,18 @@ class TopKState(ExchangeState):
             self._usage.stop()
         super().close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # DDP lists its hook's state among what it pickles, and makes a copy without the hook.
+        return _left_out, ()
+
+
+def _left_out() -> None:
+    """Stands for a state in a pickle, or in a deep copy, of a DDP model."""
+    LOGGER.warning(
+        "lightning_topk: a copy of a DDP model has no communication hook, and exchanges whole gradients. To compress "
+        "them, attach the copy too."
+    )
+
 
 class _Usage:
     """Which parameters got a gradient since they were last asked for.
@@ -222,9 +239,16 @@ def _check_bucket(bucket: Any) -> None:
         )
 
 
-def _one_config(config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
+def _one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
+    """The settings, given to a function or class as a config or as keywords."""
+    if config is not None and not isinstance(config, TopKConfig):
+        raise TypeError(
+            f"{taker.__name__}: config={config!r} is a {type(config).__name__}; it must be a TopKConfig. Pass "
+            "settings by name, such as ratio=0.1."
+        )
     if config is not None and settings:
         raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
+    check_known(taker.__name__, settings, [TopKConfig, taker])
     return config or TopKConfig(**settings)
 
 
@@ -247,7 +271,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def attach(
-    model: DistributedDataParallel,
+    model: torch.nn.Module,
     config: TopKConfig | None = None,
     timeout: timedelta | None = None,
     residuals: Residuals | None = None,
@@ -265,7 +289,8 @@ def attach(
     wrapped, and the buffers before a forward pass.
 
     Args:
-        model: The wrapped model.
+        model: The wrapped model. In a single process it may be a bare module, as Accelerate's ``prepare`` returns it
+            there: nothing is exchanged then, and the state only answers.
         config: The settings; or pass them as keywords.
         timeout: See :class:`TopKState`.
         residuals: See :class:`TopKState`.
@@ -283,9 +308,13 @@ def attach(
         The state; call its ``close()`` when training is over.
 
     Raises:
+        TypeError: The model is not wrapped in DistributedDataParallel, or a setting is unknown.
         ValueError: An option of the model bypasses or contradicts the hook, or a setting needs what is not passed.
         RuntimeError: The model has a communication hook already.
     """
+    config = _one_config(attach, config, settings)
+    if not isinstance(model, DistributedDataParallel):
+        return _unwrapped(model, config, announce)
     check_ddp_options(
         {
             "mixed_precision": model.mixed_precision,
@@ -294,7 +323,6 @@ def attach(
         }
     )
     check_parameters(model.module)
-    config = _one_config(config, settings)
     _check_model(config, model.module, optimizer is not None)
     state = TopKState(
         config,
@@ -318,7 +346,7 @@ def attach(
     state.static_graph = bool(model.static_graph)
     if model.find_unused_parameters and not model.static_graph:
         state.watch_use(model.module.parameters())
-    _count_broadcasts(model, state, init_sync)
+    model.register_forward_pre_hook(_BeforeForward(model, state, init_sync))
     return state
 
 
@@ -337,21 +365,99 @@ def _check_model(config: TopKConfig, module: torch.nn.Module, has_optimizer: boo
         )
 
 
-def _count_broadcasts(model: DistributedDataParallel, state: TopKState, init_sync: bool) -> None:
-    """Counts what DDP broadcasts: the model when it is wrapped, and the buffers before a forward pass."""
-    counted, sends = state.telemetry.meter.bytes, tree_broadcast_sends(state.rank, state.world)
-    buffers = sends * sum(buffer.nbytes for buffer in model.modules_buffers)
-    if init_sync:
-        # DDP's constructor has just made all ranks equal to rank 0.
-        ignored: set[str] = model.parameters_to_ignore
-        weights = (p.nbytes for name, p in model.module.named_parameters() if name not in ignored)
-        counted["broadcast"] += sends * sum(weights) + (buffers if model.broadcast_buffers else 0)
+class _BeforeForward:
+    """What happens before each forward pass of a DDP model: DDP's broadcast of buffers is counted.
 
-    def count_buffers(module: torch.nn.Module, args: Any) -> None:
+    Args:
+        model: The model.
+        state: Its state.
+        init_sync: Whether DDP's constructor has just made all ranks equal to rank 0.
+    """
+
+    def __init__(self, model: DistributedDataParallel, state: TopKState, init_sync: bool) -> None:
+        self._bytes = state.telemetry.meter.bytes
+        self._sends = tree_broadcast_sends(state.rank, state.world)
+        if init_sync:
+            ignored: set[str] = model.parameters_to_ignore
+            weights = sum(p.nbytes for name, p in model.module.named_parameters() if name not in ignored)
+            self._count(weights + sum(b.nbytes for b in model.modules_buffers) * model.broadcast_buffers)
+
+    def __call__(self, model: DistributedDataParallel, args: Any) -> None:
+        if model._join_config.enable and not model._divide_by_initial_world_size:
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
+                "over all ranks. Leave the argument out."
+            )
         if model.will_sync_module_buffers():
-            counted["broadcast"] += buffers
+            self._count(sum(buffer.nbytes for buffer in model.modules_buffers))
 
-    model.register_forward_pre_hook(count_buffers)
+    def _count(self, nbytes: int) -> None:
+        self._bytes["broadcast"] += self._sends * nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_nothing,)  # a copy of the model has no exchange
+
+
+def _nothing(*_: Any) -> None:
+    """Does nothing."""
+
+
+class _Alone(TopKState):
+    """The state of a module that one process trains alone: there is nothing to exchange, and nothing to keep.
+
+    Args:
+        config: The settings.
+        announce: See :class:`TopKState`.
+    """
+
+    def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
+        self.config, self.rank, self.world, self.local = config.dense, 0, 1, 1
+        self.telemetry, self.residuals = Telemetry(1), Residuals()
+        self.buckets = BucketSettings(self.config, 1, 1)
+        self._say = Announcer(announce or LOGGER.info, 0)
+        for message in remarks(config, self.config, 1, has_optimizers=True):
+            self._say(message)
+
+    @override
+    def _collect(self) -> None:
+        pass
+
+    @override
+    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
+        return dict(EMPTY)
+
+    @override
+    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
+        if entry.get("parameters"):
+            self._say(
+                "lightning_topk: the checkpoint's residuals are left out: a bare module in one process has no exchange "
+                "that could deliver them. Wrap it in DistributedDataParallel to apply them."
+            )
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+def _unwrapped(model: Any, config: TopKConfig, announce: Callable[[str], None] | None) -> TopKState:
+    """The state of a module without DDP, where one process trains it.
+
+    Raises:
+        TypeError: It is no module, it is sharded, or there are other processes.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"attach takes a DistributedDataParallel model, not a {type(model).__name__}.")
+    if {"FSDPModule", "FullyShardedDataParallel"} & {kind.__name__ for kind in type(model).__mro__}:
+        raise TypeError(
+            f"attach takes a DistributedDataParallel model; this {type(model).__name__} is sharded by FSDP, which is "
+            "not supported. Wrap the module in DistributedDataParallel instead."
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise TypeError(
+            f"attach takes a DistributedDataParallel model, and this is a bare {type(model).__name__} on one of "
+            f"{dist.get_world_size()} ranks. Pass attach(DistributedDataParallel(model), ...)."
+        )
+    return _Alone(config, announce)
 
 
 def own_memory_(module: torch.nn.Module) -> None:

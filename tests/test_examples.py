@@ -30,16 +30,16 @@ def example(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_main_job_saves_40_times_and_stays_within_2_points_of_ddp(tmp_path):
+def test_the_main_job_saves_50_times_and_stays_within_2_points_of_ddp(tmp_path):
     plot = tmp_path / "run.png"
     output = example("examples/train_classifier.py", "--compare", "--max-epochs=8", "--plot", str(plot))
     rows = {words[0]: words for words in map(str.split, output.splitlines()) if words and words[0] in ("ddp", "topk")}
     accuracy = {name: float(words[1].rstrip("%")) for name, words in rows.items()}
     assert accuracy["ddp"] > 90
     assert accuracy["topk"] > accuracy["ddp"] - 2
-    assert rows["ddp"][4] == rows["topk"][4] != "0"
-    assert float(rows["topk"][5].rstrip("x")) > 40
-    assert 0 < float(rows["topk"][6]) < 1
+    assert rows["ddp"][-4:-2] == rows["topk"][-4:-2] != ["0", "B"]
+    assert float(rows["topk"][-2].rstrip("x")) == pytest.approx(50, rel=0.02)
+    assert 0 < float(rows["topk"][-1]) < 1
     assert plot.stat().st_size > 10_000
 
 

@@ -293,10 +293,10 @@ class Groups(Callback):
 def lent(rank: int, world: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     weights = []
-    for own, settings in ((0.9, {}), (0.0, {}), (0.9, {"beta1": 0.9})):
+    for own, settings in ((0.9, {}), (0.0, {}), (0.9, {"beta1": 0.9}), (0.9, {"saving": None, "ratio": 0.01})):
         model, groups = Adam(own), Groups()
         trainer = trainer_of(
-            rank, world, "topk", {"callbacks": lambda groups=groups: [groups]}, {}, ratio=0.01, **settings
+            rank, world, "topk", {"callbacks": lambda groups=groups: [groups]}, {}, **{"saving": 40, **settings}
         )
         trainer.fit(model)
         assert groups.seen == [own] * 2 * trainer.global_step
@@ -306,6 +306,7 @@ def lent(rank: int, world: int, folder: str) -> None:
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[3])
 
 
 def test_adam_steps_with_a_beta1_of_zero_that_nobody_sees(groups, tmp_path):

@@ -136,7 +136,7 @@ import lightning.pytorch, pytorch_lightning as pl, lightning_topk
 try:
     pl.Trainer(strategy=lightning_topk.TopKStrategy())
 except ValueError as error:
-    assert "TopKStrategy for lightning.pytorch.Trainer" in str(error), error
+    assert "For pytorch_lightning.Trainer, import pytorch_lightning first" in str(error), error
 else:
     raise AssertionError("nothing was said")
 """

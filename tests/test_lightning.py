@@ -268,6 +268,16 @@ def test_one_worker_trains_as_without_compression_and_is_told_so(tmp_path):
         assert torch.equal(found["ours"][key], weight)
 
 
+def test_a_checkpoint_is_restored_after_a_spawned_fit(tmp_path):
+    """By the main process, whose module has no Trainer then."""
+    trainer, _ = fit(tmp_path)
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    trainer.strategy.load_checkpoint(path)
+    trainer._checkpoint_connector.restore(path)
+    assert trainer.global_step == 5
+
+
 class Manual(Model):
     """Two optimizers that step in turn, as in a GAN, and one branch that is left out at times."""
 

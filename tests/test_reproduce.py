@@ -53,9 +53,10 @@ def test_a_learning_rate_at_the_edge_of_its_grid_is_marked():
 
 
 def test_equal_bytes_are_not_more_bytes():
-    uni = tuning._bytes(TopKConfig(ratio=tuning.RATIO, bidirectional=False))
+    uni = tuning._bytes(TopKConfig(ratio=tuning.RATIO, bidirectional=False, wire="bf16"))
     ratio = tuning.equal_bytes_ratio()
-    assert tuning._bytes(TopKConfig(ratio=ratio)) <= uni < tuning._bytes(TopKConfig(ratio=ratio + 0.001))
+    at, above = (tuning._bytes(TopKConfig(ratio=each, wire="bf16")) for each in (ratio, ratio + 0.001))
+    assert at <= uni < above
 
 
 def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
@@ -185,7 +186,7 @@ def test_predicted_bytes_are_those_that_leave_the_interface():
             sent = [now - then for now, then in zip(group.sent_bytes(), before, strict=True)]
     except RuntimeError as error:  # a container may be root without the right to make namespaces
         pytest.skip(f"no network namespaces here: {error}")
-    plan = volume(TopKConfig(), [numel], world)
+    plan = volume(TopKConfig(0.001, wire="bf16"), [numel], world)
     for found, seen in zip(ranks, sent, strict=True):
         assert found["bidirectional_topk"]["bytes"] == plan.uplink + plan.downlink
         payload = steps * (plan.uplink + plan.downlink)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_info
 from torch.nn import Module
@@ -86,7 +87,8 @@ class TopKStrategy(DDPStrategy):
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
-        check_known("TopKStrategy", ddp_kwargs, [TopKStrategy.__init__, DDPStrategy.__init__])
+        takers: list[Any] = [TopKStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__]
+        check_known("TopKStrategy", ddp_kwargs, takers)
         check_ddp_options(ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self.topk_states: list[TopKState] = []
@@ -105,6 +107,8 @@ class TopKStrategy(DDPStrategy):
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wraps a module in DDP and installs the exchange; every rank must call it."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return super().setup_module(module)  # DDP says what is missing
         parameters = set(module.parameters())
         for old in [state for state in self.topk_states if parameters & state.names.keys()]:
             old.close()

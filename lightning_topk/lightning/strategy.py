@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,7 +94,8 @@ class TopKStrategy(DDPStrategy):
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
         _check_strategy_options(ddp_kwargs)
-        check_known("TopKStrategy", ddp_kwargs, [TopKStrategy.__init__, DDPStrategy.__init__])
+        takers: list[Any] = [TopKStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__]
+        check_known("TopKStrategy", ddp_kwargs, takers)
         check_ddp_options(ddp_kwargs)
         super().__init__(start_method=start_method, **ddp_kwargs)
         self.topk_state: TopKState | None = None
@@ -171,7 +173,9 @@ class TopKStrategy(DDPStrategy):
                 )
             else:
                 names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-                checkpoint[KEY] = collect(self._residuals, names, self._residual_checkpoint, self.root_device)
+                checkpoint[KEY] = collect(
+                    self._residuals, names, self._residual_checkpoint, self.config, self.root_device
+                )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -179,7 +183,9 @@ class TopKStrategy(DDPStrategy):
         """Loads a checkpoint. ``fit`` resumes with its residuals, or with zeros if it has none (as by DDPStrategy)."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
-        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        # After a spawned fit the main process's module is detached, and has no Trainer.
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._resume(
                 checkpoint.get(KEY, absent("it was saved by another strategy, or with residual_checkpoint='none'"))
             )
@@ -218,11 +224,12 @@ class TopKStrategy(DDPStrategy):
             super().teardown()
 
     def __repr__(self) -> str:
-        # The Trainer of the other package shows this in its error.
-        other = (
-            "for pytorch_lightning.Trainer, import pytorch_lightning before lightning_topk and not lightning.pytorch"
-        )
-        return f"<TopKStrategy for {PACKAGE}.Trainer ({other}): {self.config}>"
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.changed.items())
+        other = ""
+        if PACKAGE == "lightning.pytorch" and "pytorch_lightning" in sys.modules:
+            # The Trainer of the other package shows this in its error.
+            other = "For pytorch_lightning.Trainer, import pytorch_lightning first, and not lightning.pytorch: "
+        return f"{other}TopKStrategy({settings}) of {PACKAGE}"
 
     @classmethod
     @override

@@ -9,6 +9,7 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
     steps        number of exchanged steps, for schedules and random selectors
     rates        learning rates of the last step, for lr_ratio
     buckets      the parameters' names, bucket by bucket
+    settings     those that matter when a run goes on with others; may be missing
     parameters   {name: {"worker": {"residual": tensor, ...}, "server": {"residual": tensor}}}
 
 The gradient still to be delivered is the mean of the workers' residuals plus the servers' residual. Mode ``"mean"``
@@ -45,12 +46,15 @@ EMPTY: dict[str, Any] = {
 }
 """The entry of a run before its first step."""
 Mode = Literal["mean", "full"]
+SETTINGS = ("ratio", "saving", "wire", "topology", "error_feedback")
+"""What is said to have changed, when a run goes on."""
 
 
 def collect(
     residuals: Residuals,
     names: Mapping[Tensor, str],
     mode: Mode,
+    config: TopKConfig,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -60,6 +64,7 @@ def collect(
         residuals: This rank's residuals.
         names: The parameters' names, in the same order on every rank.
         mode: ``"mean"`` or ``"full"``.
+        config: The settings that the user gave.
         device: Device for the collectives' tensors.
         group: The ranks that exchange gradients. Default: all.
 
@@ -90,8 +95,28 @@ def collect(
             for bucket in residuals.progress.buckets
             if all(p in names and p in parts for p in bucket)  # a bucket of empty parameters only is never exchanged
         ],
+        "settings": _settings(config),
         "parameters": parameters,
     }
+
+
+def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
+    """Which settings differ from those of an entry, in words; empty if none do, or if the entry names none.
+
+    Args:
+        entry: What :func:`collect` returned.
+        config: The settings that the user gave.
+    """
+    before, now = entry.get("settings", {}), _settings(config)
+    differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
+    return ", ".join(f"{name}={now[name]!r} instead of {before[name]!r}" for name in differ)
+
+
+def _settings(config: TopKConfig) -> dict[str, Any]:
+    """The settings that matter, as what ``torch.load(weights_only=True)`` reads."""
+    found = {**config.summary(), "wire": config.wire_name}
+    plain = (bool, int, float, str, list, type(None))
+    return {name: value if isinstance(value := found[name], plain) else repr(value) for name in SETTINGS}
 
 
 def absent(reason: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
@@ -41,22 +40,18 @@ def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable
     Args:
         name: The class that received them, for the message.
         options: The keyword arguments.
-        takers: Functions whose parameters are allowed, besides those of DistributedDataParallel.
+        takers: Functions whose parameters are allowed.
 
     Raises:
         TypeError: An argument is unknown.
     """
-    takers = (*takers, DistributedDataParallel.__init__)
     known = {parameter for taker in takers for parameter in inspect.signature(taker).parameters}
     known -= {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise TypeError(
-                f"{name} got an unknown argument {option}={options[option]!r}; {hint}Allowed are its own arguments "
-                "and those of DDPStrategy and DistributedDataParallel."
-            )
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}."
+            raise TypeError(f"{name} got an unknown argument {option}={options[option]!r}; {hint}")
 
 
 def check_same_model(module: torch.nn.Module) -> None:

@@ -53,6 +53,7 @@ class ExchangeState:
         local_world_size: int | None,
         announce: Callable[[str], None] | None,
     ) -> None:
+        self._given = config
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
         self.groups: Groups | None = Groups.make(process_group, timeout)
         group = self.groups.all
@@ -210,7 +211,7 @@ class ExchangeState:
             RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names.
         """
         assert self.groups is not None
-        return checkpoint.collect(self.residuals, self._names(), mode, self._device(), self.groups.all)
+        return checkpoint.collect(self.residuals, self._names(), mode, self._given, self._device(), self.groups.all)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Goes on with the residuals of a checkpoint, of any world size; every rank calls it.
@@ -229,6 +230,9 @@ class ExchangeState:
             return config, make_bucket_endpoint(config, bucket, self.buckets.uncompressed_in(bucket), self.groups)
 
         checkpoint.restore(self.residuals, self._names(), entry, make, self.rank, self.world)
+        changed = checkpoint.changes(entry, self._given)
+        if changed:
+            self._say(f"lightning_topk: the run goes on with other settings than the checkpoint's: {changed}.")
 
     def _names(self) -> Mapping[Tensor, str]:
         if not self.names:

@@ -160,7 +160,8 @@ def _memory(result: Result, numel: int) -> None:
 
 def measured_memory(numel: int, config: TopKConfig = A_THOUSANDTH) -> tuple[int, int]:
     """What :func:`memory` measures in a fresh process."""
-    ((peak, residuals),) = hosts.local(1).run(memory, {"numel": numel, "config": config})
+    settings = {"ratio": config.ratio, "saving": config.saving, "wire": config.wire}
+    ((peak, residuals),) = hosts.local(1).run(memory, {"numel": numel, "settings": settings})
     return peak, residuals
 
 
@@ -170,7 +171,7 @@ def memory(options: dict[str, Any], rank: int, world: int) -> tuple[int, int]:
     Returns:
         Bytes at the peak beyond those before, and the bytes of residuals.
     """
-    config = settled(options["config"], [options["numel"]], WORLD)
+    config = settled(TopKConfig(**options["settings"]), [options["numel"]], WORLD)
     g = torch.randn(options["numel"])
     _exchanges(config, torch.randn(200_000))  # any first call loads code and data into memory
     before = _peak()
