@@ -35,7 +35,7 @@ class TopKConfig:
         ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number; a
             :class:`lightning_topk.schedule.Schedule` or a function of the step, for a fraction that changes; or
             ``"auto"``, which measures, and takes the largest of :data:`AUTO_RATIOS` that costs at most 5 % more time
-            than the cheapest. Default: what ``saving`` takes.
+            than the cheapest, or all-reduce where that is as fast. Default: what ``saving`` takes.
         bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
         server_ratio: Fraction of a bucket that the servers together send, likewise; not with ``saving``. Default:
             ``ratio``.
