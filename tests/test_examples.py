@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from groups import torchrun
 from PIL import Image
 
 from lightning_topk.config import TopKConfig
@@ -129,15 +130,15 @@ def test_residuals_that_decay_to_nothing_are_forgotten_and_an_adaptive_ratio_fol
     assert adaptive.ratio == pytest.approx(0.1 / 1.05**12)
 
 
-def test_plain_ddp_under_torchrun():
-    output = example("-m", "torch.distributed.run", "--nproc-per-node=2", "examples/plain_ddp.py")
+def test_plain_ddp_under_torchrun(tmp_path):
+    output = torchrun(ROOT / "examples" / "plain_ddp.py", logs=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses[-1] < losses[0] / 10
     assert "instead of" in output
 
 
-def test_accelerate_under_torchrun():
-    output = example("-m", "torch.distributed.run", "--nproc-per-node=2", "examples/with_accelerate.py")
+def test_accelerate_under_torchrun(tmp_path):
+    output = torchrun(ROOT / "examples" / "with_accelerate.py", logs=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses[-1] < losses[0] / 2
     assert "instead of" in output

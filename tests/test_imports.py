@@ -143,12 +143,15 @@ else:
 CASES = {
     "the hook needs no Lightning": HOOK,
     "names are registered, ours imported first": f"import lightning_topk; import lightning\n{TWICE}",
-    "names are registered, Lightning imported first": f"import lightning; import lightning_topk\n{TWICE}",
-    "the monitor can be imported before Lightning": f"from lightning_topk import CompressionMonitor\n{REGISTERED}",
-    "the Fabric strategy needs no import of its own": "import lightning_topk; lightning_topk.fabric.TopKStrategy",
+    "names are registered, Lightning imported first; the wrong package says which one is right": (
+        f"import lightning; import lightning_topk\n{TWICE}\n{WRONG}"
+    ),
+    "the monitor can be imported before Lightning, and the Fabric strategy needs no import of its own": (
+        f"from lightning_topk import CompressionMonitor\n{REGISTERED}\n"
+        "import lightning_topk; lightning_topk.fabric.TopKStrategy"
+    ),
     "pytorch_lightning is served, ours imported first": f"import lightning_topk, pytorch_lightning\n{PL}",
     "pytorch_lightning is served, imported first": f"import pytorch_lightning, lightning_topk\n{PL}",
-    "the wrong package says which one is right": WRONG,
 }
 SERVER = """
 import json, os, sys, traceback

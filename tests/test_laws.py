@@ -325,8 +325,10 @@ def test_gradients_at_the_edge_of_float32_leave_finite_residuals():
     assert all(link.memory.tensors()["residual"].isfinite().all() for end in cluster.endpoints for link in end.links)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1e-6, 200.0])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float64, 1.0), *((half, scale) for half in (torch.bfloat16, torch.float16) for scale in (1e-6, 200.0))],
+)
 @wires
 @pytest.mark.parametrize(
     ("topology", "bidirectional"), [*ROUTES, ("hierarchical", True)]
@@ -334,7 +336,7 @@ def test_gradients_at_the_edge_of_float32_leave_finite_residuals():
 def test_other_dtypes_agree_and_conserve(topology, bidirectional, wire, scale, dtype):
     """A rounding that is lost is seen after a few steps; a drift, in one system that goes on for longer."""
     workers, numel = 3, 1500
-    steps = 60 if (topology, bidirectional, wire, scale) == ("sharded", True, "bf16", 200.0) else 12
+    steps = 60 if (topology, bidirectional, wire, scale) == ("sharded", True, "bf16", 200.0) else 8
     config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
     cluster = cluster_of(config, workers, numel, dtype)
     world = len(cluster.endpoints)

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -273,9 +275,11 @@ def test_a_checkpoint_is_restored_after_a_spawned_fit(tmp_path):
     trainer, _ = fit(tmp_path)
     path = tmp_path / "last.ckpt"
     trainer.save_checkpoint(path)
-    trainer.strategy.load_checkpoint(path)
+    saved = trainer.strategy.load_checkpoint(path)["state_dict"]
+    module = trainer.strategy.lightning_module
+    torch.nn.init.zeros_(module.layer[0].weight)
     trainer._checkpoint_connector.restore(path)
-    assert trainer.global_step == 5
+    assert torch.equal(module.layer[0].weight, saved["layer.0.weight"])
 
 
 class Manual(Model):
@@ -490,9 +494,10 @@ def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, l
 
 def test_lightning_cli_configures_the_strategy_by_yaml():
     output = command(
-        [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=3", "--trainer.devices=1"],
+        [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=3", "--trainer.devices=1",
+         "--trainer.strategy.init_args.start_method=popen"],
         cwd=ROOT / "examples/cli",
-    )
+    )  # fmt: skip
     assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
 
 
@@ -528,3 +533,41 @@ def test_counts_beyond_2_to_24_are_exact():
     metric = ExchangeVolume()
     metric.update(uplink=2**24 + 1, downlink=2**40 + 1, dense=0)
     assert int(metric.compute()["total_bytes"]) == 2**24 + 2**40 + 2
+
+
+def summary_of(topology: str, by_node: bool = False, since: int = 0) -> str:
+    monitor = CompressionMonitor()
+    sent = {"uplink": 0, "downlink": 3_000_000, "dense": 90_000_000, "broadcast": 0}
+    monitor._total.update(**sent, intra_node=8_000_000, inter_node=1_500_000)
+    monitor._steps, monitor._since = 1000, since
+    state = SimpleNamespace(
+        buckets=SimpleNamespace(by_node=by_node),
+        config=TopKConfig(topology=topology),
+        world=4,
+        predicted=lambda rank: volume(TopKConfig(0.01, topology=topology), [100_000], 4, rank),
+    )
+    return monitor.summary(state)
+
+
+@pytest.mark.unit
+def test_the_summary_tells_who_sends_what_and_since_when():
+    words = summary_of("single_server", since=2000)
+    assert "in 1,000 steps since step 2,000 rank 0, which serves all, sent 3 MB down" in words
+    up = size(1000 * volume(TopKConfig(0.01, topology="single_server"), [100_000], 4, rank=3).uplink)
+    assert f"each other rank about {up} up, instead of 90 MB (30.0x less)" in words
+    words = summary_of("hierarchical", by_node=True)
+    assert "each node sent 1.5 MB to others (and 8 MB inside) instead of 90 MB (60.0x less)" in words
+    assert "each rank sent 0 B up and 3 MB down instead of 90 MB (30.0x less)" in summary_of("sharded")
+
+
+@pytest.mark.unit
+def test_layers_are_logged_by_pattern():
+    assert CompressionMonitor().per_layer == []
+    assert CompressionMonitor(True).per_layer == ["*"]
+    assert CompressionMonitor("*.weight").per_layer == ["*.weight"]
+    assert CompressionMonitor(["a", "b"]).per_layer == ["a", "b"]
+    with pytest.raises(TypeError, match=r"per_layer=\[1\] must be True, False, a pattern of names, or several"):
+        CompressionMonitor([1])
+    monitor = CompressionMonitor("layer.7")
+    with pytest.raises(ValueError, match=r"per_layer='layer\.7'.*no parameter is called so.*layer\.weight"):
+        monitor.setup(mock.Mock(strategy=mock.Mock(topk_state=None)), BoringModel(), "fit")

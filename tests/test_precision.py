@@ -107,8 +107,7 @@ def test_a_skipped_step_leaves_residuals_in_every_scope_and_memory_and_with_fuse
 
 
 @pytest.mark.parametrize(("topology", "bidirectional"), [*ON_NODES, ("auto", True)])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("more", [{}, {"dense_parameters": "*bias"}])
+@pytest.mark.parametrize(("fused", "more"), [(False, {}), (True, {"dense_parameters": "*bias"})])
 def test_a_skipped_step_leaves_residuals_on_nodes_and_while_the_exchange_is_being_chosen(
     groups, topology, bidirectional, fused, more
 ):

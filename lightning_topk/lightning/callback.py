@@ -27,16 +27,18 @@ else:
     Callback = importlib.import_module(PACKAGE).Callback
 
 
+EVERY_STEP = ("uplink_bytes", "downlink_bytes", "total_bytes", "saving")
+"""What is logged at every step; the rest is logged when the Trainer logs."""
 SETTLED, COMPARED = 3, 5
 """Steps until DDP has its final buckets, and steps whose median time is compared with dense all-reduces."""
 
 
 class CompressionMonitor(Callback):
-    """Logs the exchange's bytes at every optimizer step, and its error when the Trainer logs.
+    """Logs the exchange's bytes at every optimizer step, and the rest when the Trainer logs.
 
-    Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's). Errors and norms are
-    over all ranks; measuring them costs two passes over each bucket and one small all-reduce, at log steps and in an
-    epoch's last batch only.
+    Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's); uplink, downlink, total
+    and saving are logged at every step. All else is logged at log steps and in an epoch's last batch. Errors and norms
+    are over all ranks; measuring them costs two passes over each bucket and one small all-reduce.
 
     ============================== ==========================================================================
     key                            meaning
@@ -53,7 +55,7 @@ class CompressionMonitor(Callback):
     ``topk/mbit_per_second``       uplink + downlink over the time since the last step
     ``topk/ratio``                 fraction of the gradient that fits in this worker's payloads
     ``topk/average_ratio``         the same, averaged since fit began
-    ``topk/selected_ratio``        fraction that the worker's selector actually selected, at log steps
+    ``topk/selected_ratio``        fraction that the worker's selector actually selected
     ``topk/bound``                 (1 - k/d)², upper bound of the error of top-k for a bell-shaped distribution
     ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
     ``topk/average_error``         its mean over the steps measured since fit began
@@ -61,12 +63,10 @@ class CompressionMonitor(Callback):
     ``topk/worker_residual_norm``  norm of a worker's residual, root mean square over the workers (over the nodes,
                                    if the ranks of a node exchange as one worker)
     ``topk/server_residual_norm``  norm of the servers' residual
-    ``topk/nonfinite_steps``       backward passes since fit began with a NaN or an infinity in a gradient, at log
-                                   steps
-    ``topk/exchange_seconds``      duration of this rank's exchanges in the step, at log steps
+    ``topk/nonfinite_steps``       backward passes since fit began with a NaN or an infinity in a gradient
+    ``topk/exchange_seconds``      duration of this rank's exchanges in the step
     ``topk/hidden_share``          fraction of it that overlapped with backward: before the last gradient was ready
-    ``topk/dense_seconds``         estimated duration of dense all-reduces of the same buckets on this link, at log
-                                   steps
+    ``topk/dense_seconds``         estimated duration of dense all-reduces of the same buckets on this link
     ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; likewise for each kind of
                                    bytes above, such as ``topk/total_uplink_bytes``
     ============================== ==========================================================================
@@ -188,8 +188,9 @@ class CompressionMonitor(Callback):
             if shown:
                 values |= _by_layer(trainer, state, report.layers, shown)
                 _draw_histograms(trainer, state, shown)
-        pl_module.log_dict({f"topk/{name}": value.double() for name, value in values.items() if name != "saving"})
-        pl_module.log("topk/saving", values["saving"], prog_bar=True)
+        # A call of Lightning's log takes a millisecond, and loggers take values at log steps only.
+        for name in values if state.measure else EVERY_STEP:
+            pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving")
 
     def _compare(self, dense: float | None, seconds: float, trainer: Trainer, end: Any) -> None:
         """Records the duration of a step's exchanges, and warns once if dense all-reduces would be faster.
