@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from typing import Literal
 import pytest
 import torch
 
-from lightning_topk import CompressionMonitor
-from lightning_topk.lab import commands, hosts, papers, plan, scale
+import lightning_topk
+from lightning_topk import CompressionMonitor, __main__
+from lightning_topk.lab import bench, commands, hosts, papers, plan, scale
 from lightning_topk.lab.bench import BENCHES, select, steps, train, wire
 from lightning_topk.lab.bench.peers import ON_NODES, PEERS
+from lightning_topk.lab.report import Result
 
 
 def test_select_holds_ours_beside_the_naive_way(monkeypatch):
@@ -177,3 +180,65 @@ def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
             assert "takes 10.0 ms per step at a density of 0.12" in said[0]
             assert ("density decays to 0.001" in said[0]) == (end == 0.001)
             assert "about 1.0 ms on this link: DDPStrategy would be faster here" in said[0]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("wire", "--ratios", "0"), r"ratio=0\.0 must be in \(0, 1\]"),
+        (("select", "--numel", "100", "--ratios", "2"), r"ratio=2\.0 must be in \(0, 1\]"),
+        (("step", "--workers", "1"), "it takes 2 ranks or more: one exchanges nothing"),
+        (("train", "--ratio", "3"), r"ratio=3\.0 must be in \(0, 1\]"),
+        (("hosts", "--hosts", "1"), "it takes 2 ranks or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(monkeypatch, words, message):
+    monkeypatch.setattr(sys, "argv", ["lightning_topk", "bench", *words])
+    with pytest.raises(SystemExit, match=message):
+        __main__.main()
+
+
+@pytest.mark.unit
+def test_a_fail_is_the_exit_status_only_with_strict(monkeypatch, capsys):
+    result = Result("wire", "claim", "setting")
+    result.check("statement", "target", "measured", holds=False)
+    parser = argparse.ArgumentParser()
+    bench.declare(parser.add_subparsers())
+    monkeypatch.setitem(bench.BENCHES, "wire", lambda: result)
+    for words, status in ((["bench", "wire"], None), (["bench", "wire", "--strict"], 1)):
+        arguments = parser.parse_args(words)
+        arguments.function = bench.BENCHES["wire"]
+        if status is None:
+            arguments.main(arguments)
+        else:
+            with pytest.raises(SystemExit) as raised:
+                arguments.main(arguments)
+            assert raised.value.code == status
+    assert "| target " in capsys.readouterr().out
+
+
+@pytest.mark.unit
+def test_missing_extras_are_named_before_work_begins(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for words in (["bench", "wire", "--plot", "x.png"], ["reproduce", "saving"], ["simulate"]):
+        monkeypatch.setattr(sys, "argv", ["lightning_topk", *words])
+        with pytest.raises(SystemExit, match=r"this needs matplotlib, which is not installed: pip install"):
+            __main__.main()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("text", "count"), [("300", 300), ("25e6", 25_000_000), ("25M", 25_000_000), ("1.5k", 1500)])
+def test_counts_are_read_as_people_write_them(text, count):
+    assert commands.count(text) == count
+    for wrong in ("0", "-1", "2.5", "many", "1e-3", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError, match="write it like 300, 25e6 or 25M"):
+            commands.count(wrong)
+
+
+@pytest.mark.unit
+def test_the_version_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lightning_topk", "--version"])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert capsys.readouterr().out == f"lightning_topk {lightning_topk.__version__}\n"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import kept_count
 from lightning_topk.ddp import TopKState, attach
 
@@ -74,3 +75,14 @@ ON_NODES = {"ours, hierarchical"}
 
 ONE_BUCKET = {"PowerSGD 1", "PowerSGD 4"}
 """PowerSGD's hook hangs on gloo with several buckets (torch 2.15): it gets one."""
+
+
+def check(ranks: int, ratio: float) -> None:
+    """Refuses what cannot be timed, before anything is started.
+
+    Raises:
+        ValueError: There is one rank only, or the ratio is impossible.
+    """
+    if ranks < 2:
+        raise ValueError("it takes 2 ranks or more: one exchanges nothing.")
+    TopKConfig(ratio=ratio)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from lightning_topk.config import check_name
 from lightning_topk.lab import hosts as emulated
 from lightning_topk.lab.bench import ddp
-from lightning_topk.lab.bench.peers import ON_NODES, PEERS
+from lightning_topk.lab.bench.peers import ON_NODES, PEERS, check
 from lightning_topk.lab.report import Panel, Result
 
 TARGETS = {"100mbit": 60, "1gbit": 10, "10gbit": 3}
@@ -37,8 +37,9 @@ def step(
         peers: What to time. Default: all that make a difference.
 
     Raises:
-        ValueError: A peer is unknown.
+        ValueError: A peer is unknown, there is one rank only, or the ratio is impossible.
     """
+    check(workers, ratio)
     result = Result("step", "what compression costs where links cost nothing", f"{workers} processes on this machine")
     options = {"numel": numel, "ratio": ratio, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
     _time(result, {"loopback": nullcontext(emulated.local(workers))}, 1, options, peers)
@@ -69,8 +70,9 @@ def hosts(
 
     Raises:
         RuntimeError: Hosts cannot be emulated here.
-        ValueError: A rate or a peer is unknown.
+        ValueError: A rate or a peer is unknown, there is one rank only, or the ratio is impossible.
     """
+    check(hosts * ranks, ratio)
     bits = [emulated.bits_per_second(rate) for rate in rates]
     if not emulated.available():
         raise RuntimeError("Network namespaces need root, and ip and tc of iproute2. Without them: bench step.")

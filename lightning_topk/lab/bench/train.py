@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.lab import hosts
 from lightning_topk.lab.bench import ddp
-from lightning_topk.lab.bench.peers import ON_NODES, PEERS
+from lightning_topk.lab.bench.peers import ON_NODES, PEERS, check
 from lightning_topk.lab.bench.steps import judge
+from lightning_topk.lab.commands import need
 from lightning_topk.lab.report import Result
 
 
@@ -46,6 +47,8 @@ def run(
         ValueError: torchvision has no such model, or there are too few steps.
         RuntimeError: Hosts cannot be emulated here.
     """
+    check(workers, ratio)
+    need("torchvision", "examples")
     import torchvision
 
     if model not in torchvision.models.list_models():

@@ -44,10 +44,10 @@ def run(
     )
     panel = Panel("bytes a rank sends over the bound", "workers", xlog=True)
     for ratio in tqdm(ratios, desc="wire", leave=False):
+        config = TopKConfig(ratio=ratio, wire="bf16")
         bits = entropy(ratio)
         rows = []
         for world in WORLDS:
-            config = TopKConfig(ratio=ratio, wire="bf16")
             shape = make_shape(config, [numel], world)
             layout, up = shape.layout, make_codecs(config, shape).uplink
             sent = volume(config, [numel], world)
