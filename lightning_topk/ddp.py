@@ -7,6 +7,7 @@ returns a future at once, so backward goes on while bytes travel.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -324,17 +325,18 @@ def attach(
     )
     check_parameters(model.module)
     _check_model(config, model.module, optimizer is not None)
-    state = TopKState(
-        config,
-        process_group=model.process_group if model.process_group is not dist.group.WORLD else None,
-        timeout=timeout,
-        residuals=residuals,
-        epoch=epoch,
-        optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
-        scaler=scaler,
-        local_world_size=local_world_size,
-        announce=announce,
-    )
+    with _device_of(model.module):  # NCCL sends objects by way of the current device, the first one on every rank
+        state = TopKState(
+            config,
+            process_group=model.process_group if model.process_group is not dist.group.WORLD else None,
+            timeout=timeout,
+            residuals=residuals,
+            epoch=epoch,
+            optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
+            scaler=scaler,
+            local_world_size=local_world_size,
+            announce=announce,
+        )
     try:
         state.buckets.name({parameter: name for name, parameter in model.module.named_parameters()})
         if isinstance(optimizer, Optimizer):
@@ -348,6 +350,12 @@ def attach(
         state.watch_use(model.module.parameters())
     model.register_forward_pre_hook(_BeforeForward(model, state, init_sync))
     return state
+
+
+def _device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Makes a module's GPU the current one."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check_model(config: TopKConfig, module: torch.nn.Module, has_optimizer: bool) -> None:

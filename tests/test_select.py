@@ -95,6 +95,16 @@ def test_random_k_is_the_same_on_all_ranks_new_at_every_step_and_nested():
     assert not torch.equal(first, RandK(seed=4).shared_positions(1000, 50))
 
 
+def test_random_k_draws_every_position_as_often():
+    selector, count = RandK(seed=1), torch.zeros(400)
+    for step in range(2000):
+        selector.step = step
+        count[selector.shared_positions(400, 20)] += 1
+    assert count.mean() == 100
+    assert count.std() == pytest.approx((100 * 0.95) ** 0.5, rel=0.2)
+    assert count.min() > 50
+
+
 def test_random_k_sends_no_positions():
     codecs = codecs_of(TopKConfig(selector="randk", ratio=0.01, wire="bf16"), 102_400, 4)
     up, down = codecs.uplink, codecs.reply

@@ -83,8 +83,9 @@ class TopK(Selector):
 class RandK(Selector):
     """Selects k random entries, the same on all ranks, so no positions are sent.
 
-    The positions in a shard are drawn from the seed, the step and the shard's size. A server that keeps fewer entries
-    than the workers keeps a subset of theirs.
+    The positions in a shard are drawn from the seed, the step and the shard's size, on the device and without state:
+    every position has a key, a bijective hash of it, and those with the k smallest keys are drawn. A server that keeps
+    fewer entries than the workers keeps a subset of theirs.
 
     Args:
         seed: Seed of the positions.
@@ -92,26 +93,52 @@ class RandK(Selector):
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self._drawn: tuple[tuple[int, int], Tensor] | None = None
+        self._drawn_at = -1
+        self._drawn: dict[tuple[int, int, torch.device | None], Tensor] = {}  # in this step
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return self.shared_positions(rows.shape[1], k).to(rows.device).expand(rows.shape[0], -1)
+        return self.shared_positions(rows.shape[1], k, rows.device).expand(rows.shape[0], -1)
 
-    def shared_positions(self, universe: int, k: int) -> Tensor:
+    def shared_positions(self, universe: int, k: int, device: torch.device | None = None) -> Tensor:
         """Returns the positions of this step, which both ends of a link compute.
 
         Args:
             universe: Number of elements in the shard.
             k: Number of positions to draw.
+            device: Where to draw them. Default: CPU.
 
         Returns:
-            ``[k]`` int64 on the CPU, distinct, ascending: a uniformly random subset, contained in that of any larger k.
+            ``[k]`` int64, distinct, ascending: a uniformly random subset, contained in that of any larger k.
         """
-        if self._drawn is None or self._drawn[0] != (self.step, universe):
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.step + universe)
-            self._drawn = (self.step, universe), torch.randperm(universe, generator=generator)
-        return self._drawn[1][:k].sort().values
+        if self.step != self._drawn_at:
+            self._drawn, self._drawn_at = {}, self.step
+        if (universe, k, device) not in self._drawn:
+            begin = _mixed(_mixed(self.seed) + self.step)
+            keys = _mixed_(torch.arange(universe, device=device).add_(begin))
+            drawn = keys.topk(k, largest=False, sorted=False).indices.sort().values
+            self._drawn[universe, k, device] = drawn
+        return self._drawn[universe, k, device]
+
+
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+"""Shifts and factors of splitmix64 (Steele et al. 2014): ``z = (z ^ z >> shift) * factor``, modulo 2^64."""
+
+
+def _mixed(z: int) -> int:
+    """A number that looks random, as a signed 64-bit integer; different ones of different numbers."""
+    z = (z + 0x9E3779B97F4A7C15) % 2**64
+    for shift, factor in _MIX:
+        z = (z ^ z >> shift) * factor % 2**64
+    return z - 2**64 * (z >= 2**63)
+
+
+def _mixed_(z: Tensor) -> Tensor:
+    """Likewise in place, int64; its products are modulo 2^64, too."""
+    for shift, factor in _MIX:
+        z.bitwise_xor_(z.bitwise_right_shift(shift).bitwise_and_(2 ** (64 - shift) - 1))
+        z.mul_(factor - 2**64 * (factor >= 2**63))
+    return z
 
 
 class Threshold(Selector):

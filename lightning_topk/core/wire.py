@@ -174,7 +174,7 @@ class Codec:
         """The positions ``[k]`` int64, ascending, if both ends know them; else None."""
         if self.kept == self.universe:
             return torch.arange(self.universe, device=device)
-        return None if self.shared is None else self.shared.shared_positions(self.universe, self.kept).to(device)
+        return None if self.shared is None else self.shared.shared_positions(self.universe, self.kept, device)
 
     @cached_property
     def low_width(self) -> int:

@@ -27,9 +27,10 @@ def main() -> None:
     torch.set_num_threads(1)
     module, _, name = path.partition(":")
     function = getattr(importlib.import_module(module), name)
-    nccl = options.get("device") == "cuda" and torch.cuda.device_count() >= world
-    if nccl:
-        torch.cuda.set_device(rank)
+    count = torch.cuda.device_count()
+    nccl = options.get("device") == "cuda" and count >= world
+    if options.get("device") == "cuda" and count:
+        torch.cuda.set_device(rank % count)
     dist.init_process_group(
         "nccl" if nccl else "gloo", f"tcp://{address}", rank=rank, world_size=world, timeout=TIMEOUT
     )

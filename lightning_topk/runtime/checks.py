@@ -92,8 +92,14 @@ def check_parameters(module: torch.nn.Module) -> None:
     """Refuses parameters whose gradients top-k cannot order.
 
     Raises:
-        ValueError: A trainable parameter is not of a real floating-point dtype.
+        ValueError: A trainable parameter is not of a real floating-point dtype, or they are on several devices.
     """
+    devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: the exchange runs on one device a "
+            "rank. Put the model on one device, or exchange its parts by DDP."
+        )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(

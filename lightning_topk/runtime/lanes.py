@@ -44,6 +44,8 @@ class Lane(Protocol):
         ...
 
 
+PATIENCE = 5.0
+"""Seconds to wait for a job in progress when a lane is closed."""
 IDLE = 0.5
 """Seconds after which an idle thread ends; the next job starts another one."""
 
@@ -115,7 +117,7 @@ class ThreadLane(Lane):
             if thread is None:
                 return True
             self._jobs.put(None)
-        thread.join(timeout=5)
+        thread.join(timeout=PATIENCE)
         return not thread.is_alive()
 
 
@@ -128,7 +130,8 @@ class StreamLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # before backward's kernels: others wait for its bytes
+        self._last: torch.cuda.Event | None = None  # the end of the last job
 
     @override
     def promise(self) -> tuple[Future, Future]:
@@ -142,6 +145,8 @@ class StreamLane(Lane):
         with torch.cuda.stream(self._stream):
             for future, result in zip(promised, job(), strict=True):
                 future.set_result(result)
+            self._last = torch.cuda.Event()
+            self._last.record(self._stream)
 
     @override
     def mark(self) -> torch.cuda.Event:
@@ -156,7 +161,14 @@ class StreamLane(Lane):
 
     @override
     def close(self) -> bool:
-        return True  # nothing to wait for: a wait for a future is a wait for its result
+        # A collective that another rank never joins does not end: then the groups must be left alone, since to destroy
+        # them is to wait for it, and the error that ended the run would not be seen.
+        end = time.monotonic() + PATIENCE
+        while self._last is not None and not self._last.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
 
 
 def lane_for(device: torch.device) -> Lane:

@@ -88,7 +88,7 @@ class Pieces:
 
     def gather(self, memories: Memories, bucket: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
         """Undoes :meth:`scatter`: ``[pieces]``, dtype and device of ``like``; zero where nothing is known."""
-        zero = torch.zeros((), dtype=like.dtype)
+        zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
         found = [
             memories.get(parameter, {}).get(name, zero.expand(size))
             for parameter, size in zip(bucket, self.layout(*bucket).pieces, strict=True)

@@ -132,6 +132,9 @@ class Undo:
             skipped = self.outcomes.get(optimizer)
             if skipped is None:
                 continue  # no step yet: more passes may follow
+            if isinstance(skipped, Tensor) and skipped.is_cuda:
+                # Made on the optimizer's stream, read on this one, and freed when it is forgotten below.
+                skipped.record_stream(torch.cuda.current_stream(skipped.device))
             for now, before, mask in zip(self._now, self._before, masks, strict=True):
                 if isinstance(skipped, Tensor):
                     reference.replace_(now, before, skipped if mask is None else skipped & mask)

@@ -1,0 +1,130 @@
+"""What the code for GPUs does, on machines without one: devices, streams and events are stand-ins."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_topk import ddp
+from lightning_topk.core.select import RandK
+from lightning_topk.runtime import lanes
+from lightning_topk.runtime.checks import check_parameters
+from lightning_topk.runtime.residuals import Pieces
+from lightning_topk.runtime.skipped_steps import Undo
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU, and takes note of the streams that use it."""
+
+    is_cuda = True
+    streams: list[str]
+
+    @staticmethod
+    def __new__(cls, value: bool):
+        made = torch.tensor(value).as_subclass(cls)
+        made.streams = []
+        return made
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_a_verdict_of_the_scaler_is_kept_until_the_lane_has_read_it():
+    verdict, optimizer = OnGpu(True), mock.Mock()
+    undo = Undo.__new__(Undo)
+    undo._begun, undo.outcomes, undo._masks = True, {optimizer: verdict}, {optimizer: []}
+    undo._now, undo._before = [], []
+    with mock.patch("torch.cuda.current_stream", return_value="the lane's"):
+        undo.decide()
+    assert verdict.streams == ["the lane's"]
+    assert undo.outcomes == {}
+
+
+class Event:
+    """An event of a stream that ends, or never does."""
+
+    def __init__(self, ends: bool) -> None:
+        self._ends = ends
+
+    def query(self) -> bool:
+        return self._ends
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lane_of_a_gpu_says_whether_its_work_has_ended(monkeypatch, ends):
+    """Groups with work in flight are not destroyed: that would wait for ranks that have failed."""
+    monkeypatch.setattr(lanes, "PATIENCE", 0.1)
+    lane = lanes.StreamLane.__new__(lanes.StreamLane)
+    lane._last = Event(ends)
+    assert lane.close() is ends
+    lane._last = None
+    assert lane.close()
+
+
+def test_a_lane_of_a_cpu_says_whether_its_work_has_ended(monkeypatch):
+    monkeypatch.setattr(lanes, "PATIENCE", 0.1)
+    lane, go = lanes.ThreadLane(), threading.Event()
+    promised, future = lane.promise()
+    lane.submit(lambda: [torch.tensor(float(go.wait(20)))], [promised])
+    assert not lane.close()
+    go.set()
+    assert future.wait() == 1
+
+
+def test_a_lane_of_a_gpu_comes_before_the_kernels_of_backward():
+    with mock.patch("torch.cuda.Stream") as stream:
+        lanes.StreamLane(torch.device("cuda", 1))
+    assert stream.call_args == mock.call(torch.device("cuda", 1), priority=-1)
+
+
+def test_a_model_on_several_devices_is_refused():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    with pytest.raises(ValueError, match=r"parameters are on cpu, meta: the exchange runs on one device a rank"):
+        check_parameters(net)
+    net[1].requires_grad_(False)
+    check_parameters(net)
+
+
+class OnCpu(TorchDispatchMode):
+    """Counts the elements of all tensors that are made on the CPU."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type == "cpu":
+            self.elements += made.untyped_storage().nbytes()
+        return made
+
+
+def test_a_new_endpoint_copies_no_zeros_from_the_cpu():
+    bucket = tuple(torch.empty(size, device="meta") for size in (1000, 50))
+    with OnCpu() as made:
+        found = Pieces().gather({}, bucket, "residual", torch.empty(1050, device="meta"))
+    assert found.device.type == "meta"
+    assert len(found) == 1050
+    assert made.elements == 0
+
+
+def test_random_positions_are_drawn_on_the_device():
+    with OnCpu() as made:
+        found = RandK().pick(torch.empty(4, 1000, device="meta"), 10)
+    assert found.device.type == "meta"
+    assert found.shape == (4, 10)
+    assert made.elements == 0
+
+
+def test_objects_are_sent_by_way_of_the_models_device(monkeypatch):
+    """On every rank the current device is the first GPU, unless the user has set it."""
+    with mock.patch("torch.cuda.device") as device:
+        ddp._device_of(mock.Mock(parameters=lambda: iter([mock.Mock(device=torch.device("cuda", 1))])))
+        assert device.call_args == mock.call(torch.device("cuda", 1))
+        device.reset_mock()
+        with ddp._device_of(nn.Linear(2, 2)):
+            pass
+        assert not device.called
