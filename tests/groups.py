@@ -111,4 +111,5 @@ def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> st
 def _run_script(script: str, *arguments: str) -> None:
     torch.set_num_threads(1)
     sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))  # as Python does for scripts
     runpy.run_path(script, run_name="__main__")

@@ -92,9 +92,9 @@ def undelivered(state, net: nn.Module, world: int) -> torch.Tensor:
 
 
 def check_same_bits(groups, settings, mode, world=3):
-    whole = groups(world).run(trained, settings, mode, 0, 8)
-    first = groups(world).run(trained, settings, mode, 0, 4)
-    second = groups(world).run(trained, settings, mode, 4, 8, first[0][3])
+    whole = groups(world).run(trained, settings, mode, 0, 6)
+    first = groups(world).run(trained, settings, mode, 0, 3)
+    second = groups(world).run(trained, settings, mode, 3, 6, first[0][3])
     for uninterrupted, resumed in zip(whole, second, strict=True):
         assert (uninterrupted[0] == resumed[0]).all()
         assert (uninterrupted[2] == resumed[2]).all()
@@ -105,7 +105,7 @@ def check_same_bits(groups, settings, mode, world=3):
     "settings",
     [
         {"scope": "model"},
-        {"momentum": 0.9, "selector": "randk", "ratio": ExponentialWarmup(0.05, start=0.5, steps=8)},
+        {"momentum": 0.9, "selector": "randk", "ratio": ExponentialWarmup(0.05, start=0.5, steps=6)},
         {"lr_ratio": True, "selector": "dgc", "wire": "fp32"},
     ],
 )
