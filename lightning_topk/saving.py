@@ -36,11 +36,13 @@ def settled(
 
     Returns:
         Settings with a literal ratio: of all possible ones, the one whose bytes are nearest to those asked for. The
-        same settings if they have a ratio, or compress nothing.
+        same settings if they have a ratio, or compress nothing. A single rank, which sends nothing, has the ratio of
+        two.
     """
     if config.saving is None or config.fixed_topology is None or not config.compresses:
         return config
-    return replace(config, saving=None, ratio=_ratio(config, tuple(sizes), world, local, itemsize, uncompressed))
+    ratio = _ratio(config, tuple(sizes), max(2, world), local, itemsize, uncompressed)
+    return replace(config, saving=None, ratio=ratio)
 
 
 def of_the_rest(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:

@@ -58,6 +58,13 @@ def test_small_buckets_come_as_near_as_whole_words_allow():
         assert settled(TopKConfig(saving=50), [numel], 8).ratio <= 1.0
 
 
+def test_a_single_rank_has_the_ratio_of_two():
+    """Where momentum is applied on the worker, it keeps something back, though nothing is sent."""
+    config = TopKConfig(momentum=0.9)
+    assert settled(config, [100_000], 1) == settled(config, [100_000], 2)
+    Cluster(config, 1, 1000).step([torch.ones(1000)])
+
+
 def test_what_is_not_compressed_counts_too():
     config = TopKConfig(saving=50, dense_parameters="*.bias")
     assert saved(config, [1_000_000, 500_000], 4, uncompressed=[9_000, 0]) == pytest.approx(50, rel=TOLERANCE)
