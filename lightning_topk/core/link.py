@@ -77,6 +77,7 @@ class Link:
         self.memory = memory
         self.delivered = delivered
         self.pieces = pieces
+        self._ends: Tensor | None = None  # of the pieces, on the vector's device: copied there once
 
     def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
         """Compresses ``x`` and remembers what was left out.
@@ -96,9 +97,23 @@ class Link:
         payloads, sent = codec.encode(index, value, self.delivered, finite)
         flat, arrives = reference.flat_index(index, self.layout).view(-1), sent.view(-1)
         error = _error(a, flat, arrives) if measure.error else None
-        per_layer = _error_per_layer(a, flat, arrives, self.pieces) if measure.per_layer and self.pieces else None
+        per_layer = self._error_per_layer(a, flat, arrives) if measure.per_layer and self.pieces else None
         self.memory.keep(flat, value.reshape(-1), arrives)
         return payloads, LinkStats(selected, error, per_layer)
+
+    def _error_per_layer(self, a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
+        """``[3, parameters]`` float64, see :class:`LinkStats`."""
+
+        def energies(x: Tensor) -> Tensor:
+            norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.split(self.pieces)]
+            return torch.stack(norms).square()
+
+        if self._ends is None:
+            self._ends = torch.tensor(self.pieces).cumsum(0).to(a.device)
+        count = torch.zeros(len(self.pieces), dtype=torch.float64, device=a.device)
+        layer = torch.bucketize(flat, self._ends, right=True).clamp_(max=len(self.pieces) - 1)
+        count.index_add_(0, layer, (sent != 0).double())
+        return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
 
     def select(self, x: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compensates and selects.
@@ -137,16 +152,6 @@ class FusedLink(Link):
 def _error(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
     rest = a.index_add(0, flat, sent, alpha=-1)
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (a, rest)]).square()
-
-
-def _error_per_layer(a: Tensor, flat: Tensor, sent: Tensor, pieces: tuple[int, ...]) -> Tensor:
-    def energies(x: Tensor) -> Tensor:
-        return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.split(pieces)]).square()
-
-    ends = torch.tensor(pieces).cumsum(0).to(a.device)
-    layer = torch.bucketize(flat, ends, right=True).clamp_(max=len(pieces) - 1)
-    count = torch.zeros(len(pieces), dtype=torch.float64, device=a.device).index_add_(0, layer, (sent != 0).double())
-    return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
 
 
 def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) -> Tensor:

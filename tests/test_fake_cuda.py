@@ -1,0 +1,191 @@
+"""Exchanges of gradients on a GPU that is not there: fake tensors have a device, and no data.
+
+What needs data on the host (``.item()``, ``nonzero``, a boolean index) raises with fake tensors, as does what mixes
+devices. Copies between host and device do not: :class:`Copies` finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.config import TopKConfig
+from lightning_topk.core import exchange, ops
+from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
+from lightning_topk.presets import presets
+
+CUDA = torch.device("cuda", 0)
+WORLD, LOCAL = 4, 2
+SIZES = (40_000, 7, 0, 25_001)
+TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
+SELECTED = ("topk", "gaussiank", "dgc", "trimmed", "randk")
+WIRES = ("fp32", "bf16", "int8", "int4")
+
+
+class Copies(TorchDispatchMode):
+    """Lists the operations that copy between host and device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = str(function)
+        if name.startswith(("aten._to_copy", "aten.copy_")):
+            source, target = (args[1], args[0]) if name.startswith("aten.copy_") else (args[0], result)
+            if source.device.type != target.device.type:
+                self.found.append(f"{name} from {source.device} to {target.device}")
+        return result
+
+
+class Kernel:
+    """Stands for a Triton kernel: what it is given must be contiguous, and on the GPU."""
+
+    def __getitem__(self, grid):
+        def launch(*arguments: Any) -> None:
+            for each in arguments:
+                if isinstance(each, torch.Tensor):
+                    assert each.device == CUDA
+                    assert each.is_contiguous()
+
+        return launch
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Fake tensors; pinned memory, which they do not have, is taken for granted where it is asked for."""
+    triton = pytest.importorskip("triton")
+    assert triton
+    from lightning_topk.core.ops import kernels
+
+    monkeypatch.setattr(kernels, "_move", Kernel())
+    monkeypatch.setattr(kernels, "_gather", Kernel())
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
+    monkeypatch.setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
+    with FakeTensorMode():
+        yield kernels
+
+
+def reply_to(request: Request, rank: int) -> torch.Tensor | None:
+    """A reply of the right shape."""
+    payload, count = request.payload, {"all": WORLD, "node": LOCAL, "peers": WORLD // LOCAL}[request.among]
+    assert payload.device == CUDA
+    assert payload.is_contiguous()
+    if isinstance(request, AllToAll):
+        assert len(payload) == count
+        return torch.empty_like(payload)
+    if isinstance(request, AllGather) or (isinstance(request, Gather) and rank == 0):
+        return payload.new_empty(count, len(payload))
+    if isinstance(request, AllReduce):
+        return payload
+    return None if isinstance(request, Gather) else torch.empty_like(payload)
+
+
+def copies_of(
+    config: TopKConfig,
+    *,
+    rank: int = 0,
+    dtype: torch.dtype = torch.float32,
+    scaled: bool = False,
+    voted: bool = False,
+    uncompressed: bool = False,
+    measure: Measure = NOTHING,
+) -> list[str]:
+    """The copies between host and device in a step; what is made once, with the first step, does not count."""
+    local = LOCAL if config.by_node else 1
+    shape = make_shape(config, SIZES, WORLD, local)
+    end = make_endpoint(config, shape, rank, dtype, CUDA, (0,) if uncompressed else ())
+    scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
+    watch = Copies()
+    for step in range(2):
+        codecs = make_codecs(config, end, 0, 0, end.uplink.selector)
+        g = torch.empty(sum(SIZES), device=CUDA, dtype=dtype)
+        used = torch.tensor([True, False, True, True]) if voted else None
+        with watch if step else contextlib.nullcontext():
+            path, reply = exchange.exchange(end, g, codecs, 0, scale, used, measure), None
+            with contextlib.suppress(StopIteration):
+                while True:
+                    reply = reply_to(path.send(reply), rank)
+    return watch.found
+
+
+def configs() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every topology with every selector, both ways and one way; wires in turn."""
+    for number, (topology, selector, both) in enumerate(itertools.product(TOPOLOGIES, SELECTED, (True, False))):
+        if (topology == "allgather" and both) or (topology == "dense" and selector != "topk"):
+            continue
+        settings = {"topology": topology, "selector": selector, "bidirectional": both, "wire": WIRES[number % 4]}
+        yield " ".join(map(str, settings.values())), {"ratio": 0.01, **settings}
+
+
+NAMES = ("scaled", "voted", "uncompressed")
+FLAGS = [dict(zip(NAMES, each, strict=True)) for each in itertools.product((False, True), repeat=3)]
+CASES = {name: (settings, FLAGS[number % 4 :: 4]) for number, (name, settings) in enumerate(configs())}
+MEMORIES = {
+    "nothing kept": {"error_feedback": False},
+    "kept by workers": {"error_feedback": "worker"},
+    "kept by servers": {"error_feedback": "server"},
+    "momentum": {"momentum": 0.9},
+    "clipped": {"clip_norm": 1.0},
+    "everything sent": {"ratio": 1.0},
+    "a dense selection": {"ratio": 0.12},
+    "half of it": {"ratio": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "with_triton"),
+    [(name, with_triton) for name in CASES for with_triton in (True, False) if with_triton or " topk " in name],
+)
+def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, case, with_triton):
+    monkeypatch.setattr(ops, "_kernels", lambda device: fake if with_triton else None)
+    settings, flags = CASES[case]
+    for each in flags:
+        assert copies_of(TopKConfig(**settings), **each) == [], each
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
+def test_no_memory_waits_for_the_host(fake, monkeypatch, topology, memory):
+    monkeypatch.setattr(ops, "_kernels", lambda device: fake)
+    config = TopKConfig(**{"ratio": 0.01, "topology": topology, **MEMORIES[memory]})
+    for rank, dtype in ((0, torch.float32), (1, torch.bfloat16), (0, torch.float16), (1, torch.float64)):
+        assert copies_of(config, rank=rank, dtype=dtype, scaled=True) == [], dtype
+
+
+@pytest.mark.parametrize("name", presets)
+def test_no_system_of_the_papers_waits_for_the_host(fake, monkeypatch, name):
+    monkeypatch.setattr(ops, "_kernels", lambda device: fake)
+    assert copies_of(TopKConfig(**presets[name]).at(0, 0), voted=True, scaled=True) == []
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_measuring_waits_for_nothing_before_the_report(fake, monkeypatch, topology):
+    monkeypatch.setattr(ops, "_kernels", lambda device: fake)
+    config = TopKConfig(0.01, topology=topology, bidirectional=topology != "allgather")
+    assert copies_of(config, measure=Measure(error=True, per_layer=True)) == []
+
+
+def test_copies_and_waits_are_noticed(fake):
+    """The tests above would see what they look for."""
+    with Copies() as watch:
+        torch.ones(3).to(CUDA)
+    assert len(watch.found) == 1
+    waits = mock.patch.object(ops, "is_finite", lambda x: torch.tensor(bool(x.sum())))
+    with waits, pytest.raises(DataDependentOutputException):
+        copies_of(TopKConfig(0.01))
+    mixed = torch.empty(5, device=CUDA), torch.ones(5)
+    with pytest.raises(RuntimeError, match="device"):
+        torch.add(*mixed)
