@@ -53,7 +53,7 @@ class Kernel:
     """Stands for a Triton kernel: what it is given must be contiguous, and on the GPU."""
 
     def __getitem__(self, grid):
-        def launch(*arguments: Any) -> None:
+        def launch(*arguments: Any, num_warps: int = 4) -> None:
             for each in arguments:
                 if isinstance(each, torch.Tensor):
                     assert each.device == CUDA

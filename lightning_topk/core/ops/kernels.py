@@ -70,7 +70,8 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
     place = torch.full((shards, room), layout.shard_size - 1, dtype=torch.int64, device=e.device)
     value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
     with torch.cuda.device_of(e):
-        _gather[(tiles,)](e, bitmap, base, place, value, shards, room, numel, TILE, BLOCK)
+        # 16 warps: with 8 elements a thread, addresses fit in registers.
+        _gather[(tiles,)](e, bitmap, base, place, value, shards, room, TILE, BLOCK, num_warps=16)
     slot = reference.topk_index(value, k)
     return place.gather(1, slot), value.gather(1, slot)
 
@@ -94,31 +95,51 @@ def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> 
 
 @triton.jit
 def _move(e, x, finite, threshold, bitmap, counts, numel, TILE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    tile = tl.program_id(0)
-    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < numel
-    given = tl.load(x + at, mask=inside, other=0.0)
-    total = tl.load(e + at, mask=inside, other=0.0) + tl.where(tl.load(finite) != 0, given, 0.0)
-    tl.store(e + at, total, mask=inside)
-    tl.store(x + at, tl.zeros_like(given), mask=inside)
-    reach = (tl.abs(total) >= tl.load(threshold)).to(tl.int32)  # False outside, where total is 0
-    bits = tl.reshape(reach, (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
-    word = tile.to(tl.int64) * (TILE // 32) + tl.arange(0, TILE // 32)
-    tl.store(bitmap + word, tl.sum(bits, axis=1))
-    block = tile.to(tl.int64) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-    tl.store(counts + block, tl.sum(tl.reshape(reach, (TILE // BLOCK, BLOCK)), axis=1))
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    # Without a mask, loads and stores are of 16 bytes whatever the number of elements.
+    if begin + TILE <= numel:
+        _move_tile(e, x, finite, threshold, bitmap, counts, numel, begin, False, TILE, BLOCK)
+    else:
+        _move_tile(e, x, finite, threshold, bitmap, counts, numel, begin, True, TILE, BLOCK)
 
 
 @triton.jit
-def _gather(e, bitmap, base, place, value, shards, room, numel, TILE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _move_tile(
+    e, x, finite, threshold, bitmap, counts, numel, begin,
+    LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    at = begin + tl.arange(0, TILE)
+    if LAST:
+        inside = at < numel
+        given, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
+    else:
+        given, kept = tl.load(x + at), tl.load(e + at)
+    total = kept + tl.where(tl.load(finite) != 0, given, 0.0)
+    if LAST:
+        tl.store(e + at, total, mask=inside)
+        tl.store(x + at, tl.zeros_like(given), mask=inside)
+    else:
+        tl.store(e + at, total)
+        tl.store(x + at, tl.zeros_like(given))
+    reach = (tl.abs(total) >= tl.load(threshold)).to(tl.int32)  # False outside, where total is 0
+    bits = tl.reshape(reach, (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
+    tl.store(bitmap + begin // 32 + tl.arange(0, TILE // 32), tl.sum(bits, axis=1))
+    found = tl.sum(tl.reshape(reach, (TILE // BLOCK, BLOCK)), axis=1)
+    tl.store(counts + begin // BLOCK + tl.arange(0, TILE // BLOCK), found)
+
+
+@triton.jit
+def _gather(e, bitmap, base, place, value, shards, room, TILE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     tile = tl.program_id(0)
-    row = tl.arange(0, TILE // BLOCK)[:, None]
+    words = tl.load(bitmap + tile.to(tl.int64) * (TILE // 32) + tl.arange(0, TILE // 32))
+    bits = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
+    reach = tl.reshape(bits, (TILE // BLOCK, BLOCK))
+    block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)  # 32 bits hold the blocks of 2^39 elements
+    slot = tl.load(base + block)[:, None] + tl.cumsum(reach, axis=1) - reach
+    wanted = (reach != 0) & (slot < room)  # beyond the last element no bit is set
+    row, turn = block % shards, block // shards
+    out = row.to(tl.int64)[:, None] * room + slot
     column = tl.arange(0, BLOCK)[None, :]
-    block = tile.to(tl.int64) * (TILE // BLOCK) + row
-    at = block * BLOCK + column
-    reach = (tl.load(bitmap + at // 32) >> (at % 32).to(tl.int32)) & 1
-    slot = tl.load(base + block) + tl.cumsum(reach, axis=1) - reach
-    wanted = (reach != 0) & (slot < room) & (at < numel)
-    out = (block % shards) * room + slot
-    tl.store(place + out, block // shards * BLOCK + column, mask=wanted)
+    tl.store(place + out, turn.to(tl.int64)[:, None] * BLOCK + column, mask=wanted)
+    at = block.to(tl.int64)[:, None] * BLOCK + column
     tl.store(value + out, tl.load(e + at, mask=wanted, other=0.0), mask=wanted)
