@@ -132,11 +132,11 @@ for strategy in ("topk", TopKStrategy(ratio=0.1)):
     assert trainer.callback_metrics["topk/dense_bytes"] == 0  # one worker
 """
 WRONG = """
-import lightning.pytorch, pytorch_lightning as pl, lightning_topk
+import lightning.pytorch, lightning_topk, pytorch_lightning as pl
 try:
     pl.Trainer(strategy=lightning_topk.TopKStrategy())
 except ValueError as error:
-    assert "For pytorch_lightning.Trainer, import pytorch_lightning first" in str(error), error
+    assert str(error).startswith("import pytorch_lightning before lightning_topk, and not lightning.pytorch"), error
 else:
     raise AssertionError("nothing was said")
 """
@@ -151,6 +151,7 @@ CASES = {
         "import lightning_topk; lightning_topk.fabric.TopKStrategy"
     ),
     "pytorch_lightning is served, ours imported first": f"import lightning_topk, pytorch_lightning\n{PL}",
+    "a strategy that was made for the other package says so": f"from lightning_topk import TopKStrategy\n{WRONG}",
     "pytorch_lightning is served, imported first": f"import pytorch_lightning, lightning_topk\n{PL}",
 }
 SERVER = """

@@ -13,6 +13,9 @@ PACKAGE = "lightning.pytorch"
 if "pytorch_lightning" in sys.modules and PACKAGE not in sys.modules:
     PACKAGE = "pytorch_lightning"
 
+OTHER = "pytorch_lightning" if PACKAGE == "lightning.pytorch" else "lightning.pytorch"
+"""The package whose Trainer the strategy does not serve."""
+
 if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -23,6 +26,7 @@ else:
     from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
 __all__ = [
+    "OTHER",
     "PACKAGE",
     "DDPStrategy",
     "StrategyRegistry",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -24,31 +24,45 @@ _STRATEGY = "lightning_topk.lightning.strategy"  # registers its names when it i
 
 def when_lightning_is_imported() -> None:
     """Registers the strategies' names now, or right after Lightning's registry has been imported."""
-    if any(registry in sys.modules for registry in _REGISTRIES):
-        importlib.import_module(_STRATEGY)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    when_imported(_REGISTRIES, lambda module: importlib.import_module(_STRATEGY))
+
+
+def when_imported(names: tuple[str, ...], then: Callable[[ModuleType], Any]) -> None:
+    """Does something with a module now, or right after it has been imported.
+
+    Args:
+        names: The module's full names; the first one that is imported counts.
+        then: Is called with it.
+    """
+    loaded = [sys.modules[name] for name in names if name in sys.modules]
+    if loaded:
+        then(loaded[0])
+    elif not any(isinstance(finder, _Finder) and finder.names == names for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(names, then))
 
 
 class _Finder(MetaPathFinder):
-    """Finds Lightning's registry as usual, and makes its loader register our names afterwards."""
+    """Finds a module as usual, and makes its loader do something afterwards; see :func:`when_imported`."""
+
+    def __init__(self, names: tuple[str, ...], then: Callable[[ModuleType], Any]) -> None:
+        self.names, self._then = names, then
 
     @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES:
+        if fullname not in self.names:
             return None
         sys.meta_path.remove(self)  # only once, and the find_spec call below must not reach this finder again
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            spec.loader = _TellingLoader(spec.loader, self._then)
         return spec
 
 
-class _RegisteringLoader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+class _TellingLoader(Loader):
+    def __init__(self, loader: Loader, then: Callable[[ModuleType], Any]) -> None:
+        self._loader, self._then = loader, then
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -60,4 +74,4 @@ class _RegisteringLoader(Loader):
     @override
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        importlib.import_module(_STRATEGY)
+        self._then(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +23,7 @@ from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
 from lightning_topk.ddp import TopKState, attach, own_memory_
 from lightning_topk.lightning._compat import (
+    OTHER,
     PACKAGE,
     DDPStrategy,
     StrategyRegistry,
@@ -31,6 +31,7 @@ from lightning_topk.lightning._compat import (
     TrainerStatus,
     rank_zero_info,
 )
+from lightning_topk.lightning._register import when_imported
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent, collect
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_same_model
 from lightning_topk.runtime.rendezvous import connect_after_restart
@@ -223,13 +224,20 @@ class TopKStrategy(DDPStrategy):
         finally:
             super().teardown()
 
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.changed.items())
-        other = ""
-        if PACKAGE == "lightning.pytorch" and "pytorch_lightning" in sys.modules:
-            # The Trainer of the other package shows this in its error.
-            other = "For pytorch_lightning.Trainer, import pytorch_lightning first, and not lightning.pytorch: "
-        return f"{other}TopKStrategy({settings}) of {PACKAGE}"
+    @property
+    @override
+    def accelerator(self) -> Any:
+        """The Trainer's accelerator, which it sets when it is made; only then is it seen whose Trainer it is."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        if any(kind.__module__.startswith(f"{OTHER}.") for kind in type(accelerator).__mro__):
+            raise ValueError(
+                f"import {OTHER} before lightning_topk, and not {PACKAGE}: this TopKStrategy is for the Trainer of "
+                f"{PACKAGE}, and was given to that of {OTHER}."
+            )
+        self._accelerator = accelerator
 
     @classmethod
     @override
@@ -265,3 +273,5 @@ def _check_strategy_options(options: dict[str, Any]) -> None:
 
 
 TopKStrategy.register_strategies(StrategyRegistry)
+# The other package's Trainer takes it too, or it would say that its name is invalid; `accelerator` says what is wrong.
+when_imported((f"{OTHER}.strategies",), lambda module: module.DDPStrategy.register(TopKStrategy))
