@@ -35,7 +35,7 @@ PUBLISHED = {20: "97.56 and 97.67", 100: "97.55 and 97.43"}
 
 def settings_of(system: str, ratio: float, steps: int) -> dict[str, Any]:
     """A preset at a ratio; DGC's warm-up takes a fifth of the run."""
-    ratios = {"dense": 1.0, "dgc": ExponentialWarmup(ratio, start=0.25, steps=steps // 5)}
+    ratios = {"dense": 1.0, "dgc": ExponentialWarmup(ratio, start=0.25, steps=max(1, steps // 5))}
     return {**presets[system], "ratio": ratios.get(system, ratio)}
 
 
