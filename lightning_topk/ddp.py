@@ -175,16 +175,14 @@ class TopKState(ExchangeState):
         Args:
             rank: The rank. Default: this one.
         """
-        total = Volume(0, 0, 0, 0, 0, 0)
+        total, mine = Volume(0, 0, 0, 0, 0, 0), self.rank if rank is None else rank
         progress = self.residuals.progress
         for bucket in progress.buckets:
             config, sizes = self.buckets.config_of(bucket), [p.numel() for p in bucket]
             skipped = sum(sizes[number] for number in self.buckets.uncompressed_in(bucket)) if config.compresses else 0
             voters = None if self._usage is None else [len(bucket)]
             now = progress.steps, self._epoch()
-            total += volume(
-                config, [sizes], self.world, rank or self.rank, bucket[0].itemsize, voters, *now, self.local, [skipped]
-            )
+            total += volume(config, [sizes], self.world, mine, bucket[0].itemsize, voters, *now, self.local, [skipped])
         return total
 
     @override

@@ -190,6 +190,30 @@ def test_laws_hold(groups, world, topology, bidirectional, wire, mode):
     groups(world).run(laws, topology, bidirectional, mode, {"wire": wire})
 
 
+@pytest.mark.parametrize("more", [{}, {"dense_parameters": ["scale"]}])
+@routes
+def test_laws_hold_with_a_saving(groups, topology, bidirectional, more):
+    """Each bucket has a ratio of its own."""
+    groups(3).run(laws, topology, bidirectional, "several_buckets", {"ratio": None, "saving": 8, **more})
+
+
+def served(rank: int, world: int) -> list[int]:
+    ddp = DistributedDataParallel(Net())
+    state = attach(ddp, ratio=0.05, topology="single_server")
+    loss_of(ddp, "one_bucket", rank, 0).backward()
+    found = [state.predicted().downlink, *(state.predicted(each).downlink for each in range(world))]
+    state.close()
+    return found
+
+
+def test_the_bytes_of_every_rank_are_predicted_on_every_rank(groups):
+    first, *others = groups(3).run(served)
+    assert first[0] == first[1] > 0
+    for mine, *each in others:
+        assert mine == 0
+        assert each == first[1:]
+
+
 @pytest.mark.parametrize(
     ("nodes", "local", "mode"),
     [*((2, 2, mode) for mode in MODES), *((*on, mode) for on in ((2, 3), (3, 2)) for mode in SEVERAL)],

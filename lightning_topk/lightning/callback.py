@@ -244,10 +244,8 @@ class CompressionMonitor(Callback):
         up, down, instead = (size(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
         begun = f"{self._steps:,} steps" + f" since step {self._since:,}" * (self._since > 0)
         if state is not None and state.buckets.by_node:
-            sent = (
-                f"each node sent {size(volume['inter_node_bytes'])} to others (and {size(volume['intra_node_bytes'])} "
-            )
-            sent += "inside)"
+            outside, inside = (size(volume[f"{kind}_node_bytes"]) for kind in ("inter", "intra"))
+            sent = f"each node sent {outside} to others (and {inside} inside)"
         elif state is not None and state.config.topology == "single_server":
             worker = size(self._steps * state.predicted(rank=state.world - 1).uplink)
             sent = f"rank 0, which serves all, sent {down} down, and each other rank about {worker} up,"
