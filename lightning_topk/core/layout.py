@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
@@ -84,6 +85,32 @@ class Parts:
     def numel(self) -> int:
         """Number of elements in one part."""
         return sum(self.pieces)
+
+
+class Format(NamedTuple):
+    """What a payload holds where: values, positions, zeros, a check word, see :mod:`lightning_topk.core.wire`.
+
+    Attributes:
+        universe: Number of elements in the shard, S.
+        kept: Number of entries in the payload, k.
+        bits: Bits of a value; below 16, groups of 64 share a scale.
+        largest: The largest magnitude that is decoded as finite.
+        value_bytes: Size of the values in bytes.
+        low: Width of the low part of a position in bits.
+        index_bytes: Size of the positions in bytes; 0 if they are not sent.
+        nbytes: Size of the payload in bytes, P.
+        check: The sum of its 32-bit words, modulo 2^32.
+    """
+
+    universe: int
+    kept: int
+    bits: int
+    largest: float
+    value_bytes: int
+    low: int
+    index_bytes: int
+    nbytes: int
+    check: int
 
 
 def kept_count(numel: int, ratio: float) -> int:

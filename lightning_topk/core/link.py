@@ -132,12 +132,25 @@ class Link:
 
 
 class FusedLink(Link):
-    """A link that compensates and selects in one pass over memory: exact top-k with a plain residual."""
+    """A link that works in one pass over memory: exact top-k with a plain residual.
+
+    On the CPU, one function does all of :meth:`send`; elsewhere, and where more is to be measured, one does
+    :meth:`select`.
+    """
 
     @staticmethod
     def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:
         """Whether there is one pass for these, and for vectors of dtype ``given``."""
         return type(selector) is TopK and type(memory) is Residual and memory.residual.dtype == given
+
+    @override
+    def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
+        assert isinstance(self.memory, Residual)
+        if x.device.type == "cpu" and measure == NOTHING and self.delivered is None and ops.is_finite(x):
+            sent = ops.send(self.memory.residual, x, self.layout, codec.format)
+            if sent is not None:
+                return sent[0], LinkStats(sent[1])
+        return super().send(x, codec, measure)
 
     @override
     def select(self, x: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -167,11 +180,14 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) 
     Returns:
         ``[shard_size]``, the mean over the W workers.
     """
-    index, value = codec.decode(payloads, dtype)
     fits = room.dtype == dtype and len(room) >= codec.universe
     total = room[: codec.universe] if fits else room.new_zeros(codec.universe, dtype=dtype)
     workers = len(payloads)
     exact = workers.bit_count() == 1  # then dividing first gives the same bits, and costs nothing
+    codec.check(payloads)
+    if ops.receive(payloads, Layout(codec.universe), codec.format, workers if exact else 1, total) is not None:
+        return total if exact else total.div_(workers)
+    index, value = codec.read(payloads, dtype)
     if exact:
         value = value / workers
     if total.device.type == "cpu":  # where one entry is added after the other
@@ -200,6 +216,10 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tens
     Returns:
         Scalar bool: whether all that was delivered is finite.
     """
-    index, value = codec.decode(payloads, out.dtype)
+    codec.check(payloads)
+    finite = ops.receive(payloads, layout, codec.format, 1, out)
+    if finite is not None:
+        return finite
+    index, value = codec.read(payloads, out.dtype)
     out.scatter_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
     return ops.is_finite(value.view(-1))

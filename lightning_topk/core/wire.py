@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
+from lightning_topk.core.layout import Format
 from lightning_topk.core.ops import reference
 from lightning_topk.core.select import RandK
 
@@ -32,6 +33,11 @@ class Wire:
 
     name: str
     value_dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Bits of a value."""
+        return 8 * self.value_dtype.itemsize
 
     @property
     def eps(self) -> float:
@@ -78,6 +84,11 @@ class BlockWire(Wire):
 
     bits: int = 8
     block: int = 64
+
+    @property
+    @override
+    def width(self) -> int:
+        return self.bits
 
     @property
     def top(self) -> int:
@@ -198,6 +209,15 @@ class Codec:
         """Size of a payload in bytes, P; a multiple of the word size."""
         return (-(-(self.value_bytes + self.index_bytes) // WORD.itemsize) + 1) * WORD.itemsize
 
+    @cached_property
+    def format(self) -> Format:
+        """What a payload holds where."""
+        wire, low = self.wire, self.low_width
+        largest, check = wire.largest, WORDS_SUM
+        return Format(
+            self.universe, self.kept, wire.width, largest, self.value_bytes, low, self.index_bytes, self.nbytes, check
+        )
+
     def encode(
         self, index: Tensor, value: Tensor, delivered: torch.dtype | None = None, finite: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -246,6 +266,24 @@ class Codec:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
 
         Raises:
+            ValueError: A payload was damaged in transit, see :meth:`check`.
+        """
+        self.check(payload)
+        return self.read(payload, dtype)
+
+    def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Decodes payloads that have been checked, see :meth:`decode`."""
+        value = self.wire.read(payload[:, : self.value_bytes], self.kept).to(dtype)
+        known = self.known_index(payload.device)
+        if known is not None:
+            return known.expand(len(payload), -1), value
+        code = payload[:, self.value_bytes : self.value_bytes + self.index_bytes]
+        return ops.elias_fano_decode(code, self.universe, self.kept, self.low_width), value
+
+    def check(self, payload: Tensor) -> None:
+        """Refuses damaged payloads ``[R, P]``.
+
+        Raises:
             ValueError: A payload was damaged in transit. On a GPU, a device-side assertion fails instead, which needs
                 no host synchronisation.
         """
@@ -255,9 +293,3 @@ class Codec:
         elif not whole.all():
             rows = (~whole).nonzero().flatten().tolist()
             raise ValueError(f"the payload from rank {', '.join(map(str, rows))} was damaged in transit.")
-        value = self.wire.read(payload[:, : self.value_bytes], self.kept).to(dtype)
-        known = self.known_index(payload.device)
-        if known is not None:
-            return known.expand(len(payload), -1), value
-        code = payload[:, self.value_bytes : self.value_bytes + self.index_bytes]
-        return ops.elias_fano_decode(code, self.universe, self.kept, self.low_width), value

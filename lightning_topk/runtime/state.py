@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.core import ops
 from lightning_topk.core.exchange import Endpoint
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
@@ -102,6 +103,11 @@ class ExchangeState:
             raise RuntimeError("this TopKState was closed; wrap the model in a new DistributedDataParallel and attach.")
         if self._lane is None:
             self._lane = lane_for(device)
+            if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
+                self._say(
+                    "lightning_topk: compression on the CPU takes several times as long without numba: "
+                    "pip install 'lightning_topk[cpu]'."
+                )
         return self._lane
 
     def begin_pass(self) -> None:

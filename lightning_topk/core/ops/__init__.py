@@ -1,46 +1,90 @@
 """Tensor operations of the compression.
 
-:mod:`~lightning_topk.core.ops.reference` defines them in plain torch; ``cpu`` and ``kernels`` (Triton) are faster
-versions that are tested against it. The functions here dispatch to the fastest version for the given tensors.
+:mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``kernels`` (Triton) are
+faster versions with the same bits, imported when a tensor needs them. The functions here dispatch to the fastest
+version for the given tensors.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Layout
-from lightning_topk.core.ops import cpu, reference
+from lightning_topk.core.layout import Format, Layout
+from lightning_topk.core.ops import reference
 
 
 @cache
-def _kernels(device: torch.device) -> Any | None:
-    """Returns the Triton kernels, or None if they do not run: Triton may be missing, and it needs a C compiler."""
-    if device.type != "cuda" or find_spec("triton") is None:
+def fast(device: torch.device) -> Any | None:
+    """Returns the fast version for a device, or None where plain torch must serve: its compiler is missing or fails.
+
+    Numba is an optional extra; Triton comes with torch, and needs a C compiler.
+    """
+    module, needs = ("cpu", "numba") if device.type == "cpu" else ("kernels", "triton")
+    if device.type not in ("cpu", "cuda") or find_spec(needs) is None:
         return None
     try:
-        from lightning_topk.core.ops import kernels
-
-        e, x = torch.zeros(2, kernels.SAMPLE, device=device).unbind()
-        kernels.add_and_select(e, x, torch.ones((), dtype=torch.bool, device=device), Layout(len(e)), 1)
+        version = import_module(f"lightning_topk.core.ops.{module}")
+        e, x = torch.zeros(2, version.SAMPLE, device=device).unbind()
+        version.add_and_select(e, x, torch.ones((), dtype=torch.bool, device=device), Layout(len(e)), 1)
     except Exception as error:
         warnings.warn(
-            f"lightning_topk: the Triton kernels do not run on {device} ({error}); falling back to plain torch, "
-            "which is slower.",
+            f"lightning_topk: {needs} does not work on {device} ({error}); falling back to plain torch, which is "
+            "slower.",
             stacklevel=2,
         )
         return None
-    return kernels
+    return version
+
+
+def _cpu(x: Tensor) -> Any | None:
+    """The fast version for a tensor on the CPU; None for tensors elsewhere and of other dtypes than float32."""
+    return fast(x.device) if x.device.type == "cpu" and x.dtype == torch.float32 else None
+
+
+def _of_rows(rows: Tensor, k: int) -> Any:
+    """The version that selects k entries of every row ``[R, S]``."""
+    version = _cpu(rows)
+    return version if version is not None and version.suits(rows, Layout(rows.shape[1]), k) else reference
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """Whether ``x`` has neither NaN nor infinity: a scalar bool."""
-    return cpu.is_finite(x) if x.device.type == "cpu" else reference.is_finite(x)
+    """Whether ``x``, of any shape but not empty, has neither NaN nor infinity: a scalar bool."""
+    # The sum of squares is finite only if every element is: one read of x. If it is not, it may have overflowed.
+    squares = x.device.type == "cpu" and x.dim() == 1 and x.dtype in (torch.float32, torch.float64)
+    return torch.tensor(True) if squares and math.isfinite(torch.dot(x, x)) else reference.is_finite(x)
+
+
+def send(e: Tensor, x: Tensor, layout: Layout, form: Format) -> tuple[Tensor, Tensor] | None:
+    """Adds ``x``, which is finite, to ``e``, and moves the k largest of every shard to payloads: all in one function.
+
+    Arguments and results are those of ``cpu.send``. None where there is no such function: then add, select, encode and
+    keep one after the other, with the same result.
+    """
+    version = _cpu(e)
+    if version is None or not form.index_bytes or not version.suits(e, layout, form.kept):
+        return None
+    sent: tuple[Tensor, Tensor] = version.send(e, x, layout, form)
+    return sent
+
+
+def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: Tensor) -> Tensor | None:
+    """Adds what payloads hold to ``out``, in one function; returns whether it is finite, a scalar bool.
+
+    Arguments are those of ``cpu.receive``. None where there is no such function: then decode and add, with the same
+    result.
+    """
+    version = _cpu(out)
+    if version is None or not form.index_bytes or form.universe >= 2**31:
+        return None
+    return torch.tensor(version.receive(payloads, layout, form, divisor, out))
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
@@ -48,46 +92,40 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
 
     Arguments and results are those of :func:`lightning_topk.core.ops.reference.add_and_select`.
     """
-    version: Any = reference
-    if e.device.type == "cpu":
-        if cpu.suits(layout.numel, layout, k) and e.dtype in (torch.float32, torch.float64):
-            version = cpu
-    else:
-        kernels = _kernels(e.device)
-        if kernels is not None and kernels.suits(e, layout, k):
-            version = kernels
+    version = fast(e.device)
+    if version is None or not version.suits(e, layout, k):
+        version = reference
     chosen: tuple[Tensor, Tensor] = version.add_and_select(e, x, finite, layout, k)
     return chosen
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Ascending positions ``[R, k]`` of the k largest magnitudes of each row ``[R, S]``; of equal ones, the first."""
-    return cpu.topk_index(rows, k) if rows.device.type == "cpu" else reference.topk_index(rows, k)
+    index: Tensor = _of_rows(rows, k).topk_index(rows, k)
+    return index
 
 
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
     """Counts the entries of each row ``[R, S]`` whose magnitude reaches ``threshold`` ``[R, 1]``: ``[R, 1]`` int64."""
-    version = cpu if rows.device.type == "cpu" else reference
-    count: Tensor = version.count_reaching(rows, threshold)
+    count: Tensor = (_cpu(rows) or reference).count_reaching(rows, threshold)
     return count
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Ascending positions ``[R, k]`` of the entries that reach ``threshold`` ``[R, 1]``, at most k, padded with -1."""
-    version = cpu if rows.device.type == "cpu" else reference
-    index: Tensor = version.over_threshold_index(rows, threshold, k)
+    index: Tensor = _of_rows(rows, k).over_threshold_index(rows, threshold, k)
     return index
 
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
     """Encodes ascending positions ``[R, K]`` below ``universe`` with the Elias-Fano code: uint8 rows of fixed size."""
-    version = cpu if index.device.type == "cpu" else reference
+    version = (fast(index.device) if index.device.type == "cpu" else None) or reference
     code: Tensor = version.elias_fano_encode(index, universe, low)
     return code
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     """Decodes what :func:`elias_fano_encode` returned: ``[R, k]`` int64, ascending in each row."""
-    version = cpu if code.device.type == "cpu" else reference
+    version = (fast(code.device) if code.device.type == "cpu" else None) or reference
     index: Tensor = version.elias_fano_decode(code, universe, k, low)
     return index

@@ -1,0 +1,494 @@
+"""Loops over memory that numba compiles: the steps of an exchange on the CPU, without the GIL.
+
+Numba needs no C compiler, and keeps what it has compiled on disk. A worker's side of a bucket is::
+
+    send     sampled_threshold from a sample of the sum
+             scan              e <- e + x, x <- 0, and the entries that reach the threshold, shard by shard: one pass
+             keep_largest      the k largest of these; exact
+             write_values      quantised, 64 at a time
+             write_positions   in the Elias-Fano code
+             add_at            e <- e - what arrives
+
+and the way back is ``read_positions``, ``read_values``, ``add_at``. Arguments are those of the functions of the same
+names in :mod:`lightning_topk.core.ops.cpu`; ``places`` are positions in a shard. Vectors are float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from lightning_topk.core.layout import BLOCK
+
+SAMPLE = 1 << 14
+"""Minimum size of a sample. Each element costs a cache line of the residual and one of the gradient."""
+
+BUCKETS = 1 << 12
+"""Of a histogram of magnitudes, few enough to stay in a core's cache."""
+
+GROUP = 64
+"""Entries that are written together: a block of the wire, and whole words of positions whatever their width."""
+
+LEAST = np.finfo(np.float32).smallest_subnormal
+"""The smallest magnitude above zero."""
+
+
+class Deal(NamedTuple):
+    """A layout, as compiled functions take it."""
+
+    numel: int
+    shards: int
+    block: int
+    shard_size: int
+
+
+def _compiled(function):
+    """Compiles a function when it is first called, without the GIL, and keeps the result on disk if it can."""
+    try:
+        return njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # no folder to write to
+        return njit(nogil=True, error_model="numpy")(function)
+
+
+@intrinsic
+def _trailing_zeros(_, word):
+    """The number of zeros below the lowest set bit of a uint64 that is not zero."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def _bits_of(_, number):
+    """The bits of a float32, as uint32."""
+    return types.uint32(types.float32), lambda _, builder, __, arguments: builder.bitcast(arguments[0], ir.IntType(32))
+
+
+@intrinsic
+def _float_of(_, bits):
+    """The float32 of these bits."""
+    return types.float32(types.uint32), lambda _, builder, __, arguments: builder.bitcast(arguments[0], ir.FloatType())
+
+
+@intrinsic
+def _prefetch(_, array, index):
+    """Loads the cache line of an element that will be written."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer, number = builder.gep(data, [arguments[1]]), ir.IntType(32)
+        form = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
+        builder.call(builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], form), [
+            pointer, number(1), number(3), number(1),
+        ])  # fmt: skip
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@_compiled
+def send(e, x, deal, form, salt, payloads):
+    """A worker's or a server's side of a link; returns how many of the entries sent are not zero."""
+    places, values = add_and_select(e, x, deal, form.kept, salt)
+    k, most, selected, overflowed = form.kept, np.finfo(np.float32).max, 0, False
+    for shard in range(deal.shards):
+        for value in values[shard, :k]:
+            selected += value != 0
+            overflowed |= abs(value) > most
+    if overflowed:  # the sum of two finite numbers; such are the largest, so some of them are among those selected
+        for i in range(len(e)):
+            e[i] = min(max(e[i], -most), most)
+    integers = np.zeros(GROUP, np.int8)
+    for shard in range(deal.shards):
+        payload, place, value = payloads[shard], places[shard, :k], values[shard, :k]
+        for begin in range(0, k, GROUP):
+            write_values(value[begin : begin + GROUP], begin, form, integers, payload)
+        write_positions(place, form.low, payload[form.value_bytes : form.value_bytes + form.index_bytes])
+        seal(payload, form)
+        for i in range(k):
+            value[i] = -value[i]
+    add_at(e, deal, places[:, :k], values[:, :k])
+    return selected
+
+
+@_compiled
+def add_and_select(e, x, deal, k, salt):
+    """The k largest magnitudes of every shard of ``e + x``: places and values, ``[shards, >= k]``. ``x`` may be empty.
+
+    A sample gives a threshold that slightly more than k entries of each shard should reach. If some shard has fewer,
+    the sum is scanned again, from zero on.
+    """
+    room = min(k + k // 4, deal.shard_size) + 2 * BLOCK
+    places, values = np.empty((deal.shards, room), np.int32), np.empty((deal.shards, room), np.float32)
+    counts = np.zeros(deal.shards, np.int64)
+    least = np.empty(deal.shards, np.float32)
+    least[:] = sampled_threshold(e, x, deal, k, salt)
+    scan(e, x, deal, k, least, places, values, counts)
+    few = False
+    for count in counts:
+        few |= count < k
+    if few:
+        least[:] = LEAST
+        counts[:] = 0
+        scan(e, x[:0], deal, k, least, places, values, counts)
+    for shard in range(deal.shards):
+        if counts[shard] < k:
+            fill(places[shard], values[shard], counts[shard], k)
+        elif counts[shard] > k:
+            keep_largest(places[shard], values[shard], counts[shard], k, least[shard])
+    return places, values
+
+
+@_compiled
+def sampled_threshold(e, x, deal, k, salt):
+    """A magnitude above zero that slightly more than k entries of each shard should reach."""
+    # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
+    # added for each, so that no shard gets fewer than k by chance.
+    needed = deal.shards * (k + 4 * np.sqrt(k) + 4)
+    stride = max(1, min(deal.numel // SAMPLE, np.int64(needed) // 32))
+    sample = np.empty(deal.numel // stride, np.float32)
+    for i in range(len(sample)):  # one random position in each window: a fixed period may see few columns of a matrix
+        turn = (np.uint64(i) + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
+        at = i * stride + np.int64(turn * np.uint64(stride) >> np.uint64(32))
+        sample[i] = e[at]
+        if len(x):
+            sample[i] += x[at]
+    expected = needed / stride
+    rank = np.int64(np.ceil(expected + 4 * np.sqrt(expected) + 4))
+    return LEAST if rank > len(sample) else max(LEAST, kth_largest(sample, rank, np.float32(0))[0])
+
+
+@_compiled
+def scan(e, x, deal, k, least, places, values, counts):
+    """Adds ``x`` and clears it, or only reads if it is empty; appends to each shard what reaches its ``least``."""
+    marks = np.zeros(BLOCK, np.uint8)
+    words = marks.view(np.uint64)
+    block, room = min(deal.block, BLOCK), places.shape[1]
+    shard, turn = 0, 0
+    for begin in range(0, deal.numel, block):
+        length = min(block, deal.numel - begin)
+        for i in range(length, BLOCK):
+            marks[i] = 0
+        place, value, n, threshold = places[shard], values[shard], counts[shard], least[shard]
+        kept = e[begin : begin + length]
+        if len(x):
+            given = x[begin : begin + length]
+            for i in range(length):
+                a = kept[i] + given[i]
+                kept[i] = a
+                given[i] = np.float32(0)
+                marks[i] = np.uint8(abs(a) >= threshold)
+        else:
+            for i in range(length):
+                marks[i] = np.uint8(abs(kept[i]) >= threshold)
+        for w in range((length + 63) // 64):
+            word = np.uint64(0)
+            for i in range(8):  # eight bytes of 0 or 1 become eight bits
+                octet = (words[8 * w + i] * np.uint64(0x0102040810204080)) >> np.uint64(56)
+                word |= octet << np.uint64(8 * i)
+            while word:
+                i = 64 * w + np.int64(_trailing_zeros(word))
+                place[n], value[n] = turn + i, kept[i]
+                n += 1
+                word &= word - np.uint64(1)
+        if n + block > room:  # more than was expected: from now on an entry must be larger than the k largest so far
+            cut = keep_largest(place, value, n, k, threshold)
+            n, least[shard] = k, _float_of(_bits_of(cut) + np.uint32(1))
+        counts[shard] = n
+        shard += 1
+        if shard == deal.shards:
+            shard = 0
+            turn += block
+
+
+@_compiled
+def keep_largest(places, values, n, k, least):
+    """Moves the k largest of n candidates to the front, in their order; of equal ones, the first. Returns the least."""
+    cut, ties = kth_largest(values[:n], k, least)
+    kept = 0
+    for i in range(n):
+        place, value = places[i], values[i]
+        tie = (abs(value) == cut) & (ties > 0)
+        places[kept], values[kept] = place, value
+        kept += (abs(value) > cut) | tie
+        ties -= tie
+    return cut
+
+
+@_compiled
+def kth_largest(values, k, least):
+    """The k-th largest magnitude, and how many of just this one are among the k largest.
+
+    None is below ``least``, but for such as :func:`scan` had when it raised it: they are the number before.
+
+    Magnitudes are ordered like their bits. A histogram tells in which bucket the k-th largest is; then only this bucket
+    counts.
+    """
+    keys, low, width = values.view(np.int32), max(0, np.int64(_bits_of(least)) - 1), 11
+    counts = np.empty(BUCKETS, np.int64)
+    while True:
+        counts[:] = 0
+        for i in range(len(keys)):  # the last bucket has all that is beyond
+            counts[min(((keys[i] & np.int32(0x7FFFFFFF)) - low) >> width, BUCKETS - 1)] += 1
+        bucket = BUCKETS - 1
+        while counts[bucket] < k:
+            k -= counts[bucket]
+            bucket -= 1
+        beyond = bucket == BUCKETS - 1
+        low += bucket << width
+        if width == 0 and not beyond:
+            return _float_of(np.uint32(low)), k
+        first, last = np.int32(low), np.int32(0x7FFFFFFF if beyond else low + (1 << width) - 1)
+        inside = np.empty(counts[bucket], np.int32)
+        n, most = 0, first
+        for begin in range(0, len(keys), GROUP):
+            group = keys[begin : begin + GROUP]
+            found = np.int32(0)
+            for i in range(len(group)):
+                key = np.int32(group[i] & np.int32(0x7FFFFFFF))
+                found = np.int32(found + ((key >= first) & (key <= last)))
+            if found:
+                for i in range(len(group)):
+                    key = np.int32(group[i] & np.int32(0x7FFFFFFF))
+                    if first <= key <= last:
+                        inside[n] = key
+                        most = max(most, key)
+                        n += 1
+        keys, width = inside, 0
+        while (np.int64(most) - low) >> width >= BUCKETS - 1:
+            width += 1
+
+
+@_compiled
+def fill(places, values, n, k):
+    """Inserts the first positions that are not among the n, with the value 0, so that there are k."""
+    had, were = np.empty(n, np.int32), np.empty(n, np.float32)
+    for i in range(n):
+        had[i], were[i] = places[i], values[i]
+    i, zeros, place = 0, k - n, 0
+    for m in range(k):
+        if i < n and (zeros == 0 or had[i] == place):
+            places[m], values[m] = had[i], were[i]
+            place = had[i] + 1
+            i += 1
+        else:
+            places[m], values[m] = place, 0
+            place += 1
+            zeros -= 1
+
+
+@_compiled
+def over_threshold(row, deal, threshold, k):
+    """Ascending positions of the entries whose magnitude reaches a threshold; the k largest if more than k do."""
+    room = min(k + k // 4, deal.shard_size) + 2 * BLOCK
+    places, values, counts = np.empty((1, room), np.int32), np.empty((1, room), np.float32), np.zeros(1, np.int64)
+    least = np.empty(1, np.float32)
+    least[0] = threshold
+    scan(row, row[:0], deal, k, least, places, values, counts)
+    if counts[0] > k:
+        keep_largest(places[0], values[0], counts[0], k, np.float32(0))
+    return places[0, : min(k, counts[0])]
+
+
+@_compiled
+def count_reaching(row, threshold):
+    """How many entries have a magnitude that reaches a threshold."""
+    found = 0
+    for begin in range(0, len(row), 1 << 20):
+        part, here = row[begin : begin + (1 << 20)], np.int32(0)
+        for i in range(len(part)):
+            here += np.int32(abs(part[i]) >= threshold)
+        found += here
+    return found
+
+
+@_compiled
+def bf16(number):
+    """The bits of a finite number, rounded to bfloat16, to even."""
+    bits = _bits_of(number)
+    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+@_compiled
+def write_values(values, begin, form, integers, payload):
+    """Writes the group of values that begins at entry ``begin``, and replaces it by what arrives."""
+    n, largest = len(values), np.float32(form.largest)
+    if form.bits == 32:
+        whole = payload[4 * begin : 4 * (begin + n)].view(np.float32)
+        for i in range(n):
+            values[i] = min(max(values[i], -largest), largest)
+            whole[i] = values[i]
+    elif form.bits == 16:
+        halves = payload[2 * begin : 2 * (begin + n)].view(np.uint16)
+        for i in range(n):
+            half = bf16(min(max(values[i], -largest), largest))
+            halves[i] = np.uint16(half)
+            values[i] = _float_of(half << np.uint32(16))
+    else:
+        write_integers(values, begin, form, largest, integers, payload)
+
+
+@_compiled
+def write_integers(values, begin, form, largest, integers, payload):
+    """A scale, and integers: :class:`lightning_topk.core.wire.BlockWire`."""
+    n, top = len(values), np.float32((1 << form.bits - 1) - 1)
+    most = np.float32(0)
+    for i in range(n):
+        most = max(most, abs(values[i]))
+    scale = bf16(min(most, largest) / top)
+    unit = _float_of(scale << np.uint32(16))
+    integers[:] = 0
+    if unit > 0:
+        for i in range(n):
+            integer = min(max(np.rint(min(max(values[i], -largest), largest) / unit), -top), top)
+            integers[i] = np.int8(integer)
+            values[i] = integer * unit
+    else:
+        values[:] = 0
+    octets = integers.view(np.uint8)
+    if form.bits == 8:
+        for i in range(n):
+            payload[begin + i] = octets[i]
+    else:
+        for i in range((n + 1) // 2):
+            payload[begin // 2 + i] = (octets[2 * i] & 15) | (octets[2 * i + 1] << 4)
+    at = (form.kept * form.bits + 7) // 8 + begin // GROUP * 2
+    payload[at], payload[at + 1] = np.uint8(scale & np.uint32(255)), np.uint8(scale >> np.uint32(8))
+
+
+@_compiled
+def read_values(payload, form, values):
+    """Reads all values of a payload; returns whether they are finite."""
+    infinite = 0
+    for begin in range(0, form.kept, GROUP):
+        group = values[begin : begin + GROUP]
+        n = len(group)
+        if form.bits == 32:
+            whole = payload[4 * begin : 4 * (begin + n)].view(np.float32)
+            for i in range(n):
+                group[i] = whole[i]
+        elif form.bits == 16:
+            halves = payload[2 * begin : 2 * (begin + n)].view(np.uint16)
+            for i in range(n):
+                group[i] = _float_of(np.uint32(halves[i]) << np.uint32(16))
+        else:
+            at = (form.kept * form.bits + 7) // 8 + begin // GROUP * 2
+            unit = _float_of((np.uint32(payload[at]) | np.uint32(payload[at + 1]) << np.uint32(8)) << np.uint32(16))
+            if form.bits == 8:
+                for i in range(n):
+                    group[i] = np.float32(np.int8(payload[begin + i])) * unit
+            else:
+                pairs = payload[begin // 2 : (begin + n + 1) // 2]
+                for i in range(n // 2):
+                    group[2 * i] = np.float32(np.int8(pairs[i] << 4) >> 4) * unit
+                    group[2 * i + 1] = np.float32(np.int8(pairs[i]) >> 4) * unit
+                if n % 2:
+                    group[n - 1] = np.float32(np.int8(pairs[n // 2] << 4) >> 4) * unit
+        for i in range(n):
+            infinite += (_bits_of(group[i]) & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+    return infinite == 0
+
+
+@_compiled
+def write_positions(places, low, code):
+    """Writes ascending positions in the Elias-Fano code, a group's low parts as ``low`` whole words."""
+    k, mask = len(places), (np.int64(1) << low) - 1
+    low_bytes = (k * low + 7) // 8
+    highs = np.zeros((len(code) - low_bytes) // 8 + 2, np.uint64)
+    lows = np.zeros(low + 1, np.uint64)
+    octets = lows.view(np.uint8)
+    bits, filled = np.uint64(0), 0  # the word of high bits that is being filled
+    for begin in range(0, k, GROUP):
+        lows[:] = 0
+        for i in range(min(GROUP, k - begin)):
+            place = np.int64(places[begin + i])
+            high = (place >> low) + begin + i
+            if high >> 6 != filled:
+                highs[filled] = bits
+                bits, filled = np.uint64(0), high >> 6
+            bits |= np.uint64(1) << np.uint64(high & 63)
+            part, at = np.uint64(place & mask), i * low
+            shift = np.uint64(at & 63)
+            lows[at >> 6] |= part << shift
+            lows[(at >> 6) + 1] |= (part >> np.uint64(1)) >> (np.uint64(63) - shift)
+        first = begin // 8 * low
+        for i in range(min(8 * low, low_bytes - first)):
+            code[first + i] = octets[i]
+    highs[filled] = bits
+    octets = highs.view(np.uint8)
+    for i in range(low_bytes, len(code)):
+        code[i] = octets[i - low_bytes]
+
+
+@_compiled
+def read_positions(code, universe, low, places):
+    """Reads positions; returns how many there were, which is ``len(places)`` unless the code was damaged."""
+    k, mask = len(places), (np.uint64(1) << np.uint64(low)) - np.uint64(1)
+    low_bytes = (k * low + 7) // 8
+    lows, highs = np.zeros(low_bytes // 8 + 2, np.uint64), np.zeros((len(code) - low_bytes) // 8 + 1, np.uint64)
+    low_octets, high_octets = lows.view(np.uint8), highs.view(np.uint8)
+    for i in range(low_bytes):
+        low_octets[i] = code[i]
+    for i in range(low_bytes, len(code)):
+        high_octets[i - low_bytes] = code[i]
+    n, at = 0, 0
+    for w in range(len(highs)):
+        word = highs[w]
+        while word:
+            if n < k:
+                high = 64 * w + np.int64(_trailing_zeros(word)) - n
+                shift = np.uint64(at & 63)
+                bits = lows[at >> 6] >> shift | (lows[(at >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - shift)
+                places[n] = min((high << low) | np.int64(bits & mask), universe - 1)
+                at += low
+            n += 1
+            word &= word - np.uint64(1)
+    return n
+
+
+@_compiled
+def seal(payload, form):
+    """Pads a payload, and writes the check word."""
+    payload[form.value_bytes + form.index_bytes :] = 0
+    words = payload.view(np.uint32)
+    total = np.uint32(0)
+    for i in range(len(words)):
+        total += words[i]
+    words[-1] = np.uint32(form.check) - total
+
+
+@_compiled
+def add_at(out, deal, places, values):
+    """Adds values ``[shards, k]`` at ascending places in each shard; the padding's, which are 0, to the last element.
+
+    Shards take turns, so that one page after the other is written; a group is written while the lines of the next one
+    are loaded.
+    """
+    block, skip, k = deal.block, deal.block * (deal.shards - 1), places.shape[1]
+    flats = np.empty((2, deal.shards, GROUP), np.int64)
+    edges, aheads = np.empty(deal.shards, np.int64), np.empty(deal.shards, np.int64)
+    for shard in range(deal.shards):
+        edges[shard], aheads[shard] = block, shard * block
+    for begin in range(0, k + GROUP, GROUP):
+        turn = begin // GROUP % 2
+        for shard in range(deal.shards):
+            place, flat, edge, ahead = places[shard], flats[turn, shard], edges[shard], aheads[shard]
+            for i in range(min(GROUP, k - begin)):
+                at = np.int64(place[begin + i])
+                while at >= edge:  # in a later block
+                    edge += block
+                    ahead += skip
+                flat[i] = min(at + ahead, deal.numel - 1)
+                _prefetch(out, flat[i])
+            edges[shard], aheads[shard] = edge, ahead
+        if begin:
+            for shard in range(deal.shards):
+                group, flat = values[shard, begin - GROUP : min(begin, k)], flats[1 - turn, shard]
+                for i in range(len(group)):
+                    out[flat[i]] += group[i]
