@@ -13,15 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_topk._version import __version__
-from lightning_topk.config import TopKConfig
-from lightning_topk.ddp import TopKState, attach, topk_hook
 from lightning_topk.lightning import _register
-from lightning_topk.presets import presets
-from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 
 if TYPE_CHECKING:
+    from lightning_topk.config import TopKConfig
+    from lightning_topk.ddp import TopKState, attach, topk_hook
     from lightning_topk.lightning.callback import CompressionMonitor
     from lightning_topk.lightning.strategy import TopKStrategy
+    from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
+    from lightning_topk.systems import presets
 
 
 __all__ = [
@@ -38,18 +38,27 @@ __all__ = [
 ]
 
 _MODULES = ("fabric", "metrics", "select")
-_NEEDS_LIGHTNING = {
-    "TopKStrategy": "lightning_topk.lightning.strategy",
-    "CompressionMonitor": "lightning_topk.lightning.callback",
+_HOMES = {
+    "CompressionMonitor": "lightning.callback",
+    "CosineWarmup": "schedule",
+    "ExponentialWarmup": "schedule",
+    "TopKConfig": "config",
+    "TopKState": "ddp",
+    "TopKStrategy": "lightning.strategy",
+    "attach": "ddp",
+    "presets": "systems",
+    "topk_hook": "ddp",
 }
+"""The modules of the public names, imported when they are asked for: Lightning takes seconds, and torch imports
+this package with itself."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the public modules, and what needs Lightning, when they are first asked for."""
+    """Imports the public modules and names when they are first asked for."""
     if name in _MODULES:
         return importlib.import_module(f"lightning_topk.{name}")
-    if name in _NEEDS_LIGHTNING:
-        return getattr(importlib.import_module(_NEEDS_LIGHTNING[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"lightning_topk.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

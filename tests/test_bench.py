@@ -58,7 +58,7 @@ def test_train_times_whole_steps_of_a_torchvision_model_with_every_peer():
     result = train.run("squeezenet1_1", batch_size=1, image_size=32, steps=5)
     (rows,) = result.tables.values()
     assert [row["peer"] for row in rows] == [peer for peer in PEERS if peer not in ON_NODES]
-    assert [row["peer"] for row in rows if row["hidden"]] == ["ours", "ours, bf16", "ours, auto"]
+    assert [row["peer"] for row in rows if row["hidden"]] == ["ours", "ours, 0.001", "ours, auto"]
 
 
 @pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")

@@ -21,10 +21,10 @@ from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.lightning.strategy import TopKStrategy
 from lightning_topk.planning.volume import volume
-from lightning_topk.presets import presets
 from lightning_topk.runtime.announce import remarks
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
+from lightning_topk.systems import presets
 
 BAD = [
     ({"ratio": 0}, ValueError, r"ratio=0 must be in \(0, 1\].*Use ratio=0\.001"),

@@ -22,7 +22,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
-from lightning_topk.presets import presets
+from lightning_topk.systems import presets
 
 CUDA = torch.device("cuda", 0)
 WORLD, LOCAL = 4, 2

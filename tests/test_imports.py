@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,12 @@ import lightning_topk
 
 PACKAGE = Path(lightning_topk.__file__).parent
 
-SETTINGS = ["schedule", "config", "presets", "build", "saving"]
+SETTINGS = ["schedule", "config", "systems", "build", "saving"]
 MAY_IMPORT = {
     "core": [],
     "schedule": [],
     "config": ["core", "schedule"],
-    "presets": ["schedule"],
+    "systems": ["schedule"],
     "build": ["config", "core", "schedule"],
     "saving": ["build", "config", "core"],
     "simulate": ["build", "config", "core", "saving"],
@@ -152,6 +153,11 @@ CASES = {
     ),
     "pytorch_lightning is served, ours imported first": f"import lightning_topk, pytorch_lightning\n{PL}",
     "a strategy that was made for the other package says so": f"from lightning_topk import TopKStrategy\n{WRONG}",
+    "names are registered without an import of ours, which costs torch next to nothing": (
+        "torch._import_device_backends()\n"
+        "assert 'lightning_topk' in sys.modules and 'lightning_topk.ddp' not in sys.modules\n"
+        f"import lightning\n{REGISTERED}"
+    ),
     "pytorch_lightning is served, imported first": f"import pytorch_lightning, lightning_topk\n{PL}",
 }
 SERVER = """
@@ -180,7 +186,12 @@ def test_packages_work_together_in_every_order_of_imports():
     """Runs every case in a process that has imported torch and nothing else: all are forked from one."""
     pytest.importorskip("pytorch_lightning")
     done = subprocess.run(
-        [sys.executable, "-c", SERVER, json.dumps(CASES)], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", SERVER, json.dumps(CASES)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, *_ in found] == list(CASES), done.stderr

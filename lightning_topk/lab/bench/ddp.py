@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topk.lab.bench.peers import ONE_BUCKET, PEERS
+from lightning_topk.lab.bench.peers import ONE_BUCKET, PEERS, Settings
 
 COLUMNS = 1024
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -71,7 +71,7 @@ def noise(options: dict[str, Any], rank: int, world: int) -> dict[str, dict[str,
             model().backward()
 
         warmup = WARMUPS.get(peer, WARMUP)
-        found[peer] = measured(peer, model, options["ratio"], step, min, warmup, 1, 21, options["seconds"])
+        found[peer] = measured(peer, model, options["settings"], step, min, warmup, 1, 21, options["seconds"])
     return found
 
 
@@ -83,7 +83,7 @@ def bucket_cap(peer: str, megabytes: float) -> float:
 def measured(
     peer: str,
     model: DistributedDataParallel,
-    ratio: float,
+    settings: Settings,
     step: Callable[[], None],
     reduced: Callable[[list[float]], float],
     warmup: int,
@@ -96,7 +96,7 @@ def measured(
     Args:
         peer: A key of :data:`lightning_topk.lab.bench.peers.PEERS`, or ``"no exchange"``.
         model: The model.
-        ratio: Kept fraction.
+        settings: For ours.
         step: Takes one step; gradients are cleared before.
         reduced: The time of a step from those of all steps, such as ``min``.
         warmup: Steps that are not counted.
@@ -109,7 +109,7 @@ def measured(
         this host's emulated interface. Of ours also ``exchange``, its seconds; ``hidden``, the share of it beside the
         backward pass; ``counted`` bytes and ``predicted`` ones, and those ``leaving`` the node.
     """
-    state = PEERS[peer](model, ratio) if peer in PEERS else None
+    state = PEERS[peer](model, settings) if peer in PEERS else None
     times: list[float] = []
     cpu, sent, begin = 0.0, 0, time.perf_counter()
     go_on, reports = torch.ones(()), []
@@ -118,13 +118,13 @@ def measured(
             state.timing = True
         model.zero_grad()
         dist.barrier()
-        wire, used, start = _sent(), time.process_time(), time.perf_counter()
+        wire, used, start = sent_bytes(), time.process_time(), time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
         dist.barrier()
         counted = len(times) - warmup
         if counted > 0:
-            cpu, sent = cpu + time.process_time() - used, sent + _sent() - wire
+            cpu, sent = cpu + time.process_time() - used, sent + sent_bytes() - wire
         if state is not None:
             reports.append(state.report())
         go_on.fill_(counted < least or (counted < most and time.perf_counter() - begin < seconds))
@@ -148,6 +148,6 @@ def worst(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _sent() -> int:
+def sent_bytes() -> int:
     """Bytes that left this host's interface so far, of all its ranks; zero where hosts are not emulated."""
     return int(COUNTER.read_text()) if os.environ.get("GLOO_SOCKET_IFNAME") == "eth0" else 0

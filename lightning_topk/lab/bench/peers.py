@@ -1,8 +1,11 @@
-"""The alternatives: DDP, its fp16 and PowerSGD hooks, top-k with all-gather as it is mostly written; and ours."""
+"""The alternatives: DDP, its fp16 and PowerSGD hooks, top-k with all-gather as it is mostly written; and ours.
+
+Each registers its exchange with a wrapped model. Settings are :class:`lightning_topk.TopKConfig`'s; they are for ours.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.layout import kept_count
 from lightning_topk.ddp import TopKState, attach
 
@@ -37,52 +40,73 @@ def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compa
     return future
 
 
-def _fp16(model: DistributedDataParallel, ratio: float) -> None:
+Settings = Mapping[str, Any]
+Register = Callable[[DistributedDataParallel, Settings], TopKState | None]
+"""Registers an exchange with a wrapped model; ours returns its state."""
+
+
+def _fp16(model: DistributedDataParallel, settings: Settings) -> None:
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
-def _power_sgd(rank: int) -> Callable[[DistributedDataParallel, float], None]:
-    def register(model: DistributedDataParallel, ratio: float) -> None:
+def _power_sgd(rank: int) -> Register:
+    def register(model: DistributedDataParallel, settings: Settings) -> None:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     return register
 
 
-def _naive(model: DistributedDataParallel, ratio: float) -> None:
-    model.register_comm_hook((ratio, {}), naive_topk_hook)
+def _naive(model: DistributedDataParallel, settings: Settings) -> None:
+    model.register_comm_hook((settings.get("ratio") or A_THOUSANDTH, {}), naive_topk_hook)
 
 
-def _ours(**settings: Any) -> Callable[[DistributedDataParallel, float], TopKState]:
-    return lambda model, ratio: attach(model, ratio=ratio, init_sync=False, **settings)
+def ours(**own: Any) -> Register:
+    """Ours, with settings of its own beside those that are given. Its own amount takes the place of a given one."""
+    amounts = {"ratio", "saving"} if {"ratio", "saving"} & own.keys() else set()
+
+    def register(model: DistributedDataParallel, settings: Settings) -> TopKState:
+        given = {name: value for name, value in settings.items() if name not in amounts}
+        return attach(model, init_sync=False, **{**given, **own})
+
+    return register
 
 
-PEERS: dict[str, Callable[[DistributedDataParallel, float], TopKState | None]] = {
-    "ours": _ours(),
-    "ours, bf16": _ours(wire="bf16"),
-    "ours, hierarchical": _ours(topology="hierarchical"),
-    "ours, auto": _ours(topology="auto"),
-    "DDP": lambda model, ratio: None,
+A_THOUSANDTH = 0.001
+PEERS: dict[str, Register] = {
+    "ours": ours(),
+    "ours, 0.001": ours(ratio=A_THOUSANDTH),
+    "ours, hierarchical": ours(topology="hierarchical"),
+    "ours, auto": ours(topology="auto"),
+    "DDP": lambda model, settings: None,
     "fp16 hook": _fp16,
     "PowerSGD 1": _power_sgd(1),
+    "PowerSGD 2": _power_sgd(2),
     "PowerSGD 4": _power_sgd(4),
     "naive top-k": _naive,
 }
-"""By name: registers the exchange with a wrapped model, at a ratio; ours returns its state."""
+"""By name. Naive top-k sends the ratio that was set, or a thousandth."""
 
 ON_NODES = {"ours, hierarchical"}
 """Peers that differ from the others only where a host has several ranks."""
 
-ONE_BUCKET = {"PowerSGD 1", "PowerSGD 4"}
+ONE_BUCKET = {"PowerSGD 1", "PowerSGD 2", "PowerSGD 4"}
 """PowerSGD's hook hangs on gloo with several buckets (torch 2.15): it gets one."""
 
 
-def check(ranks: int, ratio: float) -> None:
-    """Refuses what cannot be timed, before anything is started.
+def checked(ranks: int, settings: Settings) -> dict[str, Any]:
+    """The settings that are set; refuses what cannot be timed, before anything is started.
 
     Raises:
-        ValueError: There is one rank only, or the ratio is impossible.
+        ValueError: There is one rank only, or a setting is impossible.
     """
     if ranks < 2:
         raise ValueError("it takes 2 ranks or more: one exchanges nothing.")
-    TopKConfig(ratio=ratio)
+    given = {name: value for name, value in settings.items() if value is not None}
+    TopKConfig(**given)
+    return given
+
+
+def named(settings: Settings) -> str:
+    """Settings, as a user writes them."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items()) or f"saving={SAVING:g}"

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from lightning_topk.config import check_name
 from lightning_topk.lab import hosts as emulated
 from lightning_topk.lab.bench import ddp
-from lightning_topk.lab.bench.peers import ON_NODES, PEERS, check
+from lightning_topk.lab.bench.peers import ON_NODES, PEERS, checked, named
 from lightning_topk.lab.report import Panel, Result
 
 TARGETS = {"100mbit": 60, "1gbit": 10, "10gbit": 3}
@@ -21,7 +21,9 @@ TARGETS = {"100mbit": 60, "1gbit": 10, "10gbit": 3}
 def step(
     workers: int = 2,
     numel: int = 25_000_000,
-    ratio: float = 0.001,
+    ratio: float | None = None,
+    saving: float | None = None,
+    wire: str | None = None,
     bucket_cap_mb: float = 128,
     seconds: float = 10,
     peers: Sequence[str] = (),
@@ -32,16 +34,18 @@ def step(
         workers: Processes.
         numel: Parameters of the model.
         ratio: Kept fraction.
+        saving: How many times fewer bytes than all-reduce, instead. Default: 50.
+        wire: Format of the values.
         bucket_cap_mb: Size of DDP's buckets, MiB. By default the model is one bucket.
         seconds: Time for each peer, about.
         peers: What to time. Default: all that make a difference.
 
     Raises:
-        ValueError: A peer is unknown, there is one rank only, or the ratio is impossible.
+        ValueError: A peer is unknown, there is one rank only, or a setting is impossible.
     """
-    check(workers, ratio)
+    settings = checked(workers, {"ratio": ratio, "saving": saving, "wire": wire})
     result = Result("step", "what compression costs where links cost nothing", f"{workers} processes on this machine")
-    options = {"numel": numel, "ratio": ratio, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
+    options = {"numel": numel, "settings": settings, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
     _time(result, {"loopback": nullcontext(emulated.local(workers))}, 1, options, peers)
     return result
 
@@ -51,7 +55,9 @@ def hosts(
     ranks: int = 1,
     rates: Sequence[str] = ("100mbit", "1gbit", "10gbit"),
     numel: int = 25_000_000,
-    ratio: float = 0.001,
+    ratio: float | None = None,
+    saving: float | None = None,
+    wire: str | None = None,
     bucket_cap_mb: float = 128,
     seconds: float = 10,
     peers: Sequence[str] = (),
@@ -64,21 +70,23 @@ def hosts(
         rates: Rates of their links, as tc writes them.
         numel: Parameters of the model.
         ratio: Kept fraction.
+        saving: How many times fewer bytes than all-reduce, instead. Default: 50.
+        wire: Format of the values.
         bucket_cap_mb: Size of DDP's buckets, MiB. By default the model is one bucket.
         seconds: Time for each peer, about; slow ones take what five steps take.
         peers: What to time. Default: all that make a difference.
 
     Raises:
         RuntimeError: Hosts cannot be emulated here.
-        ValueError: A rate or a peer is unknown, there is one rank only, or the ratio is impossible.
+        ValueError: A rate or a peer is unknown, there is one rank only, or a setting is impossible.
     """
-    check(hosts * ranks, ratio)
+    settings = checked(hosts * ranks, {"ratio": ratio, "saving": saving, "wire": wire})
     bits = [emulated.bits_per_second(rate) for rate in rates]
     if not emulated.available():
         raise RuntimeError("Network namespaces need root, and ip and tc of iproute2. Without them: bench step.")
     claim = "a step is faster than with what a user would pick instead, at any speed of link"
     result = Result("hosts", claim, f"{hosts} emulated hosts of {ranks} ranks (network namespaces, tbf)")
-    options = {"numel": numel, "ratio": ratio, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
+    options = {"numel": numel, "settings": settings, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
     groups = {rate: emulated.emulate(hosts, rate, ranks) for rate in rates}
     published = (numel, ratio, hosts, ranks) == (25_000_000, 0.001, 4, 1)
     panel = Panel("seconds of a step", "bit/s", xlog=True, ylog=True)
@@ -102,8 +110,8 @@ def _time(
         check_name("peer", peer, PEERS)
     result.setting += (
         f", gloo, one thread each; a DDP model of {options['numel']:,} float32 parameters whose backward pass costs "
-        f"nothing, so nothing hides an exchange; ratio {options['ratio']}, buckets of {options['bucket_cap_mb']} MiB "
-        "that gradients are views of; least of several steps, the slowest rank's."
+        f"nothing, so nothing hides an exchange; {named(options['settings'])}, buckets of {options['bucket_cap_mb']} "
+        "MiB that gradients are views of; least of several steps, the slowest rank's."
     )
     timed = []
     for link, group in tqdm(groups.items(), desc=result.name, leave=False):

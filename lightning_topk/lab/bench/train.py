@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.lab import hosts
 from lightning_topk.lab.bench import ddp
-from lightning_topk.lab.bench.peers import ON_NODES, PEERS, check
+from lightning_topk.lab.bench.peers import ON_NODES, PEERS, checked, named
 from lightning_topk.lab.bench.steps import judge
 from lightning_topk.lab.commands import need
 from lightning_topk.lab.report import Result
@@ -25,7 +25,9 @@ def run(
     model: str = "resnet18",
     workers: int = 2,
     rate: str | None = None,
-    ratio: float = 0.001,
+    ratio: float | None = None,
+    saving: float | None = None,
+    wire: str | None = None,
     bucket_cap_mb: float = 25,
     batch_size: int = 4,
     image_size: int = 64,
@@ -38,6 +40,8 @@ def run(
         workers: Processes, or emulated hosts of one process.
         rate: Rate of the links of emulated hosts, such as 1gbit. Default: the workers share this host.
         ratio: Kept fraction.
+        saving: How many times fewer bytes than all-reduce, instead. Default: 50.
+        wire: Format of the values.
         bucket_cap_mb: Size of DDP's buckets, MiB.
         batch_size: Images of each worker in a step.
         image_size: Height and width of an image, pixels.
@@ -47,7 +51,7 @@ def run(
         ValueError: torchvision has no such model, or there are too few steps.
         RuntimeError: Hosts cannot be emulated here.
     """
-    check(workers, ratio)
+    settings = checked(workers, {"ratio": ratio, "saving": saving, "wire": wire})
     need("torchvision", "examples")
     import torchvision
 
@@ -62,10 +66,16 @@ def run(
         "train",
         "a whole training step",
         f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({link}), {batch_size} images "
-        f"of {image_size} pixels a worker and step, SGD, ratio {ratio}, buckets of {bucket_cap_mb} MiB; median of "
+        f"of {image_size} pixels a worker and step, SGD, {named(settings)}, buckets of {bucket_cap_mb} MiB; median of "
         f"{steps - ddp.WARMUP} steps.",
     )
-    options = {"model": model, "ratio": ratio, "bucket_cap_mb": bucket_cap_mb, "batch": batch_size, "size": image_size}
+    options = {
+        "model": model,
+        "settings": settings,
+        "bucket_cap_mb": bucket_cap_mb,
+        "batch": batch_size,
+        "size": image_size,
+    }
     with hosts.emulate(workers, rate) if rate else nullcontext(hosts.local(workers)) as group:
         found = ddp.worst(group.run(train, {**options, "steps": steps}, timeout=3600))
     judge(result, link, found)
@@ -90,5 +100,5 @@ def train(options: dict[str, Any], rank: int, world: int) -> dict[str, dict[str,
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
 
-        found[peer] = ddp.measured(peer, model, options["ratio"], step, median_high, ddp.WARMUP, counted, counted)
+        found[peer] = ddp.measured(peer, model, options["settings"], step, median_high, ddp.WARMUP, counted, counted)
     return found

@@ -11,8 +11,8 @@ from lightning_topk.lab.data import image_folder
 from lightning_topk.lab.papers.tuning import SEEDS, panel, sweep
 from lightning_topk.lab.report import Result, Row, spread
 from lightning_topk.lab.training import Problem, train
-from lightning_topk.presets import presets
 from lightning_topk.schedule import ExponentialWarmup
+from lightning_topk.systems import presets
 
 RATIO = 0.01
 GRID = (0.03, 0.1, 0.3, 0.7, 1.0, 1.4, 2.0, 2.8)

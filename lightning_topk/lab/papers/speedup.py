@@ -16,12 +16,12 @@ from lightning_topk.core.select import Selector
 from lightning_topk.lab import hosts
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.planning.volume import volume
-from lightning_topk.presets import presets
 from lightning_topk.runtime.autotune import TRIALS, trial
 from lightning_topk.runtime.drive import Meter
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.schedule import LATE
 from lightning_topk.simulate import Cluster
+from lightning_topk.systems import presets
 
 
 class TorchTopK(Selector):
