@@ -154,7 +154,7 @@ CASES = {
     "pytorch_lightning is served, ours imported first": f"import lightning_topk, pytorch_lightning\n{PL}",
     "a strategy that was made for the other package says so": f"from lightning_topk import TopKStrategy\n{WRONG}",
     "names are registered without an import of ours, which costs torch next to nothing": (
-        "torch._import_device_backends()\n"
+        "import torch; torch._import_device_backends()\n"
         "assert 'lightning_topk' in sys.modules and 'lightning_topk.ddp' not in sys.modules\n"
         f"import lightning\n{REGISTERED}"
     ),
