@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from test_gloo import mean_over_ranks
+from test_gloo import mean_over_ranks, undelivered
 from test_laws import routes
 from test_lightning import QUIET, Model
 from test_precision import loss_of, net_of_four_layers
@@ -82,13 +82,7 @@ def trained(
     assert several == (settings.get("scope") != "model")
     state.close()
     weights = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
-    return weights.numpy(), left_at_start.numpy(), left.numpy(), entry
-
-
-def undelivered(state, net: nn.Module, world: int) -> torch.Tensor:
-    kept, zero = state.residuals.held(), lambda p: (torch.zeros(p.numel()),) * 2
-    worker, server = (torch.cat([kept.get(p, zero(p))[side] for p in net.parameters()]) for side in (0, 1))
-    return mean_over_ranks(worker) + mean_over_ranks(server) * world
+    return weights.numpy(), left_at_start.numpy(), left.numpy(), entry if rank == 0 else None
 
 
 def check_same_bits(groups, settings, mode, world=3):
