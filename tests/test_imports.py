@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ MODULES = {
 }
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Modules that a file imports, anywhere in it, and those that it names to ``import_module``."""
     found = set()
@@ -157,7 +159,9 @@ CASES = {
 SERVER = """
 import json, os, sys, traceback
 import torch, torch._dynamo
-for name, code in json.loads(sys.argv[1]).items():
+for number, (name, code) in enumerate(json.loads(sys.argv[1]).items()):
+    if number == 1:  # nobody but the first cares about what Lightning imports of others, which takes seconds
+        import matplotlib.pyplot, scipy.signal, scipy.stats, torchmetrics, torchvision
     sys.stdout.flush()
     read, write = os.pipe()
     if os.fork() == 0:
@@ -177,7 +181,7 @@ for name, code in json.loads(sys.argv[1]).items():
 
 @pytest.mark.process
 def test_packages_work_together_in_every_order_of_imports():
-    """Runs every case in a process that has imported torch and nothing else: all are forked from one."""
+    """Runs every case in a process that has imported neither Lightning nor ours: all are forked from one."""
     pytest.importorskip("pytorch_lightning")
     done = subprocess.run(
         [sys.executable, "-c", SERVER, json.dumps(CASES)], capture_output=True, text=True, timeout=240, check=False
