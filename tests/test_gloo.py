@@ -40,9 +40,7 @@ SEVERAL = ("several_buckets", "find_unused_parameters")
 modes = pytest.mark.parametrize("mode", MODES)
 worlds = pytest.mark.parametrize("world", [2, 3, 4])
 STEPS = 4
-SQUARE = [
-    (*way, mode, (i + j) % 5, (i + 2 * j) % 5) for i, way in enumerate(ROUTES) for j, mode in enumerate(MODES)
-]
+SQUARE = [(*way, mode, (i + j) % 5, (i + 2 * j) % 5) for i, way in enumerate(ROUTES) for j, mode in enumerate(MODES)]
 """Topology, direction, mode, and two numbers below five: any two of these four (a topology with its direction) meet in
 some case, as in two orthogonal Latin squares. The laws of three and more at a time are held in memory, in test_laws."""
 
@@ -459,9 +457,7 @@ def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
     torch.testing.assert_close(torch.stack(received), expected, atol=1e-7, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("world", "topology", "bidirectional"), [*((4, *way) for way in ROUTES), (2, "sharded", True)]
-)
+@pytest.mark.parametrize(("world", "topology", "bidirectional"), [*((4, *way) for way in ROUTES), (2, "sharded", True)])
 def test_random_delays_neither_deadlock_nor_mix_buckets_up(groups, world, topology, bidirectional):
     groups(world).run(delayed, topology, bidirectional)
 
