@@ -1,4 +1,4 @@
-"""Processes forked from a server that has imported everything: groups of gloo processes, and torchrun's ranks."""
+"""Processes forked from a server that has imported everything: groups of gloo processes, torchrun's ranks, scripts."""
 
 from __future__ import annotations
 
@@ -108,6 +108,28 @@ def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> st
         for number, handler in handlers.items():  # the agent sets its own
             signal.signal(number, handler)
     return "".join(path.read_text() for path in sorted(logs.rglob("stdout.log")))
+
+
+def script(path: Path, *arguments: str, log: Path, folder: Path, timeout: float = 200.0) -> str:
+    """Runs a script in ``folder`` in a process of the fork server; returns what it and its children printed."""
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_run_script_in, args=(str(folder), str(log), str(path), *arguments)
+    )
+    process.start()
+    process.join(timeout)
+    process.kill()
+    process.join()
+    said = log.read_text()
+    assert process.exitcode == 0, f"exit status {process.exitcode}\n{said}"
+    return said
+
+
+def _run_script_in(folder: str, log: str, path: str, *arguments: str) -> None:
+    os.chdir(folder)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    _run_script(path, *arguments)
 
 
 def _run_script(script: str, *arguments: str) -> None:

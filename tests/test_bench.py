@@ -79,7 +79,7 @@ def test_train_times_whole_steps_of_a_torchvision_model_with_every_peer(ranks):
 
 @pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
 def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, tmp_path):
-    options = "--hosts 2 --ranks 2 --rate 1gbit --numel 2e6 --ratio 0.01 --seconds 0".split()
+    options = ["--hosts=2", "--ranks=2", "--rate", "1gbit", "--numel=2e6", "--ratio=0.01", "--seconds=0"]
     files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     peers = ["--peers", "ours", "ours, hierarchical", "DDP"]
     monkeypatch.setattr(sys, "argv", ["lightning_topk", "bench", "hosts", *options, *peers, *files])
@@ -95,7 +95,7 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
         assert judged[f"bytes counted are bytes predicted, {peer}, 1gbit"]
         assert judged[f"the interface counts little more, {peer}, 1gbit"]
     assert (tmp_path / "r.png").stat().st_size > 0
-    assert "python -m lightning_topk bench hosts --hosts 2" in capsys.readouterr().out
+    assert "python -m lightning_topk bench hosts --hosts=2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
