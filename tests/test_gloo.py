@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shapes import codecs_of, endpoint_of
-from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, routes, selectors, wires
+from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, routes, selectors
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -252,11 +252,13 @@ EXACT = ("first.bias", "last.bias", "last.weight", "scale")
 
 
 @pytest.mark.parametrize(
-    ("world", "topology", "bidirectional", "local"),
-    [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)],
+    ("world", "topology", "bidirectional", "local", "mode", "scope"),
+    [
+        (*way, mode, ("bucket", "model")[(i + j) % 2])
+        for i, way in enumerate([(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)])
+        for j, mode in enumerate(MODES)
+    ],
 )
-@modes
-@pytest.mark.parametrize("scope", ["bucket", "model"])
 def test_laws_hold_beside_parameters_that_are_not_compressed(
     groups, world, topology, bidirectional, local, mode, scope
 ):
@@ -396,23 +398,29 @@ def test_a_ratio_of_one_is_the_mean(groups, world, topology, bidirectional, mode
     groups(world).run(identity, topology, bidirectional, mode, scope)
 
 
-def same_as_simulated(rank: int, world: int, topology: str, bidirectional: bool, wire: str, local: int = 1) -> None:
-    config = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology)
-    numel = 3001
-    simulated = Cluster(config, world, numel, local=local)
-    end = endpoint_of(config, [numel], rank, world, local=local)
+def same_as_simulated(
+    rank: int, world: int, topology: str, bidirectional: bool, names: list[str], local: int = 1
+) -> None:
     groups = Groups(dist.group.WORLD).divided(None, None, local, hierarchy=local > 1)
-    results = []
-    for step in range(4):
-        given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
-        mine = given[rank].clone()
-        codecs = make_codecs(config, end, step, selector=end.uplink.selector)
-        drive(exchange(end, mine, codecs, step), groups, Meter())
-        results.append((mine, simulated.step(given)[rank]))
-    for real, imagined in results:
-        assert torch.equal(real, imagined)
-    for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
-        assert torch.equal(real.memory.tensors()["residual"], imagined.memory.tensors()["residual"])
+    found = {}
+    for wire in names:
+        config = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology)
+        numel = 3001
+        simulated = Cluster(config, world, numel, local=local)
+        end = endpoint_of(config, [numel], rank, world, local=local)
+        results = []
+        for step in range(4):
+            given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
+            mine = given[rank].clone()
+            codecs = make_codecs(config, end, step, selector=end.uplink.selector)
+            drive(exchange(end, mine, codecs, step), groups, Meter())
+            results.append((mine, simulated.step(given)[rank]))
+        for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
+            results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
+        found[wire] = results
+    for wire, results in found.items():
+        for real, imagined in results:
+            assert torch.equal(real, imagined), wire
 
 
 @pytest.mark.parametrize(
@@ -420,13 +428,12 @@ def same_as_simulated(rank: int, world: int, topology: str, bidirectional: bool,
     [(*way, wire, (2, 3, 4)[(i + j) % 3]) for i, way in enumerate(ROUTES) for j, wire in enumerate(WIRES)],
 )
 def test_the_simulator_gives_the_same_bits(groups, world, topology, bidirectional, wire):
-    groups(world).run(same_as_simulated, topology, bidirectional, wire)
+    groups(world).run(same_as_simulated, topology, bidirectional, [wire])
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (3, 2)])
-@wires
-def test_the_simulator_gives_the_same_bits_on_nodes_of_several_ranks(groups, nodes, local, wire):
-    groups(nodes * local).run(same_as_simulated, "hierarchical", True, wire, local)
+def test_the_simulator_gives_the_same_bits_on_nodes_of_several_ranks(groups, nodes, local):
+    groups(nodes * local).run(same_as_simulated, "hierarchical", True, WIRES, local)
 
 
 def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
