@@ -21,7 +21,6 @@ import multiprocessing.process
 import subprocess
 
 import pytest
-from groups import Group
 
 KINDS = ("process", "trainer", "gloo", "unit")
 """In the order in which they run: many short tests at the end keep both workers of xdist busy until then."""
@@ -82,6 +81,8 @@ def _unit_tests_start_no_process(request, monkeypatch):
 @pytest.fixture(scope="session")
 def groups():
     """Groups by world size, started when first asked for, since starting one is most of its cost."""
+    from groups import Group  # here, since the process that only hands tests to xdist's workers needs no torch
+
     started: dict[int, Group] = {}
 
     def group(world: int) -> Group:

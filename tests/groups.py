@@ -1,9 +1,10 @@
-"""Processes forked from a server that has imported everything: groups of gloo processes, and torchrun's ranks."""
+"""Processes forked from a server that has imported everything: groups of gloo processes, torchrun's ranks, scripts."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -49,13 +50,13 @@ class Group:
             timeout: Seconds after which the group is killed and the call fails.
         """
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send_bytes(pickle.dumps((function, args)))
         results, deadline = [], time.monotonic() + timeout
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.stop()
                 raise TimeoutError(f"{function.__name__}{args}: rank {rank} of {self.world} did not end in {timeout} s")
-            results.append(pipe.recv())
+            results.append(pickle.loads(pipe.recv_bytes()))
         failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
         assert not failed, "\n".join(failed)
         return [value for _, value in results]
@@ -80,11 +81,12 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
     while True:
-        function, args = pipe.recv()
+        function, args = pickle.loads(pipe.recv_bytes())
         try:
-            pipe.send((None, function(rank, world, *args)))
+            answer = None, function(rank, world, *args)
         except Exception:
-            pipe.send((traceback.format_exc(), None))
+            answer = traceback.format_exc(), None
+        pipe.send_bytes(pickle.dumps(answer))  # Connection.send would pass each tensor as a file descriptor
 
 
 def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> str:
@@ -106,6 +108,28 @@ def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> st
         for number, handler in handlers.items():  # the agent sets its own
             signal.signal(number, handler)
     return "".join(path.read_text() for path in sorted(logs.rglob("stdout.log")))
+
+
+def script(path: Path, *arguments: str, log: Path, folder: Path, timeout: float = 200.0) -> str:
+    """Runs a script in ``folder`` in a process of the fork server; returns what it and its children printed."""
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_run_script_in, args=(str(folder), str(log), str(path), *arguments)
+    )
+    process.start()
+    process.join(timeout)
+    process.kill()
+    process.join()
+    said = log.read_text()
+    assert process.exitcode == 0, f"exit status {process.exitcode}\n{said}"
+    return said
+
+
+def _run_script_in(folder: str, log: str, path: str, *arguments: str) -> None:
+    os.chdir(folder)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    _run_script(path, *arguments)
 
 
 def _run_script(script: str, *arguments: str) -> None:

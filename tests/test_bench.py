@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -46,7 +45,23 @@ def test_an_exchange_needs_its_residuals_and_little_more_memory():
     assert peak <= 1.1 * residuals
 
 
-def test_step_times_every_peer_and_counts_bytes():
+def as_json(rank: int, world: int, function: Callable[[dict[str, Any], int, int], Any], options: str) -> Any:
+    """Calls a function of one rank as :mod:`lightning_topk.lab.ranks` does: options and result travel as JSON."""
+    return json.loads(json.dumps(function(json.loads(options), rank, world)))
+
+
+@pytest.fixture
+def ranks(groups, monkeypatch):
+    """Two processes on this host run in a group; that commands start others is held by the test of ``bench hosts``."""
+
+    def run(function, options, timeout):
+        return groups(2).run(as_json, function, json.dumps(options), timeout=100.0)
+
+    monkeypatch.setattr(hosts, "local", lambda count: SimpleNamespace(run=run))
+
+
+@pytest.mark.gloo
+def test_step_times_every_peer_and_counts_bytes(ranks):
     result = steps.step(workers=2, numel=300_000, seconds=0)
     (rows,) = result.tables.values()
     assert [row["peer"] for row in rows] == ["no exchange", *(peer for peer in PEERS if peer not in ON_NODES)]
@@ -54,7 +69,8 @@ def test_step_times_every_peer_and_counts_bytes():
     assert bytes_.holds
 
 
-def test_train_times_whole_steps_of_a_torchvision_model_with_every_peer():
+@pytest.mark.gloo
+def test_train_times_whole_steps_of_a_torchvision_model_with_every_peer(ranks):
     result = train.run("squeezenet1_1", batch_size=1, image_size=32, steps=5)
     (rows,) = result.tables.values()
     assert [row["peer"] for row in rows] == [peer for peer in PEERS if peer not in ON_NODES]
@@ -62,35 +78,24 @@ def test_train_times_whole_steps_of_a_torchvision_model_with_every_peer():
 
 
 @pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
-def test_hosts_checks_counted_bytes_against_the_interface(tmp_path):
-    arguments = [
-        "--hosts",
-        "2",
-        "--ranks",
-        "2",
-        "--rate",
-        "1gbit",
-        "--numel",
-        "2e6",
-        "--ratio",
-        "0.01",
-        "--seconds",
-        "0",
-    ]
-    files = ["--json", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
+def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, tmp_path):
+    options = ["--hosts=2", "--ranks=2", "--rate", "1gbit", "--numel=2e6", "--ratio=0.01", "--seconds=0"]
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     peers = ["--peers", "ours", "ours, hierarchical", "DDP"]
-    command = [sys.executable, "-m", "lightning_topk", "bench", "hosts", *arguments, *peers, *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    if "ip netns" in done.stderr:  # a container may be root without the right to make namespaces
-        pytest.skip(done.stderr)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["lightning_topk", "bench", "hosts", *options, *peers, *files])
+    try:
+        __main__.main()
+    except SystemExit as error:  # a container may be root without the right to make namespaces
+        if "ip netns" not in str(error):
+            raise
+        pytest.skip(str(error))
     result = json.loads((tmp_path / "r.json").read_text())
     judged = {check["statement"]: check["holds"] for check in result["checks"]}
     for peer in ("ours", "ours, hierarchical"):
         assert judged[f"bytes counted are bytes predicted, {peer}, 1gbit"]
         assert judged[f"the interface counts little more, {peer}, 1gbit"]
     assert (tmp_path / "r.png").stat().st_size > 0
-    assert "python -m lightning_topk bench hosts --hosts 2" in done.stdout
+    assert "python -m lightning_topk bench hosts --hosts=2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -155,14 +155,20 @@ def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monke
     assert copies_of(TopKConfig(**settings), **flags) == []
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
-def test_no_memory_waits_for_the_host(fake, monkeypatch, topology, memory):
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+IN_TURN = [
+    (topology, memory, (i + j) % 2, DTYPES[(i + j // 2) % 4])
+    for i, topology in enumerate(("sharded", "hierarchical", "single_server"))
+    for j, memory in enumerate(MEMORIES)
+]
+"""Every memory in every topology; ranks and dtypes in turn."""
+
+
+@pytest.mark.parametrize(("topology", "memory", "rank", "dtype"), IN_TURN)
+def test_no_memory_waits_for_the_host(fake, monkeypatch, topology, memory, rank, dtype):
     monkeypatch.setattr(ops, "_kernels", lambda device: fake)
     config = TopKConfig(**{"ratio": 0.01, "topology": topology, **MEMORIES[memory]})
-    dtypes = (torch.float32, torch.bfloat16) if len(memory) % 2 else (torch.float16, torch.float64)
-    for rank, dtype in enumerate(dtypes):
-        assert copies_of(config, rank=rank, dtype=dtype, scaled=True) == [], dtype
+    assert copies_of(config, rank=rank, dtype=dtype, scaled=True) == []
 
 
 @pytest.mark.parametrize("name", presets)

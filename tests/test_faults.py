@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -117,11 +118,11 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float]:
 def test_if_one_rank_fails_the_others_end_in_time_and_name_exchange_bucket_and_timeout(blow):
     group = Group(3)
     for pipe in group._pipes:
-        pipe.send((struck, (blow,)))
+        pipe.send_bytes(pickle.dumps((struck, (blow,))))
     answers = {}
     for rank in (0, 2):
         assert group._pipes[rank].poll(60), f"rank {rank} hangs"
-        answers[rank] = group._pipes[rank].recv()
+        answers[rank] = pickle.loads(group._pipes[rank].recv_bytes())
     group.stop()
     for error, answer in answers.values():
         assert error is None, error

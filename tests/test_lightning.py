@@ -15,7 +15,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from groups import torchrun
+from groups import script, torchrun
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
@@ -482,21 +482,22 @@ def command(arguments, **kwargs):
 
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, launcher):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
     if launcher == "torchrun":
-        output = torchrun(script, "--other", logs=tmp_path / "logs")
+        output = torchrun(path, "--other", logs=tmp_path / "logs")
     else:
-        output = command([sys.executable, str(script)], cwd=tmp_path)
+        output = script(path, log=tmp_path / "log", folder=tmp_path)
     assert "rank 0 trained" in output
     assert "rank 1 trained" in output
 
 
-def test_lightning_cli_configures_the_strategy_by_yaml():
-    output = command(
-        [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=3", "--trainer.devices=1",
-         "--trainer.strategy.init_args.start_method=popen"],
-        cwd=ROOT / "examples/cli",
+def test_lightning_cli_configures_the_strategy_by_yaml(tmp_path):
+    folder = ROOT / "examples/cli"
+    output = script(
+        folder / "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=3", "--trainer.devices=1",
+        "--trainer.strategy.init_args.start_method=popen",
+        log=tmp_path / "log", folder=folder,
     )  # fmt: skip
     assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
 

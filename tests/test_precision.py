@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from test_gloo import every_rank, flat_gradient, mean_over_ranks
+from test_gloo import every_rank, flat_gradient, mean_over_ranks, sum_of, undelivered
 from test_laws import ON_NODES, routes
 from test_lightning import Model, fit
 from torch import nn
@@ -52,8 +52,7 @@ def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str,
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     settings = {"ratio": 0.05, "topology": topology, "bidirectional": bidirectional} | settings
     state = attach(ddp, optimizer=optimizer, scaler=scaler, **settings)
-    produced = delivered = 0.0
-    seen = []
+    computed, received, seen = [], [], []
     for step in range(7):
         bad = step in (2, 3, 5)
         before, weights = held(state, net) if step else None, nn.utils.parameters_to_vector(net.parameters()).clone()
@@ -67,18 +66,18 @@ def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str,
             alone = net_of_four_layers()
             nn.utils.vector_to_parameters(weights, alone.parameters())
             loss_of(alone, rank, step).backward()
-            produced = produced + mean_over_ranks(flat_gradient(alone))
-            delivered = delivered + flat_gradient(net).double()
-        gradients = every_rank(flat_gradient(net))
+            computed.append(flat_gradient(alone))
+            received.append(flat_gradient(net))
+        gradient = flat_gradient(net)
         scaler.step(optimizer)
         scaler.update()
         after = nn.utils.parameters_to_vector(net.parameters())
-        seen.append((bad, before, held(state, net), torch.equal(weights, after), gradients))
-    left = held(state, net)
-    left = mean_over_ranks(left[0]) + mean_over_ranks(left[1]) * world
+        seen.append((bad, before, held(state, net), torch.equal(weights, after), gradient))
+    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
+    everyones = every_rank(torch.stack([gradient for *_, gradient in seen])).unbind(1)
     count = state.nonfinite_steps
     state.close()
-    for step, (bad, before, now, unchanged, gradients) in enumerate(seen):
+    for step, ((bad, before, now, unchanged, _), gradients) in enumerate(zip(seen, everyones, strict=True)):
         assert now.isfinite().all()
         assert unchanged == bad, f"step {step}"
         if bad:
@@ -86,7 +85,7 @@ def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str,
             assert not gradients.isfinite().all(1).any(), "some rank saw a finite gradient"
     assert count == 3
     if not settings.get("momentum"):
-        torch.testing.assert_close(delivered + left, produced, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
 
 
 @routes

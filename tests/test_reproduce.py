@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -35,12 +36,15 @@ from lightning_topk.planning.volume import volume
 from lightning_topk.runtime.autotune import TRIALS
 
 
-def test_parallel_runs_come_back_by_name_and_their_errors_are_raised():
+def test_parallel_runs_come_back_by_name_and_their_errors_are_raised(monkeypatch):
     noted = {}
     jobs = {"b": partial(int, "2"), "a": partial(int, "1"), "c": partial(int, "x")}
-    with pytest.raises(ValueError, match="invalid literal"):
-        training.run_all(jobs, "test", noted.__setitem__)
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "get_context", lambda _: get_context("forkserver"))  # starts in no time
+        with pytest.raises(ValueError, match="invalid literal"):
+            training.run_all(jobs, "test", noted.__setitem__)
     del jobs["c"]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)  # one new interpreter, not two
     assert training.run_all(jobs, "test") == {"b": 2, "a": 1}
 
 

@@ -37,7 +37,7 @@ def residual() -> torch.Tensor:
     cluster = Cluster(TopKConfig(ratio=0.001), 1, NUMEL)
     generator = torch.Generator().manual_seed(0)
     scale = torch.rand(NUMEL, generator=generator) ** 4
-    for _ in range(300):
+    for _ in range(100):
         cluster.step([torch.randn(NUMEL, generator=generator) * scale])
     return cluster.endpoints[0].uplink.memory.tensors()["residual"] + torch.randn(NUMEL, generator=generator) * scale
 
