@@ -39,7 +39,7 @@ multiprocessing.set_forkserver_preload(
     [
         "lightning_topk.lightning.strategy",
         "lightning_topk.lightning.callback",
-        "lightning_topk.core.ops.cpu",
+        "warm",
         "test_lightning",
         "test_gloo",
         "test_precision",

@@ -1,0 +1,10 @@
+"""Imported once by the fork server: what a first exchange loads, so that its children need not."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.simulate import Cluster
+
+Cluster(TopKConfig(ratio=0.1), 2, 100).step([torch.ones(100), torch.zeros(100)])
