@@ -2,15 +2,14 @@
 
 Lightning has no entry points for strategies; names must be added to its registry. Importing Lightning for that would
 cost users of plain DDP several seconds. So the names are registered immediately if Lightning has been imported, else
-right after it is imported. Torch calls :func:`autoload` at the end of its own import: the package's entry point among
-``torch.backends``, which ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns off.
+right after it is imported. Torch imports this package at the end of its own import, for its entry point among
+``torch.backends``; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -27,14 +26,6 @@ _STRATEGY = "lightning_topk.lightning.strategy"  # registers its names when it i
 def when_lightning_is_imported() -> None:
     """Registers the strategies' names now, or right after Lightning's registry has been imported."""
     when_imported(_REGISTRIES, lambda module: importlib.import_module(_STRATEGY))
-
-
-def autoload() -> None:
-    """Does the same for torch. An error would keep torch from being imported, so it is told instead."""
-    try:
-        when_lightning_is_imported()
-    except Exception as error:
-        warnings.warn(f"lightning_topk: strategy='topk' needs import lightning_topk first ({error}).", stacklevel=2)
 
 
 def when_imported(names: tuple[str, ...], then: Callable[[ModuleType], Any]) -> None:
