@@ -47,6 +47,6 @@ def remarks(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: b
     if config.lent_beta1 is not None and not has_optimizers:
         return [
             "lightning_topk: Adam keeps its beta1, because attach was called without optimizer=. With saving= it "
-            "should step with a beta1 of 0 (README, Adam): pass optimizer=."
+            "should step with a beta1 of 0 (guide on learning, Adam): pass optimizer=."
         ]
     return []
