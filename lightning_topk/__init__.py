@@ -13,8 +13,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_topk._version import __version__
+from lightning_topk.attaching import attach
 from lightning_topk.config import TopKConfig
-from lightning_topk.ddp import TopKState, attach, topk_hook
+from lightning_topk.ddp import TopKState, topk_hook
 from lightning_topk.lightning import _register
 from lightning_topk.presets import presets
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
