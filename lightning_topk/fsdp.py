@@ -577,14 +577,10 @@ def _replicas(group: Any) -> dist.ProcessGroup:
     remedy = "Pass process_group=mesh['replicate'], the dimension of a device mesh along which nodes are counted."
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"process_group= is a mesh of shape {tuple(group.shape)}; it must be one dimension. {remedy}"
-            )
+            raise ValueError(f"process_group= is a mesh of shape {tuple(group.shape)}, not one dimension. {remedy}")
         return group.get_group()
     if group is None:
-        raise ValueError(
-            f"an FSDP model needs process_group=, the ranks that hold the same shard on each node. {remedy}"
-        )
+        raise ValueError(f"process_group= is missing: the ranks that hold the same shard, one on each node. {remedy}")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"process_group={group!r} is a {type(group).__name__}, and no group of ranks. {remedy}")
     return group
