@@ -593,3 +593,120 @@ def test_the_same_bits_are_learned_with_checkpoints_compiled_blocks_and_shards_o
     expected = groups(4).run(blocks, "plain")[0]
     for found in groups(4).run(blocks, kind):
         assert torch.equal(found, expected)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(12, 40), nn.Linear(40, 12), nn.LayerNorm(12)
+
+    def forward(self, x):
+        return self.norm(x + self.down(self.up(x).relu()))
+
+
+def tensor_parallel(rank: int, world: int, saving: bool) -> None:
+    """Two nodes of two ranks, which hold a tensor's halves; norms are on both."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    found = []
+    for hybrid in (True, False):
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        net = parallelize_module(Norm(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["replicate", "shard"] if hybrid else mesh["shard"])
+        amount = {"saving": 4} if saving else {"ratio": 1.0, "wire": "fp32"}
+        state = None if hybrid else attach(net, process_group=mesh["replicate"], **amount)
+        watched = None if hybrid else Watched(state)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            # Ranks of a node see the same rows: they hold halves of one model.
+            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(10 * step + rank // 2))
+            net(x).square().mean().backward()
+            optimizer.step()
+        found.append(weights(net) if hybrid else torch.cat([p.full_tensor().flatten() for p in net.parameters()]))
+        copies = torch.cat([net.norm.weight.to_local(), net.norm.bias.to_local()])
+    whole = {state.names[member] for member in state.names} - {state.names[member] for member in state.buckets.compressed}
+    kept = state.full_state_dict()["parameters"]
+    watched.check()
+    state.close()
+    rows = [torch.empty_like(copies) for _ in range(world)]
+    dist.all_gather(rows, copies.detach())
+    assert all(torch.equal(row, rows[0]) for row in rows)
+    assert whole == {"norm.weight", "norm.bias", "down.bias"}
+    if rank == 0:
+        assert kept["up.weight"]["worker"]["residual"].shape == (480,)
+    if not saving:
+        torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_halves_of_tensors_are_exchanged_as_shards_and_copies_inside_a_node_whole(groups, saving):
+    groups(4).run(tensor_parallel, saving)
+
+
+def saved(rank: int, world: int, nodes: int, local: int, folder: str, momentum: float) -> None:
+    net, state = made(nodes, local, ratio=0.05, momentum=momentum, optimizer=list)
+    for step in range(3):
+        loss_of(net, rank, step).backward()
+    left = undelivered(state, net)
+    dcp.save({"model": net.state_dict(), "topk": state}, checkpoint_id=folder)
+    whole = state.full_state_dict()
+    state.close()
+    if rank == 0:
+        torch.save((left, whole), Path(folder) / "whole.pt")
+
+
+def loaded(rank: int, world: int, nodes: int, local: int, folder: str, full: bool, momentum: float) -> None:
+    net, state = made(nodes, local, ratio=0.05, momentum=momentum, optimizer=list)
+    left, whole = torch.load(Path(folder) / "whole.pt", weights_only=True)
+    if full:
+        state.load_state_dict(whole)
+    else:
+        dcp.load({"model": (model := net.state_dict()), "topk": state}, checkpoint_id=folder)
+        net.load_state_dict(model)
+    found, steps = undelivered(state, net), state.residuals.progress.steps
+    again = state.full_state_dict()
+    watched = Watched(state)
+    loss_of(net, rank, 9).backward()
+    state.close()
+    torch.testing.assert_close(found, left, atol=1e-7, rtol=1e-6)
+    assert found.count_nonzero() > 0
+    assert steps == 3
+    for name, sides in again["parameters"].items():
+        assert sides["worker"].keys() == whole["parameters"][name]["worker"].keys()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_residuals_of_shards_are_saved_and_go_on_on_other_nodes_and_ranks(groups, tmp_path, momentum):
+    groups(4).run(saved, 2, 2, str(tmp_path), momentum)
+    for nodes, local in ((2, 2), (4, 1), (3, 1), (2, 1)):
+        for full in (False, True):
+            groups(nodes * local).run(loaded, nodes, local, str(tmp_path), full, momentum)
+
+
+def from_ddp(rank: int, world: int) -> None:
+    """The residuals of a DDP model go on in a sharded one."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net())
+    state = attach(ddp, ratio=0.05)
+    for step in range(3):
+        loss_of(ddp, rank, step).backward()
+    entry = [state.state_dict()]
+    dist.broadcast_object_list(entry)
+    state.close()
+    net, state = made(2, 2, ratio=0.05)
+    state.load_state_dict(entry[0])
+    found = state.full_state_dict()["parameters"]
+    with pytest.raises(ValueError, match="the model has no parameter 'other'"):
+        state.load_state_dict({**entry[0], "parameters": {"other": {"worker": {}, "server": {}}}})
+    state.close()
+    for name, sides in entry[0]["parameters"].items() if rank == 0 else ():
+        expected = sum(part["residual"] for part in sides.values())
+        torch.testing.assert_close(sum(part["residual"] for part in found[name].values()), expected)
+
+
+def test_residuals_of_a_ddp_run_go_on_in_a_sharded_one(groups):
+    groups(4).run(from_ddp)
