@@ -1,4 +1,4 @@
-"""Top-k gradient compression with error feedback in both directions, for PyTorch DDP and Lightning.
+"""Top-k gradient compression with error feedback in both directions, for PyTorch DDP, FSDP2 and Lightning.
 
 With Lightning, change one argument::
 
@@ -22,6 +22,7 @@ from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 
 if TYPE_CHECKING:
     from lightning_topk.lightning.callback import CompressionMonitor
+    from lightning_topk.lightning.model_parallel import TopKModelParallelStrategy
     from lightning_topk.lightning.strategy import TopKStrategy
 
 
@@ -30,6 +31,7 @@ __all__ = [
     "CosineWarmup",
     "ExponentialWarmup",
     "TopKConfig",
+    "TopKModelParallelStrategy",
     "TopKState",
     "TopKStrategy",
     "__version__",
@@ -40,6 +42,7 @@ __all__ = [
 
 _MODULES = ("fabric", "metrics", "select")
 _NEEDS_LIGHTNING = {
+    "TopKModelParallelStrategy": "lightning_topk.lightning.model_parallel",
     "TopKStrategy": "lightning_topk.lightning.strategy",
     "CompressionMonitor": "lightning_topk.lightning.callback",
 }

@@ -251,6 +251,11 @@ class ShardState(ExchangeState):
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters whose gradients are exchanged, as the model has them between two passes."""
+        return [parameter.sharded_param for parameter in self._parameters.values()]
+
     @override
     def known_as(self, member: Tensor) -> Tensor:
         parameter: Tensor = self._parameters[member].sharded_param

@@ -626,7 +626,9 @@ def tensor_parallel(rank: int, world: int, saving: bool) -> None:
             optimizer.step()
         found.append(weights(net) if hybrid else torch.cat([p.full_tensor().flatten() for p in net.parameters()]))
         copies = torch.cat([net.norm.weight.to_local(), net.norm.bias.to_local()])
-    whole = {state.names[member] for member in state.names} - {state.names[member] for member in state.buckets.compressed}
+    whole = {state.names[member] for member in state.names} - {
+        state.names[member] for member in state.buckets.compressed
+    }
     kept = state.full_state_dict()["parameters"]
     watched.check()
     state.close()

@@ -24,8 +24,8 @@ from lightning_topk.core.wire import WireName
 from lightning_topk.ddp import TopKState, attach, own_memory_
 from lightning_topk.lightning._compat import (
     OTHER,
-    PACKAGE,
     DDPStrategy,
+    OfOnePackage,
     StrategyRegistry,
     TrainerFn,
     TrainerStatus,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @describes_settings
-class TopKStrategy(DDPStrategy):
+class TopKStrategy(OfOnePackage, DDPStrategy):
     """Data-parallel training that exchanges only the largest entries of the gradient, with error feedback.
 
     Example::
@@ -223,21 +223,6 @@ class TopKStrategy(DDPStrategy):
                 self._residuals.settle()
         finally:
             super().teardown()
-
-    @property
-    @override
-    def accelerator(self) -> Any:
-        """The Trainer's accelerator, which it sets when it is made; only then is it seen whose Trainer it is."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        if any(kind.__module__.startswith(f"{OTHER}.") for kind in type(accelerator).__mro__):
-            raise ValueError(
-                f"import {OTHER} before lightning_topk, and not {PACKAGE}: this TopKStrategy is for the Trainer of "
-                f"{PACKAGE}, and was given to that of {OTHER}."
-            )
-        self._accelerator = accelerator
 
     @classmethod
     @override
