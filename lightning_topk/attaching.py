@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_topk import ddp, fsdp
+from lightning_topk import ddp
 from lightning_topk.config import TopKConfig
 from lightning_topk.ddp import TopKState
-from lightning_topk.fsdp import ShardState
 from lightning_topk.runtime.residuals import Residuals
+
+if TYPE_CHECKING:
+    from lightning_topk.fsdp import ShardState
 
 
 def attach(
@@ -71,7 +73,9 @@ def attach(
         RuntimeError: The model has a communication hook already.
     """
     same = config, timeout, residuals, epoch, init_sync, optimizer, scaler
-    if fsdp.is_sharded(model):
+    if _is_sharded(model):
+        from lightning_topk import fsdp  # torch's FSDP2 takes a while to import, and who has a sharded model has it
+
         if local_world_size is not None:
             raise ValueError(
                 f"local_world_size={local_world_size} is for DDP models: the nodes of an FSDP model are those that "
@@ -84,3 +88,10 @@ def attach(
             "has its own: pass it to DistributedDataParallel."
         )
     return ddp.attach(model, *same, local_world_size, announce, **settings)
+
+
+def _is_sharded(model: Any) -> bool:
+    """Whether ``fully_shard`` wrapped a model, or modules of it."""
+    if not isinstance(model, torch.nn.Module):
+        return False
+    return any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)

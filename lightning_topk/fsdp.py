@@ -21,7 +21,6 @@ It is the hierarchical topology with FSDP's shards for its parts: residuals are 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,199 +33,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime import checkpoint
-from lightning_topk.runtime.checkpoint import EMPTY, Mode
+from lightning_topk.runtime import sharded_checkpoint
+from lightning_topk.runtime.checkpoint import Mode
 from lightning_topk.runtime.checks import check_parameters, check_same_model, check_settings, one_config
 from lightning_topk.runtime.drive import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import ExchangeState
-
-# ------------------------------------------------------------------------------------------------ a wrapped module
-
-
-class Unit:
-    """A group of parameters whose gradients FSDP reduces together.
-
-    A bucket is a tuple of tensors with an identity, a size, a dtype and a device. A sharded parameter has the size of
-    the whole one, so a *stand-in* takes its place: ``[elements of the padded shard]`` in the dtype of the reduced
-    gradient, without memory of its own.
-
-    Args:
-        module: One of the modules that ``fully_shard`` wrapped together.
-        group: FSDP's own account of the group, which is private: torch offers no other list of what a hook's tensor
-            holds.
-        names: The sharded parameters' names.
-        known: Stand-ins by name, of an earlier state of the same model; this adds to it.
-    """
-
-    def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
-        self.module, self._group = module, group
-        self.stand_ins: dict[Tensor, Any] = {}
-        """FSDP's account of each trainable parameter, by stand-in."""
-        self.names: dict[Tensor, str] = {}
-        for parameter in group.fsdp_params:
-            sharded = parameter.sharded_param
-            if not sharded.requires_grad:
-                continue
-            name, size = names[sharded], parameter.padded_sharded_param_size.numel()
-            if name not in known or known[name].numel() != size:
-                known[name] = torch.zeros((), dtype=sharded.dtype, device=group.device).expand(size).requires_grad_()
-            self.stand_ins[known[name]], self.names[known[name]] = parameter, name
-        self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
-        """The ranks to which the parameters are dealt."""
-        self._used: set[Any] = set()  # parameters with a gradient that was not reduced yet
-
-    def __str__(self) -> str:
-        first, *others = self.names.values()
-        return first if not others else f"{first} and {len(others)} more"
-
-    def watch_use(self) -> None:
-        """Notes from now on which parameters get a gradient. A collective of the node: all are gathered, once."""
-        self.module.unshard()
-        for parameter in self.stand_ins.values():
-
-            def note(_: Tensor, used: Any = parameter) -> None:
-                self._used.add(used)
-
-            parameter._unsharded_param.register_post_accumulate_grad_hook(note)
-        self.module.reshard()
-
-    def bucket(self, g: Tensor) -> Bucket:
-        """The parameters whose gradients a hook's tensor holds, in its order: all, or those that got one.
-
-        Raises:
-            RuntimeError: Its size says that it holds others.
-        """
-        parameters = self._group.fsdp_params
-        order = getattr(self._group, "_reduce_scatter_param_indices", None)  # torch 2.15 sorts them by dtype
-        ordered = parameters if order is None else [parameters[number] for number in order]
-        member = {parameter: stand_in for stand_in, parameter in self.stand_ins.items()}
-        every = tuple(member[parameter] for parameter in ordered if parameter in member)
-        used = tuple(each for each in every if self.stand_ins[each] in self._used)
-        self._used.clear()
-        for bucket in (every, used):
-            if sum(each.numel() for each in bucket) == g.numel():
-                return bucket
-        raise RuntimeError(
-            f"the gradient of {self} has {g.numel()} elements on this rank, but its parameters that are to be trained "
-            f"have {sum(each.numel() for each in every)}. If parameters were frozen, unfrozen or replaced since "
-            "attach, close the state and attach again."
-        )
-
-    @property
-    def partial(self) -> bool:
-        """Whether a part of the reduction is switched off, so that replicas would differ."""
-        return bool(self._group.reduce_grads and not self._group.all_reduce_grads)
-
-    def node_bytes(self, g: Tensor) -> int:
-        """Bytes that FSDP sends inside the node for a forward and a backward pass, by all its ranks together.
-
-        The reduce-scatter of the gradient, and an all-gather of the parameters for each pass that needs them anew.
-        """
-        ranks, again = len(self.ranks), self._group.post_forward_mesh_info is not None
-        gathered = sum(
-            each.padded_sharded_param_size.numel() * (each.param_dtype or each.orig_dtype).itemsize
-            for each in self._group.fsdp_params
-        )
-        return ranks * (ranks - 1) * (g.nbytes + (1 + again) * int(gathered))
-
-    @property
-    def device(self) -> torch.device:
-        """Where gradients are reduced."""
-        device: torch.device = self._group.device
-        return device
-
-    @property
-    def hook(self) -> Any:
-        """What FSDP calls with each reduced gradient; None if nothing."""
-        return self._group._all_reduce_hook
-
-    def set_hook(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
-        """Has FSDP call a hook with each reduced gradient, on that stream."""
-        self.module.set_all_reduce_hook(hook, stream=stream)
-
-    def later_divided_by(self, stand_in: Tensor) -> float:
-        """By what FSDP divides the hook's result, so that sums of small floats do not overflow.
-
-        Residuals have the hook's units; in a checkpoint they have the gradient's.
-        """
-        if stand_in.dtype in (torch.float32, torch.bfloat16):
-            return 1.0
-        factor = self._group.gradient_divide_factor or len(self.ranks)  # as torch's _get_gradient_divide_factors
-        before = 1
-        while factor % before == 0 and factor / before > before:
-            before *= 2
-        return float(factor / before)
-
-
-def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
-    """The groups of parameters of an FSDP2 model, in the order of its modules.
-
-    Args:
-        model: The model.
-        known: See :class:`Unit`.
-
-    Raises:
-        ValueError: Replicas are exchanged by FSDP itself, modules have several meshes, or parameters are not sharded.
-    """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    units, seen = [], set()
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_groups", None)  # torch 2.9 has one group a module
-        groups = [group for group in ([state._fsdp_param_group] if one is None else one) if group is not None]
-        if len(groups) > 1:
-            raise ValueError(
-                f"the module {name!r} is sharded on {len(groups)} meshes, and FSDP2 has one hook for them. Wrap its "
-                "parts by fully_shard one by one, all on the mesh of the node."
-            )
-        for group in groups:
-            if id(group) not in seen:
-                seen.add(id(group))
-                _check_mesh(group, name)
-                units.append(Unit(module, group, names, known))
-    found = {parameter for unit in units for parameter in unit.names.values()}
-    strangers = [name for parameter, name in names.items() if parameter.requires_grad and name not in found]
-    if strangers:
-        raise ValueError(
-            f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so nobody would "
-            "reduce its gradient. Wrap the module that holds it too, or freeze it."
-        )
-    units = [unit for unit in units if unit.stand_ins]
-    meshes = {tuple(unit.ranks) for unit in units}
-    if len(meshes) > 1:
-        raise ValueError(
-            f"the model is sharded on several meshes, of the ranks {' and '.join(map(str, sorted(meshes)))}: their "
-            "replicas are on different ranks. Shard all modules on one mesh, that of the node."
-        )
-    return units
-
-
-def _check_mesh(group: Any, name: str) -> None:
-    """Refuses a mesh on which FSDP exchanges replicas' gradients itself, or does not shard."""
-    if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None:
-        raise ValueError(
-            f"the module {name!r} is on a mesh {tuple(group.mesh_info.mesh.shape)} with a dimension of replicas, whose "
-            "gradients FSDP all-reduces whole. Pass fully_shard the dimension of a node alone, such as "
-            "mesh=mesh['shard'], and attach(..., process_group=mesh['replicate'])."
-        )
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether ``fully_shard`` wrapped the model, or modules of it."""
-    return isinstance(model, torch.nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules())
-
+from lightning_topk.runtime.units import Unit, units_of
 
 # ------------------------------------------------------------------------------------------------ the state
 
@@ -247,19 +67,18 @@ class ShardState(ExchangeState):
         super().__init__(process_group=replicas, local_world_size=1, companions=self.node_size, **arguments)
         self.device = units[0].device
         self._units, self._replicas = units, replicas
-        self._parameters = {member: parameter for unit in units for member, parameter in unit.stand_ins.items()}
+        self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients are exchanged, as the model has them between two passes."""
-        return [parameter.sharded_param for parameter in self._parameters.values()]
+        return [unit.sharded(member) for member, unit in self._unit_of.items()]
 
     @override
     def known_as(self, member: Tensor) -> Tensor:
-        parameter: Tensor = self._parameters[member].sharded_param
-        return parameter
+        return self._unit_of[member].sharded(member)
 
     def exchange(self, unit: Unit, g: Tensor) -> None:
         """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.
@@ -340,8 +159,7 @@ class ShardState(ExchangeState):
             mode: ``"mean"``: the mean over the replicas, and what they serve, 2 x the model.
 
         Returns:
-            On every rank, ``worker`` and ``server``: by what is kept, and by parameter, a DTensor on the CPU that is
-            sharded as the parameter is, the same on all replicas; and ``about``, the rest in words.
+            What :mod:`lightning_topk.runtime.sharded_checkpoint` says, on every rank.
 
         Raises:
             ValueError: Another mode.
@@ -351,39 +169,8 @@ class ShardState(ExchangeState):
                 f"mode={mode!r} saves every replica's own residuals, which sharded checkpoints have no place for: they "
                 "hold one copy of a model. Use mode='mean'."
             )
-        found: dict[str, Any] = {"worker": {"residual": {}}, "server": {"residual": {}}}
-        if self.config.momentum:
-            found["worker"]["velocity"] = {}
-        memories, share = self.residuals.memories(), {"worker": self.world, "server": 1}
-        for unit in self._units:
-            for member, name in unit.names.items():
-                worker, server = memories.get(member, ({}, {}))
-                for side, kept in (("worker", worker), ("server", server)):
-                    for what, parts in found[side].items():
-                        total = self._everyones(kept.get(what), member) / (share[side] * unit.later_divided_by(member))
-                        parts[name] = _like_parameter(total, self._parameters[member])
-        return {**found, "about": json.dumps(self._about())}
-
-    def _everyones(self, kept: Tensor | None, member: Tensor) -> Tensor:
-        """The sum over the replicas of what each keeps of a parameter's shard."""
-        dtype = torch.promote_types(member.dtype, torch.float32)
-        total = torch.zeros(member.numel(), dtype=dtype, device=member.device)
-        if kept is not None:
-            total += kept.to(member.device)
-        if self.world > 1:
-            dist.all_reduce(total, group=self._replicas)
-        return total
-
-    def _about(self) -> dict[str, Any]:
-        """What belongs to the residuals, in numbers and words."""
-        return {
-            **EMPTY,
-            "world_size": self.world,
-            "steps": self.residuals.progress.steps,
-            "rates": list(self.residuals.progress.learning_rates),
-            "buckets": [[self.names[member] for member in bucket] for bucket in self.residuals.progress.buckets],
-            "settings": checkpoint.settings_of(self._given),
-        }
+        momentum = bool(self.config.momentum)
+        return sharded_checkpoint.collect(self.residuals, self._units, self._given, momentum, self._replicas)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The residuals as one file holds them; every rank calls it between two backward passes.
@@ -392,15 +179,7 @@ class ShardState(ExchangeState):
             On rank 0, what :meth:`lightning_topk.TopKState.state_dict` returns of the same model without shards;
             elsewhere the same without tensors.
         """
-        sharded, parameters = self.state_dict(), {}
-        for name in self.names.values():
-            whole = {
-                side: {what: _whole(parts[name]) for what, parts in sharded[side].items()}
-                for side in ("worker", "server")
-            }
-            if dist.get_rank() == 0:
-                parameters[name] = whole
-        return {**self._about(), "parameters": parameters}
+        return sharded_checkpoint.whole(self.state_dict())
 
     @override
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
@@ -413,66 +192,7 @@ class ShardState(ExchangeState):
         Raises:
             ValueError: The entry is damaged, or of another model.
         """
-        super().load_state_dict(self._of_this_rank(entry))
-
-    def _of_this_rank(self, entry: Any) -> Any:
-        """An entry with this rank's shards alone, as its stand-ins are; as it is where it is damaged."""
-        if isinstance(entry, Mapping) and "about" in entry:
-            sides = ("worker", "server")
-            names = {name for side in sides for parts in entry[side].values() for name in parts}
-            parameters = {
-                name: {
-                    side: {what: parts[name] for what, parts in entry[side].items() if name in parts} for side in sides
-                }
-                for name in sorted(names)
-            }
-            entry = {**json.loads(entry["about"]), "parameters": parameters}
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("parameters"), Mapping):
-            return entry
-        mine = dict(entry["parameters"])
-        for unit in self._units:
-            for member, name in unit.names.items():
-                for side, kept in (mine.get(name) or {}).items():
-                    units = unit.later_divided_by(member)
-                    cut = {what: _shard_of(part, self._parameters[member], member) for what, part in kept.items()}
-                    mine[name] = {**mine[name], side: {what: part * units for what, part in cut.items()}}
-        return {**entry, "parameters": mine}
-
-
-def _like_parameter(flat: Tensor, parameter: Any) -> DTensor:
-    """A padded shard ``[elements]`` as a DTensor on the CPU, sharded as the parameter is."""
-    like: Any = torch.empty_like(parameter.sharded_param.detach(), dtype=flat.dtype, device=flat.device)
-    local = like.to_local()
-    local.copy_(flat[: local.numel()].view(local.shape))
-    on_cpu: DTensor = like.to("cpu")
-    return on_cpu
-
-
-def _whole(shards: DTensor) -> Tensor:
-    """All of a sharded tensor, ``[elements]`` on the CPU. A collective of the node."""
-    there: Any = shards.to(shards.device_mesh.device_type)
-    whole: Tensor = there.full_tensor().flatten().cpu()
-    return whole
-
-
-def _shard_of(given: Tensor, parameter: Any, member: Tensor) -> Tensor:
-    """A rank's shard of what was saved of a parameter, padded: ``[elements]``, or ``[workers, elements]``.
-
-    Args:
-        given: A DTensor that is sharded as the parameter is, or the whole of it, ``[..., elements of the parameter]``.
-        parameter: FSDP's account of the parameter.
-        member: Its stand-in.
-    """
-    sharded = parameter.sharded_param
-    if isinstance(given, DTensor):
-        mine = given.to_local().reshape(-1)
-    elif given.shape[-1:] != (sharded.numel(),):
-        return given  # of another model: who restores it says so
-    else:
-        size, begin = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
-        cut = [slice(None)] * (given.ndim - 1) + [slice(b, b + s) for b, s in zip(begin, size, strict=True)]
-        mine = given.unflatten(-1, sharded.shape)[tuple(cut)].flatten(given.ndim - 1)
-    return torch.nn.functional.pad(mine, (0, member.numel() - mine.shape[-1]))
+        super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._units))
 
 
 # ------------------------------------------------------------------------------------------------ attach
@@ -612,8 +332,8 @@ def _copied_inside(state: ShardState, units: Sequence[Unit]) -> list[Tensor]:
     """
     found = []
     for unit in units:
-        for member, parameter in unit.stand_ins.items():
-            sharded = parameter.sharded_param
+        for member in unit.stand_ins:
+            sharded = unit.sharded(member)
             sizes = [
                 size
                 for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True)

@@ -1,11 +1,9 @@
-"""The laws between the replicas of an FSDP2 model, on gloo ranks: shard by shard, with torch's own HSDP as the oracle."""
+"""The laws between the replicas of an FSDP2 model, shard by shard, on gloo ranks; torch's own HSDP is the oracle."""
 
 from __future__ import annotations
 
-import copy
-import math
-import warnings
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -17,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from lightning_topk import TopKConfig, attach
+from lightning_topk import attach
 from lightning_topk.schedule import ExponentialWarmup
 
 NODES = [(2, 2), (3, 1), (1, 4)]
@@ -101,7 +99,7 @@ def local_gradient(net: nn.Module, plain: nn.Module, rank: int, step: int, branc
 class Counted:
     """Counts what collectives are given for other ranks, by the ranks of their group."""
 
-    COSTS = {
+    COSTS: ClassVar = {
         "all_to_all_single": lambda world, out, x: x.nbytes * (world - 1) // world,
         "all_reduce": lambda world, x: 2 * (world - 1) * x.nbytes // world,
         "all_gather_into_tensor": lambda world, out, x: x.nbytes * (world - 1),
@@ -111,7 +109,7 @@ class Counted:
         "gather": lambda world, x: x.nbytes,
         "scatter": lambda world, out: out.nbytes * (world - 1),
     }
-    SENDERS = {"gather": lambda rank: rank > 0, "scatter": lambda rank: rank == 0}
+    SENDERS: ClassVar = {"gather": lambda rank: rank > 0, "scatter": lambda rank: rank == 0}
 
     def __init__(self) -> None:
         self.bytes: dict[frozenset[int], int] = {}
@@ -530,7 +528,8 @@ def failed(rank: int, world: int) -> None:
     with pytest.raises(KeyError):
         net.branch(h).square().mean().backward()
     if not hasattr(net, "reset_iter_state"):
-        return state.close()
+        state.close()
+        return
     net.reset_iter_state()
     for step in (1, 2):
         net.zero_grad()
@@ -669,7 +668,6 @@ def loaded(rank: int, world: int, nodes: int, local: int, folder: str, full: boo
         net.load_state_dict(model)
     found, steps = undelivered(state, net), state.residuals.progress.steps
     again = state.full_state_dict()
-    watched = Watched(state)
     loss_of(net, rank, 9).backward()
     state.close()
     torch.testing.assert_close(found, left, atol=1e-7, rtol=1e-6)
@@ -699,7 +697,7 @@ def from_ddp(rank: int, world: int) -> None:
     entry = [state.state_dict()]
     dist.broadcast_object_list(entry)
     state.close()
-    net, state = made(2, 2, ratio=0.05)
+    _, state = made(2, 2, ratio=0.05)
     state.load_state_dict(entry[0])
     found = state.full_state_dict()["parameters"]
     with pytest.raises(ValueError, match="the model has no parameter 'other'"):
