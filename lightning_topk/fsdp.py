@@ -149,6 +149,12 @@ class ShardState(ExchangeState):
                 lane.run(partial(self._exchanger.run, batch, lane))
         self.end_pass(buckets)
 
+    @override
+    def close(self) -> None:
+        for unit in self._units:
+            unit.stop()
+        super().close()
+
     # -------------------------------------------------------------------------------- checkpoints
 
     @override
@@ -241,6 +247,11 @@ def attach(
     config = one_config(attach, config, settings)
     _check_config(config)
     replicas = _replicas(process_group)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
+            "them before attach."
+        )
     check_parameters(model)
     check_settings(config, model, optimizer is not None)
     residuals = residuals or Residuals()

@@ -407,6 +407,8 @@ def refusals(rank: int, world: int) -> list[str]:
     state = attach(taken, process_group=between, ratio=0.1)
     whole = sharded(Net(), inside)
     frozen = Net().requires_grad_(False)
+    with torch.device("meta"):
+        empty = Net()
     cases = {
         "process_group= is missing": (whole, {"ratio": 0.1}),
         "is a str, and no group": (whole, {"process_group": "replicate"}),
@@ -416,6 +418,7 @@ def refusals(rank: int, world: int) -> list[str]:
         "on several meshes": (several, {"process_group": between}),
         "'scale' (one of 5) is not sharded": (partly, {"process_group": between}),
         "no gradient to exchange": (sharded(frozen, inside), {"process_group": between}),
+        "have no values yet": (sharded(empty, inside), {"process_group": between}),
         "scope='model' selects": (whole, {"process_group": between, "scope": "model"}),
         "clip every shard by a norm of its own": (whole, {"process_group": between, "clip_norm": 1.0}),
         "Close the earlier state first": (taken, {"process_group": between}),

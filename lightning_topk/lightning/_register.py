@@ -19,13 +19,12 @@ from typing import Any
 from typing_extensions import override
 
 _REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
-_STRATEGIES = ("lightning_topk.lightning.strategy", "lightning_topk.lightning.model_parallel")
-"""They register their names when they are imported."""
+_STRATEGY = "lightning_topk.lightning.strategy"  # registers its names when it is imported
 
 
 def when_lightning_is_imported() -> None:
     """Registers the strategies' names now, or right after Lightning's registry has been imported."""
-    when_imported(_REGISTRIES, lambda module: [importlib.import_module(each) for each in _STRATEGIES])
+    when_imported(_REGISTRIES, lambda module: importlib.import_module(_STRATEGY))
 
 
 def when_imported(names: tuple[str, ...], then: Callable[[ModuleType], Any]) -> None:

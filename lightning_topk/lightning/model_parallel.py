@@ -20,7 +20,6 @@ from lightning_topk.lightning._compat import (
     OTHER,
     ModelParallelStrategy,
     OfOnePackage,
-    StrategyRegistry,
     TrainerFn,
     TrainerStatus,
     rank_zero_info,
@@ -42,7 +41,6 @@ from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
-    from lightning.fabric.strategies.registry import _StrategyRegistry
     from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch import Trainer
 
@@ -243,15 +241,7 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
         finally:
             super().teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the name for ``Trainer(strategy=...)``."""
-        description = "FSDP2 inside nodes, top-k gradient exchange between them"
-        strategy_registry.register("topk_model_parallel", cls, description=description, override=True)
 
-
-TopKModelParallelStrategy.register_strategies(StrategyRegistry)
 # The other package's Trainer takes it too, or it would say that its name is invalid; `accelerator` says what is wrong.
 when_imported(
     (f"{OTHER}.strategies.model_parallel",),

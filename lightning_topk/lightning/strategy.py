@@ -257,6 +257,19 @@ def _check_strategy_options(options: dict[str, Any]) -> None:
         )
 
 
+def _model_parallel(**settings: Any) -> Any:
+    """The strategy for sharded models. Its module needs all of Lightning, whose import may be under way here."""
+    from lightning_topk.lightning.model_parallel import TopKModelParallelStrategy
+
+    return TopKModelParallelStrategy(**settings)
+
+
 TopKStrategy.register_strategies(StrategyRegistry)
+StrategyRegistry.register(
+    "topk_model_parallel",
+    _model_parallel,
+    description="FSDP2 inside nodes, top-k gradient exchange between them",
+    override=True,
+)
 # The other package's Trainer takes it too, or it would say that its name is invalid; `accelerator` says what is wrong.
 when_imported((f"{OTHER}.strategies",), lambda module: module.DDPStrategy.register(TopKStrategy))

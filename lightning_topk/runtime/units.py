@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.runtime.exchanger import Bucket
 
@@ -49,6 +50,7 @@ class Unit:
         self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
         """The ranks to which the parameters are dealt."""
         self._used: set[Any] = set()  # parameters with a gradient that was not reduced yet
+        self._watches: list[RemovableHandle] = []
 
     def sharded(self, stand_in: Tensor) -> DTensor:
         """The parameter as the model has it between two passes, and as optimizers know it."""
@@ -67,8 +69,13 @@ class Unit:
             def note(_: Tensor, used: Any = parameter) -> None:
                 self._used.add(used)
 
-            parameter._unsharded_param.register_post_accumulate_grad_hook(note)
+            self._watches.append(parameter._unsharded_param.register_post_accumulate_grad_hook(note))
         self.module.reshard()
+
+    def stop(self) -> None:
+        """Ends watching. The hook stays: FSDP would go on without it, and replicas go different ways."""
+        for watch in self._watches:
+            watch.remove()
 
     def bucket(self, g: Tensor) -> Bucket:
         """The parameters whose gradients a hook's tensor holds, in its order: all, or those that got one.
