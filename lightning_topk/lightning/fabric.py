@@ -309,6 +309,9 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         """Shards a module inside the node, makes replicas equal and hooks them up; every rank must call it."""
         sharded = super().setup_module(module)
         parameters = set(sharded.parameters())
+        for old in [state for state in self.topk_states if parameters.intersection(state.parameters)]:
+            old.close()
+            self.topk_states.remove(old)
         state = fsdp.attach(
             sharded,
             self.config,
