@@ -1,4 +1,4 @@
-"""Top-k gradient compression with error feedback in both directions, for PyTorch DDP and Lightning.
+"""Top-k gradient compression with error feedback in both directions, for PyTorch DDP, FSDP2 and Lightning.
 
 With Lightning, change one argument::
 
@@ -16,9 +16,11 @@ from lightning_topk._version import __version__
 from lightning_topk.lightning import _register
 
 if TYPE_CHECKING:
+    from lightning_topk.attaching import attach
     from lightning_topk.config import TopKConfig
-    from lightning_topk.ddp import TopKState, attach, topk_hook
+    from lightning_topk.ddp import TopKState, topk_hook
     from lightning_topk.lightning.callback import CompressionMonitor
+    from lightning_topk.lightning.model_parallel import TopKModelParallelStrategy
     from lightning_topk.lightning.strategy import TopKStrategy
     from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
     from lightning_topk.systems import presets
@@ -29,6 +31,7 @@ __all__ = [
     "CosineWarmup",
     "ExponentialWarmup",
     "TopKConfig",
+    "TopKModelParallelStrategy",
     "TopKState",
     "TopKStrategy",
     "__version__",
@@ -44,8 +47,9 @@ _HOMES = {
     "ExponentialWarmup": "schedule",
     "TopKConfig": "config",
     "TopKState": "ddp",
+    "TopKModelParallelStrategy": "lightning.model_parallel",
     "TopKStrategy": "lightning.strategy",
-    "attach": "ddp",
+    "attach": "attaching",
     "presets": "systems",
     "topk_hook": "ddp",
 }

@@ -7,7 +7,6 @@ returns a future at once, so backward goes on while bytes travel.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,17 +21,17 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.planning.volume import Volume, volume
 from lightning_topk.runtime.announce import Announcer, remarks
 from lightning_topk.runtime.buckets import BucketSettings
 from lightning_topk.runtime.checkpoint import EMPTY, Mode
-from lightning_topk.runtime.checks import check_ddp_options, check_known, check_parameters
+from lightning_topk.runtime.checks import check_ddp_options, check_parameters, check_settings, one_config
+from lightning_topk.runtime.drive import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
+from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future, Lane
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import LOGGER, ExchangeState
 from lightning_topk.runtime.telemetry import Telemetry
-from lightning_topk.saving import TOLERANCE
 
 
 class TopKState(ExchangeState):
@@ -77,7 +76,7 @@ class TopKState(ExchangeState):
         **settings: Any,
     ) -> None:
         super().__init__(
-            _one_config(TopKState, config, settings),
+            one_config(TopKState, config, settings),
             process_group,
             timeout,
             residuals,
@@ -95,7 +94,7 @@ class TopKState(ExchangeState):
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Notes from now on which of the parameters get a gradient, for a model in which some may not."""
-        self._usage = _Usage(parameters)
+        self._usage, self.voting = _Usage(parameters), True
 
     def launch(self, bucket: GradBucket) -> Future:
         """Queues the exchange of a bucket; with ``scope="model"``, of all buckets when the last one comes.
@@ -136,11 +135,7 @@ class TopKState(ExchangeState):
         ready = lane.mark() if self.timing and last else None
         name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
         jobs = [self.job(bucket, name, self._usage.take(bucket) if self._usage else None) for bucket in together]
-        tuning = None
-        if last and self.world > 1:
-            if self.buckets.observe(self._buckets, self.residuals.progress, self.static_graph):
-                self._compare_saving()
-            tuning = self.buckets.tuning(self._buckets)
+        tuning = self.tuning(self._buckets, self.static_graph) if last else None
         self.submit(Batch(buffers, groups, jobs, self.timing, ready, tuning), promises)
 
     def _exchanged_together(self, groups: Sequence[Bucket]) -> Sequence[Bucket]:
@@ -151,39 +146,6 @@ class TopKState(ExchangeState):
             # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets that it had before.
             return saved
         return (flat,) if self.config.scope == "model" else groups
-
-    def _compare_saving(self) -> None:
-        """Says what is saved where that is not what was asked for."""
-        asked = self.config.saving
-        if asked is None or not self.config.compresses or self.config.automatic:
-            return
-        sent = self.predicted()
-        seen = sent.node_saving if self.buckets.by_node else sent.saving
-        if abs(seen / asked - 1) <= TOLERANCE:
-            return
-        reason = "all entries are sent, and values take few bits"
-        if any(self.buckets.config_of(bucket).ratio != 1 for bucket in self.residuals.progress.buckets):
-            reason = (
-                "buckets are so small that payloads, of whole words and an entry for each server, cannot be made to "
-                "measure. A smaller saving= or a larger bucket_cap_mb= comes nearer"
-            )
-        self._say(f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}.")
-
-    def predicted(self, rank: int | None = None) -> Volume:
-        """The bytes that a rank will send in the next step, if it exchanges the buckets of the last.
-
-        Args:
-            rank: The rank. Default: this one.
-        """
-        total, mine = Volume(0, 0, 0, 0, 0, 0), self.rank if rank is None else rank
-        progress = self.residuals.progress
-        for bucket in progress.buckets:
-            config, sizes = self.buckets.config_of(bucket), [p.numel() for p in bucket]
-            skipped = sum(sizes[number] for number in self.buckets.uncompressed_in(bucket)) if config.compresses else 0
-            voters = None if self._usage is None else [len(bucket)]
-            now = progress.steps, self._epoch()
-            total += volume(config, [sizes], self.world, mine, bucket[0].itemsize, voters, *now, self.local, [skipped])
-        return total
 
     @override
     def close(self) -> None:
@@ -238,19 +200,6 @@ def _check_bucket(bucket: Any) -> None:
         )
 
 
-def _one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
-    """The settings, given to a function or class as a config or as keywords."""
-    if config is not None and not isinstance(config, TopKConfig):
-        raise TypeError(
-            f"{taker.__name__}: config={config!r} is a {type(config).__name__}; it must be a TopKConfig. Pass "
-            "settings by name, such as ratio=0.1."
-        )
-    if config is not None and settings:
-        raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
-    check_known(taker.__name__, settings, [TopKConfig, taker])
-    return config or TopKConfig(**settings)
-
-
 def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A DDP communication hook: exchanges the bucket's gradient as ``state`` says.
 
@@ -284,34 +233,10 @@ def attach(
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
 
-    Call it on every rank, right after wrapping the model. What DDP broadcasts is counted too: the model when it is
-    wrapped, and the buffers before a forward pass.
-
-    Args:
-        model: The wrapped model. In a single process it may be a bare module, as Accelerate's ``prepare`` returns it
-            there: nothing is exchanged then, and the state only answers.
-        config: The settings; or pass them as keywords.
-        timeout: See :class:`TopKState`.
-        residuals: See :class:`TopKState`.
-        epoch: See :class:`TopKState`.
-        init_sync: Whether the model was wrapped with DDP's ``init_sync``, which broadcasts the weights once.
-        optimizer: The optimizer, for settings that depend on it (``momentum``, ``beta1``, ``lr_ratio``, ``scaler``) and
-            for what ``saving`` does for Adam; or a function that gives the optimizers at the first step, if they do
-            not exist yet.
-        scaler: See :class:`TopKState`.
-        local_world_size: See :class:`TopKState`.
-        announce: See :class:`TopKState`.
-        **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
-
-    Returns:
-        The state; call its ``close()`` when training is over.
-
-    Raises:
-        TypeError: The model is not wrapped in DistributedDataParallel, or a setting is unknown.
-        ValueError: An option of the model bypasses or contradicts the hook, or a setting needs what is not passed.
-        RuntimeError: The model has a communication hook already.
+    What DDP broadcasts is counted too: the model when it is wrapped, and the buffers before a forward pass. Arguments
+    are those of :func:`lightning_topk.attach`, which has its errors too.
     """
-    config = _one_config(attach, config, settings)
+    config = one_config(attach, config, settings)
     if not isinstance(model, DistributedDataParallel):
         return _unwrapped(model, config, announce)
     check_ddp_options(
@@ -322,8 +247,8 @@ def attach(
         }
     )
     check_parameters(model.module)
-    _check_model(config, model.module, optimizer is not None)
-    with _device_of(model.module):  # NCCL sends objects by way of the current device, the first one on every rank
+    check_settings(config, model.module, optimizer is not None)
+    with device_of(model.module):
         state = TopKState(
             config,
             process_group=model.process_group if model.process_group is not dist.group.WORLD else None,
@@ -348,27 +273,6 @@ def attach(
         state.watch_use(model.module.parameters())
     model.register_forward_pre_hook(_BeforeForward(model, state, init_sync))
     return state
-
-
-def _device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Makes a module's GPU the current one."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _check_model(config: TopKConfig, module: torch.nn.Module, has_optimizer: bool) -> None:
-    """Refuses settings that do not suit a model, or need its optimizer."""
-    if config.momentum and not has_optimizer:
-        raise ValueError(
-            f"momentum={config.momentum!r} is applied on the workers, and the optimizer must have none of its own. "
-            "Pass optimizer=, so that it can be checked."
-        )
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
-    if config.scope == "model" and len(dtypes) > 1:
-        raise ValueError(
-            f"scope='model' needs parameters of one dtype; the model has {sorted(map(str, dtypes))}. "
-            "Use scope='bucket'."
-        )
 
 
 class _BeforeForward:
@@ -418,6 +322,7 @@ class _Alone(TopKState):
 
     def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
         self.config, self.rank, self.world, self.local = config.dense, 0, 1, 1
+        self._companions, self.voting = 1, False
         self.telemetry, self.residuals = Telemetry(1), Residuals()
         self.buckets = BucketSettings(self.config, 1, 1)
         self._say = Announcer(announce or LOGGER.info, 0)
@@ -453,10 +358,10 @@ def _unwrapped(model: Any, config: TopKConfig, announce: Callable[[str], None] |
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach takes a DistributedDataParallel model, not a {type(model).__name__}.")
-    if {"FSDPModule", "FullyShardedDataParallel"} & {kind.__name__ for kind in type(model).__mro__}:
+    if "FullyShardedDataParallel" in {kind.__name__ for kind in type(model).__mro__}:
         raise TypeError(
-            f"attach takes a DistributedDataParallel model; this {type(model).__name__} is sharded by FSDP, which is "
-            "not supported. Wrap the module in DistributedDataParallel instead."
+            f"attach takes a DistributedDataParallel model; this {type(model).__name__} is FSDP1, which has no hook "
+            "for gradients of shards. Use torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel."
         )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise TypeError(
@@ -475,12 +380,3 @@ def own_memory_(module: torch.nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
-
-
-def tree_broadcast_sends(rank: int, world: int) -> int:
-    """How often ``rank`` sends the message when rank 0 broadcasts it over a binomial tree, as gloo does (not NCCL).
-
-    In round i the ranks below 2^i have it, and each sends it 2^i ranks further.
-    """
-    rounds = (world - 1).bit_length()
-    return sum(rank < 2**i and rank + 2**i < world for i in range(rounds))

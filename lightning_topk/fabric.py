@@ -1,5 +1,5 @@
-"""The Fabric strategy, under its public name: ``lightning_topk.fabric.TopKStrategy``."""
+"""The Fabric strategies, under their public names: ``lightning_topk.fabric.TopKStrategy``, and for sharded models."""
 
-from lightning_topk.lightning.fabric import TopKStrategy
+from lightning_topk.lightning.fabric import TopKModelParallelStrategy, TopKStrategy
 
-__all__ = ["TopKStrategy"]
+__all__ = ["TopKModelParallelStrategy", "TopKStrategy"]

@@ -29,6 +29,7 @@ FILES = {
     "test_examples.py": "trainer",
     "test_features.py": "trainer",
     "test_lightning.py": "trainer",
+    "test_model_parallel.py": "trainer",
     "test_nodes.py": "trainer",
     "test_reproduce.py": "process",
 }
@@ -45,6 +46,8 @@ multiprocessing.set_forkserver_preload(
         "test_precision",
         "test_checkpoint",
         "test_features",
+        "test_fsdp",
+        "test_model_parallel",
     ]
 )
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import TopKConfig, attach
@@ -53,17 +53,17 @@ def test_mistaken_arguments_are_named_with_the_remedy(arguments, settings, messa
 
 def other_models(rank: int, world: int) -> list[str]:
     messages = []
-    for model in (nn.Linear(4, 4), fully_shard(nn.Linear(4, 4))):
+    for model in (nn.Linear(4, 4), FullyShardedDataParallel(nn.Linear(4, 4))):
         with pytest.raises(TypeError) as raised:
             attach(model, ratio=0.1)
         messages.append(str(raised.value))
     return messages
 
 
-def test_models_that_ddp_does_not_wrap_are_refused_in_words(groups):
+def test_models_that_nothing_known_wraps_are_refused_in_words(groups):
     for bare, sharded in groups(2).run(other_models):
         assert "a bare Linear on one of 2 ranks. Pass attach(DistributedDataParallel(model), ...)" in bare
-        assert "is sharded by FSDP, which is not supported" in sharded
+        assert "is FSDP1, which has no hook" in sharded
 
 
 class Heard(logging.Handler):

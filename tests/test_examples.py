@@ -136,6 +136,14 @@ def test_residuals_that_decay_to_nothing_are_forgotten_and_an_adaptive_ratio_fol
     assert adaptive.ratio == pytest.approx(0.1 / 1.05**12)
 
 
+def test_plain_fsdp_under_torchrun_learns_with_fewer_bytes_between_nodes(tmp_path):
+    output = torchrun(ROOT / "examples" / "plain_fsdp.py", logs=tmp_path)
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
+    assert losses[-1] < 0.5 * losses[0]
+    sent, dense = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= bytes| as with)", output))
+    assert dense > 40 * sent
+
+
 def test_plain_ddp_under_torchrun(tmp_path):
     output = torchrun(ROOT / "examples" / "plain_ddp.py", logs=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]

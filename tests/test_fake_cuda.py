@@ -150,7 +150,7 @@ MEMORIES = {
     [(name, with_triton) for name in CASES for with_triton in (True, False) if with_triton or " topk " in name],
 )
 def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, case, with_triton):
-    monkeypatch.setattr(ops, "_kernels", lambda device: fake if with_triton else None)
+    monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     settings, flags = CASES[case]
     assert copies_of(TopKConfig(**settings), **flags) == []
 
@@ -166,20 +166,20 @@ IN_TURN = [
 
 @pytest.mark.parametrize(("topology", "memory", "rank", "dtype"), IN_TURN)
 def test_no_memory_waits_for_the_host(fake, monkeypatch, topology, memory, rank, dtype):
-    monkeypatch.setattr(ops, "_kernels", lambda device: fake)
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
     config = TopKConfig(**{"ratio": 0.01, "topology": topology, **MEMORIES[memory]})
     assert copies_of(config, rank=rank, dtype=dtype, scaled=True) == []
 
 
 @pytest.mark.parametrize("name", presets)
 def test_no_system_of_the_papers_waits_for_the_host(fake, monkeypatch, name):
-    monkeypatch.setattr(ops, "_kernels", lambda device: fake)
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
     assert copies_of(TopKConfig(**presets[name]).at(0, 0), voted=True, scaled=True) == []
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_measuring_waits_for_nothing_before_the_report(fake, monkeypatch, topology):
-    monkeypatch.setattr(ops, "_kernels", lambda device: fake)
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
     config = TopKConfig(0.01, topology=topology, bidirectional=topology != "allgather")
     assert copies_of(config, measure=Measure(error=True, per_layer=True)) == []
 

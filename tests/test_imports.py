@@ -25,10 +25,12 @@ MAY_IMPORT = {
     "build": ["config", "core", "schedule"],
     "saving": ["build", "config", "core"],
     "simulate": ["build", "config", "core", "saving"],
-    "runtime": ["core", *SETTINGS],
     "planning": ["core", *SETTINGS],
-    "ddp": ["core", *SETTINGS, "runtime", "planning"],
-    "lightning": ["core", *SETTINGS, "runtime", "planning", "ddp"],
+    "runtime": ["core", *SETTINGS, "planning"],
+    "ddp": ["core", *SETTINGS, "planning", "runtime"],
+    "fsdp": ["core", *SETTINGS, "planning", "runtime"],
+    "attaching": ["config", "runtime", "ddp", "fsdp"],
+    "lightning": ["core", *SETTINGS, "runtime", "planning", "ddp", "fsdp"],
     "lab": ["core", *SETTINGS, "runtime", "planning", "ddp", "simulate", "_version"],
 }
 """Which wings each wing may import; the wings beside ``__init__``, ``__main__`` and the public names of others'
@@ -36,7 +38,7 @@ modules."""
 PUBLIC_NAMES = {"fabric": "lightning.fabric", "metrics": "lightning.metrics", "select": "core.select"}
 """Modules that only give what is in another one a public name."""
 PACKAGES = {
-    "torch.distributed": {"runtime", "ddp", "lightning", "lab"},
+    "torch.distributed": {"runtime", "ddp", "fsdp", "attaching", "lightning", "lab"},
     "lightning": {"lightning"},
     "pytorch_lightning": {"lightning"},
     "torchmetrics": {"lightning"},
@@ -114,11 +116,12 @@ def test_packages_are_imported_only_in_the_wings_that_need_them():
 HOOK = """
 from lightning_topk import topk_hook, TopKState, attach, TopKConfig
 import lightning_topk.simulate
-assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib"} & set(sys.modules)
+assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib", "lightning_topk.fsdp"} & set(sys.modules)
 """
 REGISTERED = """
 from lightning.pytorch.strategies import StrategyRegistry
 names = {"topk", "topk_spawn", "topk_fork", "topk_notebook", "topk_find_unused_parameters_true"}
+names |= {"topk_model_parallel"}
 assert names <= set(StrategyRegistry)
 """
 TWICE = f"{REGISTERED}import importlib; importlib.reload(lightning_topk)\n{REGISTERED}"

@@ -31,6 +31,7 @@ from lightning_topk.planning.costs import (
     step_seconds,
     store_costs,
 )
+from lightning_topk.planning.sharded import sharded_forecast
 
 FREE = Costs(scan=0, encode=0, decode=0, copy=0, fixed=0, latency=0, byte=0, reduce=0, efficiency=1)
 """A machine that computes in no time: only links count."""
@@ -238,3 +239,18 @@ def test_many_workers_are_simulated(monkeypatch, capsys, tmp_path, topology, loc
 def test_workers_that_make_up_no_nodes_are_refused():
     with pytest.raises(ValueError, match="9 ranks do not make up nodes of 2"):
         scale.run(workers=9, gpus_per_node=2, topology="hierarchical")
+
+
+def test_a_sharded_model_sends_a_fiftieth_between_nodes_and_keeps_residuals_of_shards(monkeypatch, capsys):
+    dense, ours = (
+        sharded_forecast(7_000_000_000, 4, 8, config) for config in (TopKConfig().dense, TopKConfig(saving=50))
+    )
+    assert dense.inter_node == pytest.approx(2 * 3 / 4 * 7e9 * 4, rel=1e-3)
+    assert dense.inter_node / ours.inter_node == pytest.approx(50, rel=0.02)
+    assert dense.intra_node == ours.intra_node == pytest.approx(7 * 7e9 * 8, rel=1e-3)
+    assert dense.residuals == 0
+    assert ours.residuals == pytest.approx(7e9 / 8 * 4 * (1 + 1 / 4), rel=1e-3)
+    run(monkeypatch, "plan", "--fsdp", "--params=70e9", "--nodes=4", "--gpus-per-node=8", "--inter=1gbit")
+    shown = capsys.readouterr().out
+    assert "saving 200" in shown
+    assert "of a GPU" in shown

@@ -13,18 +13,40 @@ from lightning_topk.lab.commands import add_command, call, need
 from lightning_topk.lab.report import markdown
 from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, sentence, table
 from lightning_topk.planning.costs import CPU, GPU, Links, bytes_per_second, load_costs
+from lightning_topk.planning.sharded import sharded_forecast, sharded_table
 
 
 def declare(commands: Any) -> None:
     """Declares ``plan``."""
-    add_command(commands, "plan", run).set_defaults(main=show)
+    parser = add_command(commands, "plan", run)
+    parser.set_defaults(main=show)
+    words = (
+        "shard the model over the ranks of a node by FSDP2; uses --params, --nodes, --gpus-per-node, --inter, --saving"
+    )
+    parser.add_argument("--fsdp", action="store_true", help=words)
+    parser.add_argument("--memory", default="80gbyte", metavar="SIZE", help="memory of a GPU, with --fsdp")
 
 
 def show(arguments: argparse.Namespace) -> None:
     """Prints the plan."""
     if arguments.model is not None:
         need("torchvision", "examples")
-    print(call(arguments))
+    print(_sharded(arguments) if arguments.fsdp else call(arguments))
+
+
+def _sharded(arguments: argparse.Namespace) -> str:
+    """What a sharded model sends and keeps."""
+    parameters = sum(parameter_sizes(arguments.model, arguments.module, arguments.params))
+    nodes, ranks = arguments.nodes, arguments.gpus_per_node
+    amounts = arguments.saving or (SAVING, 4 * SAVING)
+    ways = [TopKConfig().dense, *(TopKConfig(saving=saving, wire=arguments.wire) for saving in amounts)]
+    found = [sharded_forecast(parameters, nodes, ranks, way) for way in ways]
+    speed, memory = bytes_per_second(arguments.inter), bytes_per_second(arguments.memory)
+    return (
+        f"{parameters:,} parameters, float32, gathered in bfloat16; {nodes} nodes of {ranks} ranks, {arguments.inter} "
+        f"between. A GPU has {arguments.memory}; activations need room too.\n\n"
+        f"{markdown(sharded_table(found, speed, memory))}"
+    )
 
 
 def run(

@@ -15,10 +15,10 @@ from typing_extensions import override
 
 # First: importing Lightning makes _register import the strategy, and _compat must not be partially imported then.
 import lightning_topk.lightning.strategy  # noqa: F401
-from lightning_topk.ddp import TopKState
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.planning.volume import size
+from lightning_topk.runtime.state import ExchangeState
 from lightning_topk.schedule import LATE
 
 if TYPE_CHECKING:
@@ -227,14 +227,14 @@ class CompressionMonitor(Callback):
         if self._steps and trainer.is_global_zero:
             rank_zero_info(self.summary(_state(trainer)))
 
-    def _saving(self, state: TopKState | None) -> float:
+    def _saving(self, state: ExchangeState | None) -> float:
         """Dense bytes over the bytes sent, since fit began; between nodes, if their ranks exchange as one worker."""
         total = self._total.compute()
         by_node = state is not None and state.buckets.by_node
         sent = total["inter_node_bytes"] if by_node else total["total_bytes"]
         return float(total["dense_bytes"] / sent) if sent else 1.0  # a ring all-reduce leaves each node once
 
-    def summary(self, state: TopKState | None = None) -> str:
+    def summary(self, state: ExchangeState | None = None) -> str:
         """Returns a summary of the run so far, as measured on this rank.
 
         Args:
@@ -270,7 +270,7 @@ class CompressionMonitor(Callback):
 
 
 def _by_layer(
-    trainer: Trainer, state: TopKState, layers: dict[str, torch.Tensor], shown: Collection[str]
+    trainer: Trainer, state: ExchangeState, layers: dict[str, torch.Tensor], shown: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """The logged values of the layers shown, over all ranks."""
     names = sorted(layers)
@@ -292,7 +292,7 @@ def _by_layer(
     }
 
 
-def _draw_histograms(trainer: Trainer, state: TopKState, shown: Collection[str]) -> None:
+def _draw_histograms(trainer: Trainer, state: ExchangeState, shown: Collection[str]) -> None:
     """Draws histograms of rank 0's residuals of the layers shown, with the loggers that support them."""
     experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
     drawers = [experiment.add_histogram for experiment in experiments if hasattr(experiment, "add_histogram")]
@@ -320,7 +320,7 @@ def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
     return values
 
 
-def _state(trainer: Trainer) -> TopKState | None:
+def _state(trainer: Trainer) -> ExchangeState | None:
     return getattr(trainer.strategy, "topk_state", None)
 
 

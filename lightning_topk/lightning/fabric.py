@@ -1,18 +1,23 @@
-"""The Fabric strategy: Lightning Fabric's DDPStrategy with the exchange of :mod:`lightning_topk.core.exchange`."""
+"""The Fabric strategies: Lightning Fabric's own with the exchange of :mod:`lightning_topk.core.exchange`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from lightning.fabric.utilities import rank_zero_info
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topk import fsdp
 from lightning_topk.config import (
     Side,
     TopKConfig,
@@ -24,6 +29,15 @@ from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
 from lightning_topk.ddp import TopKState, attach, own_memory_
+from lightning_topk.lightning._nodes import (
+    SHARDED,
+    Size,
+    check_size,
+    load_shards,
+    meshes,
+    sampler_arguments,
+    save_shards,
+)
 from lightning_topk.runtime.checkpoint import EMPTY, KEY
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_momentum, check_same_model
 from lightning_topk.runtime.rendezvous import connect_after_restart
@@ -178,6 +192,189 @@ class TopKStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Releases the exchanges' process groups and threads, then the resources of DDPStrategy."""
+        for state in self.topk_states:
+            state.close()
+        super().teardown()
+
+
+@describes_settings
+class TopKModelParallelStrategy(ModelParallelStrategy):
+    """FSDP2, and tensor parallelism, inside each node; between nodes only the largest entries of the gradient.
+
+    ``parallelize_fn`` is as for Fabric's ModelParallelStrategy. The mesh that it is given is the node's; nodes are
+    replicas of the model::
+
+        def parallelize(model, mesh):
+            return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+        fabric = Fabric(strategy=lightning_topk.fabric.TopKModelParallelStrategy(parallelize, saving=50), devices=8)
+        model = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+
+    Every parameter that is trained must be in a module that ``fully_shard`` wraps.
+
+    Args:
+        parallelize_fn: Shards a module on the mesh of a node, and returns it.
+        {settings}
+        data_parallel_size: See :class:`lightning_topk.TopKModelParallelStrategy`.
+        tensor_parallel_size: See :class:`lightning_topk.TopKModelParallelStrategy`.
+        residual_checkpoint: See :class:`lightning_topk.TopKModelParallelStrategy`.
+        epoch: The current epoch, for schedules with ``epochs=``; set ``strategy.epoch`` when a new one begins.
+        local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: Fabric's processes per
+            node.
+        save_distributed_checkpoint: Whether each rank saves its shards, in a folder, or rank 0 saves all in one file.
+        process_group_backend: As in ModelParallelStrategy.
+        timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+
+    Raises:
+        TypeError: An argument has the wrong type or is unknown.
+        ValueError: An argument has a value that is not allowed or contradicts another argument.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], Any],
+        ratio: Ratio | Literal["auto"] | None = None,
+        bidirectional: bool = True,
+        server_ratio: Ratio | None = None,
+        selector: str | Selector = "topk",
+        wire: WireName | None = None,
+        topology: TopologyName | Literal["auto"] = "sharded",
+        dense_parameters: str | Sequence[str] = (),
+        error_feedback: bool | Side = True,
+        scope: Literal["bucket", "model"] = "bucket",
+        momentum: float = 0.0,
+        momentum_masking: bool = True,
+        beta1: float | None = None,
+        clip_norm: float | None = None,
+        lr_ratio: bool = False,
+        saving: float | None = None,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        residual_checkpoint: Literal["mean", "none"] = "mean",
+        epoch: int = 0,
+        local_world_size: int | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.config = TopKConfig.of(locals())
+        self.epoch = epoch
+        check_name("residual_checkpoint", residual_checkpoint, ("mean", "none"))
+        self._residual_checkpoint = residual_checkpoint
+        self._local_world_size = check_count("local_world_size", local_world_size)
+        self._sizes: tuple[Size, Size] = (
+            check_size("data_parallel_size", data_parallel_size),
+            check_size("tensor_parallel_size", tensor_parallel_size),
+        )
+        super().__init__(
+            parallelize_fn,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+        )
+        if timeout is not None:
+            self._timeout = timeout
+        self._given_timeout = timeout
+        self.topk_states: list[fsdp.ShardState] = []
+        """The states of FSDP's hooks, one for each module that was set up."""
+        self._replicas: DeviceMesh | None = None
+        self._set_up: list[Optimizer] = []
+
+    @override
+    def setup_environment(self) -> None:
+        """Connects the ranks, and makes the mesh of the node and the groups of replicas."""
+        super(ModelParallelStrategy, self).setup_environment()  # its own would make one mesh of all ranks
+        self._setup_distributed()
+        local = self._local_world_size or self.num_processes
+        self._device_mesh, self._replicas = meshes(self.root_device.type, self.world_size, local, *self._sizes)
+        self._data_parallel_size, self._tensor_parallel_size = self._device_mesh.shape
+
+    @override
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        connect_after_restart(
+            self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, self.root_device
+        )
+        super()._setup_distributed()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        assert self._replicas is not None
+        return sampler_arguments(self.device_mesh, self._replicas)
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        """Shards a module inside the node, makes replicas equal and hooks them up; every rank must call it."""
+        sharded = super().setup_module(module)
+        parameters = set(sharded.parameters())
+        for old in [state for state in self.topk_states if parameters.intersection(state.parameters)]:
+            old.close()
+            self.topk_states.remove(old)
+        state = fsdp.attach(
+            sharded,
+            self.config,
+            timeout=self._given_timeout,
+            epoch=lambda: self.epoch,
+            optimizer=lambda: [
+                o for o in self._set_up if parameters & {p for g in o.param_groups for p in g["params"]}
+            ],
+            scaler=getattr(self.precision, "scaler", None),
+            announce=rank_zero_info,
+            process_group=self._replicas,
+        )
+        self.topk_states.append(state)
+        return sharded
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Registers an optimizer and checks that momentum is not applied twice."""
+        check_momentum(self.config, [optimizer])
+        self._set_up.append(optimizer)
+        for state in self.topk_states:
+            state.follow_optimizers()
+        return super().setup_optimizer(optimizer)
+
+    def _state_of(self, state: dict[str, Any]) -> fsdp.ShardState | None:
+        """The residuals that belong to a checkpoint: those of its module, if it has an optimizer."""
+        if self._residual_checkpoint == "none" or not any(isinstance(each, Optimizer) for each in state.values()):
+            return None
+        parameters = {p for each in state.values() if isinstance(each, Module) for p in each.parameters()}
+        return next((each for each in self.topk_states if parameters & set(each.parameters)), None)
+
+    @override
+    def save_checkpoint(self, path: _PATH, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Saves a checkpoint; with the residuals if ``state`` has an optimizer. Every rank must call it."""
+        mine = self._state_of(state)
+        if mine is None:
+            super().save_checkpoint(path, state, *args, **kwargs)
+        elif self._save_distributed_checkpoint:
+            super().save_checkpoint(path, {**state, KEY: dict(SHARDED)}, *args, **kwargs)
+            save_shards(mine, Path(self.broadcast(path)))
+        else:
+            super().save_checkpoint(path, {**state, KEY: mine.full_state_dict()}, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, path: _PATH, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint; if ``state`` has an optimizer, with its residuals, or with zeros if it has none."""
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        entry = remainder.pop(KEY, None)
+        mine = self._state_of(state) if isinstance(state, dict) else None
+        if mine is None:
+            return remainder
+        if entry is None:
+            rank_zero_info("TopKModelParallelStrategy starts with zero residuals: the checkpoint has none.")
+            mine.load_state_dict(EMPTY)
+        elif entry.get("mode") == SHARDED["mode"]:
+            load_shards(mine, Path(self.broadcast(path)))
+        else:
+            mine.load_state_dict(entry)
+        return remainder
+
+    @override
+    def teardown(self) -> None:
+        """Releases the exchanges' process groups, then the resources of ModelParallelStrategy."""
         for state in self.topk_states:
             state.close()
         super().teardown()

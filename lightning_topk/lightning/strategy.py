@@ -24,8 +24,8 @@ from lightning_topk.core.wire import WireName
 from lightning_topk.ddp import TopKState, attach, own_memory_
 from lightning_topk.lightning._compat import (
     OTHER,
-    PACKAGE,
     DDPStrategy,
+    OfOnePackage,
     StrategyRegistry,
     TrainerFn,
     TrainerStatus,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @describes_settings
-class TopKStrategy(DDPStrategy):
+class TopKStrategy(OfOnePackage, DDPStrategy):
     """Data-parallel training that exchanges only the largest entries of the gradient, with error feedback.
 
     Example::
@@ -224,21 +224,6 @@ class TopKStrategy(DDPStrategy):
         finally:
             super().teardown()
 
-    @property
-    @override
-    def accelerator(self) -> Any:
-        """The Trainer's accelerator, which it sets when it is made; only then is it seen whose Trainer it is."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        if any(kind.__module__.startswith(f"{OTHER}.") for kind in type(accelerator).__mro__):
-            raise ValueError(
-                f"import {OTHER} before lightning_topk, and not {PACKAGE}: this TopKStrategy is for the Trainer of "
-                f"{PACKAGE}, and was given to that of {OTHER}."
-            )
-        self._accelerator = accelerator
-
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -272,6 +257,19 @@ def _check_strategy_options(options: dict[str, Any]) -> None:
         )
 
 
+def _model_parallel(**settings: Any) -> Any:
+    """The strategy for sharded models. Its module needs all of Lightning, whose import may be under way here."""
+    from lightning_topk.lightning.model_parallel import TopKModelParallelStrategy
+
+    return TopKModelParallelStrategy(**settings)
+
+
 TopKStrategy.register_strategies(StrategyRegistry)
+StrategyRegistry.register(
+    "topk_model_parallel",
+    _model_parallel,
+    description="FSDP2 inside nodes, top-k gradient exchange between them",
+    override=True,
+)
 # The other package's Trainer takes it too, or it would say that its name is invalid; `accelerator` says what is wrong.
 when_imported((f"{OTHER}.strategies",), lambda module: module.DDPStrategy.register(TopKStrategy))

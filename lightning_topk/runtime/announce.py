@@ -27,7 +27,9 @@ class Announcer:
         self.said.add(message)
 
 
-def remarks(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
+def remarks(
+    given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool, peer: str = "process"
+) -> list[str]:
     """What a user of some settings should know before a run.
 
     Args:
@@ -35,18 +37,19 @@ def remarks(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: b
         config: What they amount to on these ranks.
         world: Number of ranks.
         has_optimizers: Whether the optimizers are known.
+        peer: What exchanges gradients with others of its kind.
     """
     if not config.compresses:
         idle = [name for name in given.changed if name not in ("topology", "clip_norm", "scope")]
         if not given.compresses and not idle:
             return []
         if world == 1:
-            return ["lightning_topk: there is one process only, so nothing is sent and nothing is compressed."]
+            return [f"lightning_topk: there is one {peer} only, so nothing is sent and nothing is compressed."]
         where = f"topology={given.topology!r}" + " on one node" * given.compresses
         return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
     if config.lent_beta1 is not None and not has_optimizers:
         return [
             "lightning_topk: Adam keeps its beta1, because attach was called without optimizer=. With saving= it "
-            "should step with a beta1 of 0 (guide on learning, Adam): pass optimizer=."
+            "should step with a beta1 of 0 (the guide on learning): pass optimizer=."
         ]
     return []

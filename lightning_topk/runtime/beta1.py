@@ -114,8 +114,8 @@ def lend_beta1(
             if not asked and any(_changes(group, beta1, parameters) for group in optimizer.param_groups):
                 words.append(
                     f"lightning_topk: {name} steps with a beta1 of {beta1:g} instead of its own, since error feedback "
-                    "already averages gradients over time (guide on learning, Adam). To keep the optimizer's own beta1, pass it "
-                    "as beta1=."
+                    "already averages gradients over time (the guide on learning). To keep the optimizer's own beta1, "
+                    "pass it as beta1=."
                 )
         elif asked or any(group.get("betas", (0,))[0] for group in optimizer.param_groups):
             words.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -35,13 +35,18 @@ class BucketSettings:
         self._unchanged = 0  # backward passes since the buckets were regrouped
         self._final = False  # whether DDP will not regroup them any more
 
-    def name(self, names: Mapping[Tensor, str]) -> None:
+    def name(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
         """Learns the parameters' names, and which of them ``dense_parameters`` matches.
+
+        Args:
+            names: The names.
+            whole: Parameters that are not compressed either.
 
         Raises:
             ValueError: A pattern of ``dense_parameters`` matches no parameter, or they match too many for ``saving``.
         """
         self.names = names
+        self._uncompressed |= set(whole)
         for pattern in self.config.dense_parameters:
             found = {parameter for parameter, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
             if not found:
@@ -49,8 +54,8 @@ class BucketSettings:
                 raise ValueError(f"dense_parameters: no parameter is called {pattern!r}. There are {known}.")
             self._uncompressed |= found
         numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
-        whole = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
-        self._rest = of_the_rest(self.config, numel, whole)
+        skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
+        self._rest = of_the_rest(self.config, numel, skipped)
 
     @property
     def by_node(self) -> bool:

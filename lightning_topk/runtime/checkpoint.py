@@ -95,7 +95,7 @@ def collect(
             for bucket in residuals.progress.buckets
             if all(p in names and p in parts for p in bucket)  # a bucket of empty parameters only is never exchanged
         ],
-        "settings": _settings(config),
+        "settings": settings_of(config),
         "parameters": parameters,
     }
 
@@ -107,12 +107,12 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
         entry: What :func:`collect` returned.
         config: The settings that the user gave.
     """
-    before, now = entry.get("settings", {}), _settings(config)
+    before, now = entry.get("settings", {}), settings_of(config)
     differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
     return ", ".join(f"{name}={now[name]!r} instead of {before[name]!r}" for name in differ)
 
 
-def _settings(config: TopKConfig) -> dict[str, Any]:
+def settings_of(config: TopKConfig) -> dict[str, Any]:
     """The settings that matter, as what ``torch.load(weights_only=True)`` reads."""
     found = {**config.summary(), "wire": config.wire_name}
     plain = (bool, int, float, str, list, type(None))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
@@ -54,8 +55,12 @@ def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable
             raise TypeError(f"{name} got an unknown argument {option}={options[option]!r}; {hint}")
 
 
-def check_same_model(module: torch.nn.Module) -> None:
+def check_same_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Checks that all ranks have the same parameters. A collective.
+
+    Args:
+        module: The model.
+        group: The ranks. Default: all.
 
     Raises:
         ValueError: Two ranks have different parameters; the message shows both.
@@ -64,7 +69,7 @@ def check_same_model(module: torch.nn.Module) -> None:
         name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in module.named_parameters()
     }
-    check_agreement(shapes, "Build the same model on every rank.")
+    check_agreement(shapes, "Build the same model on every rank.", group)
 
 
 def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
@@ -106,3 +111,40 @@ def check_parameters(module: torch.nn.Module) -> None:
                 f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point gradients can be exchanged. "
                 "Freeze it, or use a real floating-point dtype."
             )
+
+
+def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
+    """The settings, given to a function or class as a config or as keywords.
+
+    Raises:
+        TypeError: The config is none, or a keyword is unknown.
+        ValueError: Both are given, or a setting is wrong.
+    """
+    if config is not None and not isinstance(config, TopKConfig):
+        raise TypeError(
+            f"{taker.__name__}: config={config!r} is a {type(config).__name__}; it must be a TopKConfig. Pass "
+            "settings by name, such as ratio=0.1."
+        )
+    if config is not None and settings:
+        raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
+    check_known(taker.__name__, settings, [TopKConfig, taker])
+    return config or TopKConfig(**settings)
+
+
+def check_settings(config: TopKConfig, module: torch.nn.Module, has_optimizer: bool) -> None:
+    """Refuses settings that do not suit a model, or need its optimizer.
+
+    Raises:
+        ValueError: A setting needs the optimizer, or parameters of one dtype.
+    """
+    if config.momentum and not has_optimizer:
+        raise ValueError(
+            f"momentum={config.momentum!r} is applied on the workers, and the optimizer must have none of its own. "
+            "Pass optimizer=, so that it can be checked."
+        )
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    if config.scope == "model" and len(dtypes) > 1:
+        raise ValueError(
+            f"scope='model' needs parameters of one dtype; the model has {sorted(map(str, dtypes))}. "
+            "Use scope='bucket'."
+        )

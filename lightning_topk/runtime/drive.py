@@ -33,8 +33,8 @@ class Meter:
         self.bytes[request.direction] += request.sent_bytes(dist.get_rank(group), dist.get_world_size(group))
         place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         inside, outside = request.node_bytes(*place)
-        self.bytes["intra_node"] += inside
-        self.bytes["inter_node"] += outside
+        self.bytes["intra_node"] += inside * groups.companions
+        self.bytes["inter_node"] += outside * groups.companions
 
     def add(self, other: Meter) -> None:
         """Adds what another meter has counted."""
@@ -138,3 +138,12 @@ def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, mete
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     small, large = slowest.tolist()
     return DenseCost(small, max(0.0, large - small) / x.nbytes)
+
+
+def tree_broadcast_sends(rank: int, world: int) -> int:
+    """How often ``rank`` sends the message when rank 0 broadcasts it over a binomial tree, as gloo does (not NCCL).
+
+    In round i the ranks below 2^i have it, and each sends it 2^i ranks further.
+    """
+    rounds = (world - 1).bit_length()
+    return sum(rank < 2**i and rank + 2**i < world for i in range(rounds))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from lightning_topk.core.requests import Among
@@ -22,6 +24,7 @@ class Groups:
         peers: Those of the same local rank on every node; None if that makes no difference.
         local: Ranks of a node.
         partial: Whether there are other ranks beside these.
+        companions: Ranks of this node that exchange as much at the same time, each a shard, in groups like these.
     """
 
     all: dist.ProcessGroup
@@ -29,6 +32,7 @@ class Groups:
     peers: dist.ProcessGroup | None = None
     local: int = 1
     partial: bool = False
+    companions: int = 1
 
     @classmethod
     def make(cls, parent: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
@@ -92,6 +96,12 @@ def _own_group(
     if parent is not None:
         return _new_group(members[mine], parent, timeout)
     return [_new_group(each, None, timeout) for each in members][mine]
+
+
+def device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Makes a module's GPU the current one: NCCL sends objects by way of it, and it is the first one on every rank."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

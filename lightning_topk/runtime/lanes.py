@@ -31,6 +31,15 @@ class Lane(Protocol):
         """Queues a job; its results, or its error, fulfil the promises."""
         ...
 
+    def run(self, job: Callable[[], Sequence[Tensor]]) -> None:
+        """Runs a job at once, for a caller who is in its place already: on CUDA, in :attr:`stream`."""
+        ...
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where jobs run on CUDA; None on CPU."""
+        ...
+
     def mark(self) -> Any:
         """A moment in the work of the caller: the host's clock, or an event in the current stream."""
         ...
@@ -103,6 +112,21 @@ class ThreadLane(Lane):
                 self._thread.start()
 
     @override
+    def run(self, job: Callable[[], Sequence[Tensor]]) -> None:
+        if self._error is not None:
+            raise self._error  # as in submit: the next exchange would answer the one that failed here
+        try:
+            job()
+        except Exception as error:
+            self._error = error
+            raise
+
+    @property
+    @override
+    def stream(self) -> None:
+        return None
+
+    @override
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -147,6 +171,17 @@ class StreamLane(Lane):
                 future.set_result(result)
             self._last = torch.cuda.Event()
             self._last.record(self._stream)
+
+    @override
+    def run(self, job: Callable[[], Sequence[Tensor]]) -> None:
+        job()
+        self._last = torch.cuda.Event()
+        self._last.record(self._stream)
+
+    @property
+    @override
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream
 
     @override
     def mark(self) -> torch.cuda.Event:

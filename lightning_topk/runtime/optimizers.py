@@ -68,7 +68,7 @@ class Optimizers:
         elif self._config.averages and any(isinstance(each, Adam) and each.param_groups[0]["betas"][0] for each in now):
             self._say(
                 "lightning_topk: Adam's beta1 averages once more what error feedback has averaged over time. beta1=0 "
-                "often learns better (guide on learning, Adam); beta1= with the optimizer's own says that it is meant."
+                "often learns better (the guide on learning); beta1= with the optimizer's own says that it is meant."
             )
         if self._scaler is not None:
             Steps.of(self._scaler).watch(now)

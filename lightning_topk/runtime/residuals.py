@@ -105,6 +105,8 @@ class Residuals:
     def __init__(self) -> None:
         self.pieces = Pieces()
         self.progress = Progress()
+        self.stand_ins: dict[str, Tensor] = {}
+        """What stands for parameters that are sharded, by name (:class:`lightning_topk.fsdp.Unit`)."""
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
         self._settings: dict[tuple[Tensor, ...], TopKConfig] = {}
         """The settings with which each endpoint was made."""

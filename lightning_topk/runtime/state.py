@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,16 +23,18 @@ from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
 from lightning_topk.core.exchange import Endpoint
 from lightning_topk.core.link import Measure
+from lightning_topk.planning.volume import Volume, volume
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.announce import Announcer, remarks
 from lightning_topk.runtime.buckets import BucketSettings
 from lightning_topk.runtime.checkpoint import Mode
-from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed, Tuned, make_bucket_endpoint
+from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed, Tuned, Tuning, make_bucket_endpoint
 from lightning_topk.runtime.groups import Groups, check_agreement, gathered
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry
+from lightning_topk.saving import TOLERANCE
 
 LOGGER = logging.getLogger("lightning_topk")
 
@@ -39,8 +42,14 @@ LOGGER = logging.getLogger("lightning_topk")
 class ExchangeState:
     """What one rank keeps to exchange the gradients of one model. Every field is written by the caller's side alone.
 
-    Args are those of :class:`lightning_topk.TopKState`, which has its errors too.
+    Args are those of :class:`lightning_topk.TopKState`, which has its errors too, and ``companions``: ranks of this
+    node that exchange other shards of the same gradients, each with its own peers.
     """
+
+    AFTER_CLOSE = "wrap the model in a new DistributedDataParallel and attach"
+    """What to do if gradients are to be exchanged again."""
+    PEER = "process"
+    """What exchanges gradients with others of its kind."""
 
     def __init__(
         self,
@@ -53,10 +62,11 @@ class ExchangeState:
         scaler: torch.amp.GradScaler | None,
         local_world_size: int | None,
         announce: Callable[[str], None] | None,
+        companions: int = 1,
     ) -> None:
-        self._given = config
+        self._given, self._companions = config, companions
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
-        self.groups: Groups | None = Groups.make(process_group, timeout)
+        self.groups: Groups | None = replace(Groups.make(process_group, timeout), companions=companions)
         group = self.groups.all
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         try:
@@ -72,6 +82,8 @@ class ExchangeState:
         self.residuals.pieces.rank = self.rank
         self.buckets = BucketSettings(self.config, self.world, self.local)
         self.telemetry = Telemetry(self.world)
+        self.voting = False
+        """Whether the ranks tell each other in every step which parameters they used."""
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the same for each parameter, and their time."""
         self._say = Announcer(announce or LOGGER.info, self.rank)
@@ -81,7 +93,7 @@ class ExchangeState:
         self._lane: Lane | None = None
         self._lr_ratio = 1.0
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
-            for message in remarks(config, self.config, self.world, optimizers is not None):
+            for message in remarks(config, self.config, self.world, optimizers is not None, self.PEER):
                 self._say(message)
 
     @property
@@ -100,7 +112,7 @@ class ExchangeState:
         if self.config.dense_parameters and not self.names:
             raise RuntimeError("dense_parameters are found by name; make the state with lightning_topk.attach.")
         if self.groups is None:
-            raise RuntimeError("this TopKState was closed; wrap the model in a new DistributedDataParallel and attach.")
+            raise RuntimeError(f"this {type(self).__name__} was closed; {self.AFTER_CLOSE}.")
         if self._lane is None:
             self._lane = lane_for(device)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
@@ -140,9 +152,26 @@ class ExchangeState:
             epoch=self._epoch(),
             lr_ratio=self._lr_ratio,
             scale=self._optimizers.scale,
-            guard=self._optimizers.guard(bucket),
+            guard=self._optimizers.guard([self.known_as(member) for member in bucket]),
             measure=Measure(self.measure, self.measure and self.measure_layers),
         )
+
+    def known_as(self, member: Tensor) -> Tensor:
+        """What optimizers call a bucket's member: a parameter."""
+        return member
+
+    def tuning(self, buckets: Sequence[Bucket], static_graph: bool = False) -> Tuning | None:
+        """What is to be chosen by measuring when a backward pass ends; None if nothing is.
+
+        Args:
+            buckets: All that the pass exchanges.
+            static_graph: Whether they may change a pass later.
+        """
+        if self.world == 1:
+            return None
+        if self.buckets.observe(buckets, self.residuals.progress, static_graph):
+            self._compare_saving()
+        return self.buckets.tuning(buckets)
 
     def submit(self, batch: Batch, promises: Sequence[Future]) -> None:
         """Queues the jobs of a batch on the lane; their results fulfil the promises."""
@@ -161,7 +190,8 @@ class ExchangeState:
         Raises:
             ValueError: An optimizer and the exchange would both apply momentum.
         """
-        self._optimizers.follow(self.buckets.compressed)
+        compressed = self.buckets.compressed
+        self._optimizers.follow(None if compressed is None else {self.known_as(member) for member in compressed})
 
     # -------------------------------------------------------------------------------- between two backward passes
 
@@ -195,6 +225,41 @@ class ExchangeState:
         """
         self._collect()
         return self.telemetry.report(self.names)
+
+    def _compare_saving(self) -> None:
+        """Says what is saved where that is not what was asked for."""
+        asked = self.config.saving
+        if asked is None or not self.config.compresses or self.config.automatic:
+            return
+        sent = self.predicted()
+        seen = sent.node_saving if self.buckets.by_node else sent.saving
+        if abs(seen / asked - 1) <= TOLERANCE:
+            return
+        reason = "all entries are sent, and values take few bits"
+        if any(self.buckets.config_of(bucket).ratio != 1 for bucket in self.residuals.progress.buckets):
+            reason = (
+                "buckets are so small that payloads, of whole words and an entry for each server, cannot be made to "
+                "measure. A smaller saving= or a larger bucket_cap_mb= comes nearer"
+            )
+        self._say(f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}.")
+
+    def predicted(self, rank: int | None = None) -> Volume:
+        """The bytes that a rank will send in the next step, if it exchanges the buckets of the last.
+
+        Args:
+            rank: The rank. Default: this one.
+        """
+        total, mine = Volume(0, 0, 0, 0, 0, 0), self.rank if rank is None else rank
+        progress = self.residuals.progress
+        for bucket in progress.buckets:
+            config, sizes = self.buckets.config_of(bucket), [p.numel() for p in bucket]
+            skipped = sum(sizes[number] for number in self.buckets.uncompressed_in(bucket)) if config.compresses else 0
+            voters = [len(bucket)] if self.voting else None
+            now = progress.steps, self._epoch()
+            total += volume(config, [sizes], self.world, mine, bucket[0].itemsize, voters, *now, self.local, [skipped])
+        inside, outside, dense = total.intra_node, total.inter_node, total.dense_inter_node
+        all_of = self._companions
+        return replace(total, intra_node=all_of * inside, inter_node=all_of * outside, dense_inter_node=all_of * dense)
 
     def measure_link(self) -> None:
         """Times two all-reduces, of at most 1 MiB. A collective; call it between two backward passes."""

@@ -1,0 +1,372 @@
+"""FSDP2's side: the shard of a gradient that a rank holds becomes a job, exchanged between the replicas of a model.
+
+``fully_shard`` deals a model to the ranks of a node. Other nodes hold replicas of it, shard by shard::
+
+                node 0               node 1
+    shard 0     rank 0  <- top-k ->  rank 2
+                  |                    |       reduce-scatter: FSDP, dense, inside a node
+    shard 1     rank 1  <- top-k ->  rank 3
+
+1. Backward has the gradients of a wrapped module. FSDP takes their mean over the node and gives each rank its shard of
+   it, one flat tensor: the shards of the module's parameters, one after the other, each padded to equal size.
+2. FSDP calls its all-reduce hook with that tensor, on the stream that belongs to the hook. A *unit* here is the module
+   with its hook; :meth:`ShardState.exchange` makes a job of the tensor.
+3. The job runs at once: the exchange of :mod:`lightning_topk.core.exchange` with the ranks that hold the same shard on
+   other nodes. On CUDA this only queues work on the hook's stream, so backward goes on; on CPU it is waited for, since
+   FSDP reads the tensor when the hook returns.
+4. FSDP hands the shards to the optimizer.
+
+It is the hierarchical topology with FSDP's shards for its parts: residuals are of a shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.runtime import sharded_checkpoint
+from lightning_topk.runtime.checkpoint import Mode
+from lightning_topk.runtime.checks import check_parameters, check_same_model, check_settings, one_config
+from lightning_topk.runtime.drive import tree_broadcast_sends
+from lightning_topk.runtime.exchanger import Batch, Bucket
+from lightning_topk.runtime.groups import check_agreement, device_of
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.runtime.units import Unit, units_of
+
+# ------------------------------------------------------------------------------------------------ the state
+
+
+class ShardState(ExchangeState):
+    """The state of the hooks of one FSDP2 model: exchanges shards of gradients with the model's replicas, and closes.
+
+    Made by :func:`attach`. It reports and saves as :class:`lightning_topk.TopKState` does, and can be saved by
+    ``torch.distributed.checkpoint``: its residuals are sharded as the parameters are.
+    """
+
+    AFTER_CLOSE = "attach the model again, or its replicas would go different ways"
+    PEER = "replica"
+
+    def __init__(self, units: Sequence[Unit], replicas: dist.ProcessGroup, **arguments: Any) -> None:
+        self.node_size = dist.get_world_size() // dist.get_world_size(replicas)
+        """Ranks of a node."""
+        super().__init__(process_group=replicas, local_world_size=1, companions=self.node_size, **arguments)
+        self.device = units[0].device
+        self._units, self._replicas = units, replicas
+        self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
+        self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
+        self._agreed: set[Bucket] = set()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters whose gradients are exchanged, as the model has them between two passes."""
+        return [unit.sharded(member) for member, unit in self._unit_of.items()]
+
+    @override
+    def known_as(self, member: Tensor) -> Tensor:
+        return self._unit_of[member].sharded(member)
+
+    def exchange(self, unit: Unit, g: Tensor) -> None:
+        """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.
+
+        Args:
+            unit: Whose gradient it is.
+            g: ``[elements]``, the mean over the node; it will hold the mean over all replicas that they agree on.
+
+        Raises:
+            RuntimeError: The state was closed, an exchange failed, or gradients are accumulated in a way that FSDP2
+                has for its own replicas only.
+            ValueError: Replicas have gradients of different parameters; or as :meth:`begin_pass`.
+        """
+        if unit.partial:
+            raise RuntimeError(
+                "set_requires_all_reduce(False) has FSDP2's own replicas wait, and would leave these different. To "
+                "accumulate gradients use set_requires_gradient_sync(False)."
+            )
+        bucket, lane = unit.bucket(g), self.lane(g.device)
+        if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
+            self._end_pass()  # of a backward pass that failed, or was not told apart
+        if not self._buckets:
+            self.begin_pass()
+            if torch._C._current_graph_task_id() != -1:  # else the user finalises backward, which torch 2.15 allows
+                Variable._execution_engine.queue_callback(self._end_pass)
+        self._fit(bucket, g)
+        if bucket not in self._agreed:
+            self._agree_on(f"that of {unit} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
+            self._agreed.add(bucket)
+        if g.is_cuda:
+            g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
+        # On CPU the hook is waited for. On CUDA only the time after the backward pass is seen: see _end_pass.
+        ready = lane.mark() if self.timing and not g.is_cuda else None
+        job = self.job(bucket, f"the gradient of {unit}", None)
+        lane.run(partial(self._exchanger.run, Batch([g], [bucket], [job], self.timing, ready), lane))
+        self._buckets.append(bucket)
+        self.telemetry.meter.bytes["intra_node"] += unit.node_bytes(g)
+
+    def _fit(self, bucket: Bucket, g: Tensor) -> None:
+        """Gives the stand-ins the dtype and device of the gradient, which FSDP decides at the first forward pass."""
+        if any((member.dtype, member.device) != (g.dtype, g.device) for member in bucket):
+            self.residuals.dissolve(set(bucket))
+            for member in bucket:
+                member.data = torch.zeros((), dtype=g.dtype, device=g.device).expand(member.numel())
+
+    def _agree_on(self, gradient: str) -> None:
+        """Compares what comes next with the other replicas: payloads of different sizes would be taken for others."""
+        assert self.groups is not None
+        remedy = (
+            "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
+            "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.15 and later)."
+        )
+        check_agreement({"the gradient that comes next": gradient}, remedy, self.groups.all)
+
+    def _end_pass(self) -> None:
+        """The backward pass has ended."""
+        if not self._buckets:
+            return
+        buckets, self._buckets = self._buckets, []
+        if set(buckets) != set(self.residuals.progress.buckets):
+            self._agree_on("none, the backward pass has ended")
+        lane, tuning = self._lane, self.tuning(buckets)
+        timed = self.timing and lane is not None and lane.stream is not None
+        if lane is not None and (timed or tuning is not None):
+            # What the hook's stream has left to do now was not hidden behind the backward pass.
+            batch = Batch([], [], [], timed, lane.mark() if timed else None, tuning)
+            with nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream):
+                lane.run(partial(self._exchanger.run, batch, lane))
+        self.end_pass(buckets)
+
+    @override
+    def close(self) -> None:
+        for unit in self._units:
+            unit.stop()
+        super().close()
+
+    # -------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
+        """The residuals for ``torch.distributed.checkpoint``: every rank calls it between two backward passes.
+
+        Args:
+            mode: ``"mean"``: the mean over the replicas, and what they serve, 2 x the model.
+
+        Returns:
+            What :mod:`lightning_topk.runtime.sharded_checkpoint` says, on every rank.
+
+        Raises:
+            ValueError: Another mode.
+        """
+        if mode != "mean":
+            raise ValueError(
+                f"mode={mode!r} saves every replica's own residuals, which sharded checkpoints have no place for: they "
+                "hold one copy of a model. Use mode='mean'."
+            )
+        momentum = bool(self.config.momentum)
+        return sharded_checkpoint.collect(self.residuals, self._units, self._given, momentum, self._replicas)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The residuals as one file holds them; every rank calls it between two backward passes.
+
+        Returns:
+            On rank 0, what :meth:`lightning_topk.TopKState.state_dict` returns of the same model without shards;
+            elsewhere the same without tensors.
+        """
+        return sharded_checkpoint.whole(self.state_dict())
+
+    @override
+    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
+        """Goes on with the residuals of a checkpoint, of any number of nodes and of ranks a node; every rank calls it.
+
+        Args:
+            entry: What :meth:`state_dict` returned on this rank, or was loaded into it; or on every rank what
+                :meth:`full_state_dict` returned on rank 0, or :meth:`lightning_topk.TopKState.state_dict`.
+
+        Raises:
+            ValueError: The entry is damaged, or of another model.
+        """
+        super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._units))
+
+
+# ------------------------------------------------------------------------------------------------ attach
+
+
+def attach(
+    model: torch.nn.Module,
+    config: TopKConfig | None = None,
+    timeout: timedelta | None = None,
+    residuals: Residuals | None = None,
+    epoch: Callable[[], int] | None = None,
+    init_sync: bool = True,
+    optimizer: Callable[[], Sequence[Optimizer]] | Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    announce: Callable[[str], None] | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    **settings: Any,
+) -> ShardState:
+    """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
+
+    Call it on every rank, after ``fully_shard`` and once parameters have memory. See :func:`lightning_topk.attach`,
+    which calls it, for the other arguments.
+
+    Args:
+        model: A model with modules that ``fully_shard`` wrapped, all on the mesh of the node.
+        config: The settings; or pass them as keywords.
+        timeout: See :class:`lightning_topk.TopKState`.
+        residuals: See :class:`lightning_topk.TopKState`.
+        epoch: See :class:`lightning_topk.TopKState`.
+        init_sync: Whether to give all replicas the weights and buffers of the first one.
+        optimizer: See :func:`lightning_topk.attach`.
+        scaler: See :class:`lightning_topk.TopKState`.
+        announce: See :class:`lightning_topk.TopKState`.
+        process_group: The ranks that hold the same shard, one on each node, or the dimension of a mesh that they are.
+        **settings: Arguments of :class:`lightning_topk.TopKConfig`.
+
+    Returns:
+        The state; call its ``close()`` when training is over.
+
+    Raises:
+        TypeError: A setting is unknown.
+        ValueError: The group is missing or holds other shards, a setting has no meaning for shards, the model is
+            sharded in a way that leaves replicas different, or replicas have different models.
+        RuntimeError: FSDP calls another hook already.
+    """
+    config = one_config(attach, config, settings)
+    _check_config(config)
+    replicas = _replicas(process_group)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
+            "them before attach."
+        )
+    check_parameters(model)
+    check_settings(config, model, optimizer is not None)
+    residuals = residuals or Residuals()
+    units = units_of(model, residuals.stand_ins)
+    _check_group(units, replicas)
+    for unit in units:
+        user = getattr(getattr(unit.hook, "func", None), "__self__", None)
+        if unit.hook is not None and not (isinstance(user, ShardState) and user.groups is None):
+            raise RuntimeError(f"FSDP calls a hook with the gradient of {unit} already. Close the earlier state first.")
+    with device_of(model):
+        state = ShardState(
+            units,
+            replicas,
+            config=config,
+            timeout=timeout,
+            residuals=residuals,
+            epoch=epoch,
+            optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
+            scaler=scaler,
+            announce=announce,
+        )
+        try:
+            copies = _copied_inside(state, units)
+            names = {member: name for unit in units for member, name in unit.names.items()}
+            state.buckets.name(names, copies)
+            if isinstance(optimizer, Optimizer):
+                state.follow_optimizers()
+            shards = {"the shard that a rank holds": units[0].ranks.index(dist.get_rank())}
+            remedy = "process_group= must be the ranks that hold the same shard, one on each node."
+            check_agreement(shards, remedy, replicas)
+            check_same_model(model, replicas)
+        except (RuntimeError, ValueError):
+            state.close()
+            raise
+        if init_sync:
+            _broadcast(model, replicas, state)
+        for unit in units:
+            unit.watch_use()
+            unit.set_hook(partial(state.exchange, unit), state.lane(unit.device).stream)
+    return state
+
+
+def _check_config(config: TopKConfig) -> None:
+    """Refuses settings that have no meaning for shards."""
+    if config.scope == "model":
+        raise ValueError(
+            "scope='model' selects among all gradients when backward is done, but FSDP takes each module's gradient "
+            "when its hook returns. Use scope='bucket'."
+        )
+    if config.clip_norm is not None:
+        raise ValueError(
+            f"clip_norm={config.clip_norm!r} would clip every shard by a norm of its own. Clip gradients after "
+            "backward, by gradient_clip_val= of the Trainer or torch.nn.utils.clip_grad_norm_."
+        )
+
+
+def _replicas(group: Any) -> dist.ProcessGroup:
+    """The group of ranks that hold the same shard."""
+    remedy = "Pass process_group=mesh['replicate'], the dimension of a device mesh along which nodes are counted."
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"process_group= is a mesh of shape {tuple(group.shape)}, not one dimension. {remedy}")
+        return group.get_group()
+    if group is None:
+        raise ValueError(f"process_group= is missing: the ranks that hold the same shard, one on each node. {remedy}")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"process_group={group!r} is a {type(group).__name__}, and no group of ranks. {remedy}")
+    return group
+
+
+def _check_group(units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
+    """Refuses ranks that hold different shards."""
+    if not units:
+        raise ValueError("no parameter of the model is to be trained: there is no gradient to exchange.")
+    ranks = dist.get_process_group_ranks(replicas)
+    if set(ranks) & set(units[0].ranks) != {dist.get_rank()}:
+        raise ValueError(
+            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {units[0].ranks}: a rank "
+            "must share with its group the shard that it holds and no other rank of its node. Pass the dimension of "
+            "the mesh along which nodes are counted."
+        )
+
+
+def _copied_inside(state: ShardState, units: Sequence[Unit]) -> list[Tensor]:
+    """The stand-ins of parameters of which a node has several copies, as tensor parallelism leaves them of norms.
+
+    Each copy is exchanged by its own ranks. Where their gradients differ in the last bit, other entries would be
+    selected, and the copies would drift apart; so they are exchanged whole.
+    """
+    found = []
+    for unit in units:
+        for member in unit.stand_ins:
+            sharded = unit.sharded(member)
+            sizes = [
+                size
+                for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True)
+                if placement.is_shard()
+            ]
+            if math.prod(sizes) < state.node_size:
+                found.append(member)
+    if found and state.config.momentum and state.config.compresses:
+        raise ValueError(
+            f"momentum={state.config.momentum!r} corrects what a worker keeps, but {len(found)} parameters, of which "
+            "a node has several copies, are exchanged whole. Use the optimizer's own momentum."
+        )
+    return found
+
+
+def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, state: ShardState) -> None:
+    """Gives all replicas the weights and buffers of the first one, shard by shard."""
+    first, sends = dist.get_global_rank(replicas, 0), tree_broadcast_sends(state.rank, state.world)
+    for tensor in (*model.parameters(), *model.buffers()) if state.world > 1 else ():
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        sent = local.to(state.device, copy=False).contiguous()  # shards may be offloaded to the CPU
+        dist.broadcast(sent, first, group=replicas)
+        if sent.data_ptr() != local.data_ptr():
+            local.copy_(sent)
+        state.telemetry.meter.bytes["broadcast"] += sends * sent.nbytes

@@ -1,0 +1,249 @@
+"""The Lightning strategy for models that outgrow a rank: sharded inside nodes, with top-k between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_topk.config import Side, TopKConfig, check_count, check_name, describes_settings
+from lightning_topk.core.exchange import TopologyName
+from lightning_topk.core.select import Selector
+from lightning_topk.core.wire import WireName
+from lightning_topk.fsdp import ShardState, attach
+from lightning_topk.lightning._compat import (
+    OTHER,
+    ModelParallelStrategy,
+    OfOnePackage,
+    TrainerFn,
+    TrainerStatus,
+    rank_zero_info,
+)
+from lightning_topk.lightning._nodes import (
+    SHARDED,
+    Size,
+    check_size,
+    load_shards,
+    meshes,
+    sampler_arguments,
+    save_shards,
+    unsynchronised,
+)
+from lightning_topk.lightning._register import when_imported
+from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
+from lightning_topk.runtime.rendezvous import connect_after_restart
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.schedule import Ratio
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch import Trainer
+
+
+@describes_settings
+class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
+    """FSDP2, and tensor parallelism, inside each node; between nodes only the largest entries of the gradient.
+
+    The module's ``configure_model`` is as for ModelParallelStrategy. The mesh that it sees is the node's; nodes are
+    replicas of the model::
+
+        class Model(LightningModule):
+            def configure_model(self):
+                for block in self.net.blocks:
+                    fully_shard(block, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+        Trainer(strategy=TopKModelParallelStrategy(saving=50), devices=8, num_nodes=4)
+
+    Every parameter that is trained must be in a module that ``fully_shard`` wraps. When fit begins, all replicas get
+    the weights of the first node.
+
+    Args:
+        {settings}
+        data_parallel_size: Ranks of a node over which parameters and batches are spread. ``"auto"``: all that
+            ``tensor_parallel_size`` leaves.
+        tensor_parallel_size: Ranks of a node over which single tensors are spread. ``"auto"``: 1, or all that
+            ``data_parallel_size`` leaves.
+        residual_checkpoint: The residuals in checkpoints. ``"mean"``: their mean over the nodes, 2 x the model size; a
+            run can resume with any number of nodes and of ranks a node. ``"none"``: none are saved, and a run resumes
+            with zero residuals.
+        local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
+            per node.
+        save_distributed_checkpoint: Whether each rank saves its shards, in a folder, or rank 0 saves all in one file.
+        process_group_backend: As in ModelParallelStrategy.
+        timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+
+    Raises:
+        TypeError: An argument has the wrong type or is unknown.
+        ValueError: An argument has a value that is not allowed or contradicts another argument.
+    """
+
+    def __init__(
+        self,
+        ratio: Ratio | Literal["auto"] | None = None,
+        bidirectional: bool = True,
+        server_ratio: Ratio | None = None,
+        selector: str | Selector = "topk",
+        wire: WireName | None = None,
+        topology: TopologyName | Literal["auto"] = "sharded",
+        dense_parameters: str | Sequence[str] = (),
+        error_feedback: bool | Side = True,
+        scope: Literal["bucket", "model"] = "bucket",
+        momentum: float = 0.0,
+        momentum_masking: bool = True,
+        beta1: float | None = None,
+        clip_norm: float | None = None,
+        lr_ratio: bool = False,
+        saving: float | None = None,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        residual_checkpoint: Literal["mean", "none"] = "mean",
+        local_world_size: int | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.config = TopKConfig.of(locals())
+        check_name("residual_checkpoint", residual_checkpoint, ("mean", "none"))
+        self._residual_checkpoint = residual_checkpoint
+        self._local_world_size = check_count("local_world_size", local_world_size)
+        self._sizes: tuple[Size, Size] = (
+            check_size("data_parallel_size", data_parallel_size),
+            check_size("tensor_parallel_size", tensor_parallel_size),
+        )
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend
+        )
+        if timeout is not None:
+            self._timeout = timeout
+        self._given_timeout = timeout
+        self.topk_state: ShardState | None = None
+        """The state of FSDP's hooks; None outside ``fit``."""
+        self._last: ShardState | None = None  # the same, and after fit
+        self._replicas: DeviceMesh | None = None
+        self._residuals = Residuals()
+
+    @override
+    def setup_environment(self) -> None:
+        """Connects the ranks, and makes the mesh of the node and the groups of replicas."""
+        super(ModelParallelStrategy, self).setup_environment()  # its own would make one mesh of all ranks
+        self._setup_distributed()
+        local = self._local_world_size or self.num_processes
+        self._device_mesh, self._replicas = meshes(self.root_device.type, self.world_size, local, *self._sizes)
+        self._data_parallel_size, self._tensor_parallel_size = self._device_mesh.shape
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _setup_distributed(self) -> None:
+        """Initialises the process group; after a restart by torchrun, ignores the addresses of ranks that died."""
+        self.set_world_ranks()
+        connect_after_restart(
+            self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, self.root_device
+        )
+        super()._setup_distributed()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        assert self._replicas is not None
+        return sampler_arguments(self.device_mesh, self._replicas)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Sets the model up as ModelParallelStrategy does; in ``fit``, makes replicas equal and hooks them up."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self.model is not None
+        self.topk_state = self._last = attach(
+            self.model,
+            self.config,
+            timeout=self._given_timeout,
+            residuals=self._residuals,
+            epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
+            optimizer=lambda: self.optimizers,
+            scaler=getattr(self.precision_plugin, "scaler", None),
+            announce=rank_zero_info,
+            process_group=self._replicas,
+        )
+        self.topk_state.follow_optimizers()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients that are accumulated are reduced and exchanged once, with the last of them."""
+        assert self.model is not None
+        with unsynchronised(self.model):
+            yield
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Saves a checkpoint with the residuals, unless it is weights-only; every rank must call it."""
+        state = self._last
+        if state is None or self._residual_checkpoint == "none" or "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self._alone(filepath):
+            checkpoint[KEY] = absent(
+                "it was saved while an exception or a signal was handled, when collectives could hang"
+            )
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self._save_distributed_checkpoint:
+            checkpoint[KEY] = dict(SHARDED)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            save_shards(state, Path(self.broadcast(filepath)))
+        else:
+            checkpoint[KEY] = state.full_state_dict()
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _alone(self, filepath: _PATH) -> bool:
+        """Whether other ranks may not get to where this one saves."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return interrupted or Path(filepath).name.startswith("hpc_ckpt")
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint. ``fit`` resumes with its residuals, or with zeros if it has none."""
+        path = Path(self.broadcast(checkpoint_path))
+        checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        if self.topk_state is None:
+            return checkpoint
+        entry = checkpoint.get(KEY, absent("it was saved by another strategy, or with residual_checkpoint='none'"))
+        if self._residual_checkpoint == "none":
+            entry = absent("residual_checkpoint='none' ignores them")
+        if entry.get("mode") == SHARDED["mode"]:
+            load_shards(self.topk_state, path)
+        elif entry.get("mode") == "none":
+            rank_zero_info(
+                f"TopKModelParallelStrategy starts with zero residuals: the checkpoint provides none "
+                f"({entry.get('reason')})."
+            )
+            self.topk_state.load_state_dict(EMPTY)
+        else:
+            self.topk_state.load_state_dict(entry)
+        return checkpoint
+
+    @override
+    def teardown(self) -> None:
+        """Releases the exchange's process group, then the resources of ModelParallelStrategy."""
+        try:
+            if self.topk_state is not None:
+                self.topk_state.close()
+                self.topk_state = None
+                self._residuals.settle()
+        finally:
+            super().teardown()
+
+
+# The other package's Trainer takes it too, or it would say that its name is invalid; `accelerator` says what is wrong.
+when_imported(
+    (f"{OTHER}.strategies.model_parallel",),
+    lambda module: module.ModelParallelStrategy.register(TopKModelParallelStrategy),
+)

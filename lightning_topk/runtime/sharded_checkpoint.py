@@ -1,0 +1,158 @@
+"""Residuals of shards in a checkpoint, for any number of nodes and of ranks a node.
+
+``torch.distributed.checkpoint`` saves and loads DTensors whatever ranks hold them then. So what workers and servers
+keep becomes DTensors that are sharded as the parameters are::
+
+    worker   {"residual": {parameter: DTensor}}    the mean over the replicas
+    server   {"residual": {parameter: DTensor}}
+    about    the rest of an entry of :mod:`lightning_topk.runtime.checkpoint`, as JSON: one value, whatever is in it
+
+Put together, they are an entry of that module: one file, with which a model without shards can go on, and vice versa.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.checkpoint import EMPTY, settings_of
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.units import Unit
+
+SIDES = ("worker", "server")
+
+
+def collect(
+    residuals: Residuals, units: Sequence[Unit], config: TopKConfig, momentum: bool, replicas: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Creates the entry of sharded residuals. A collective: every rank calls it, between two backward passes.
+
+    Args:
+        residuals: This rank's residuals.
+        units: The model's.
+        config: The settings that the user gave.
+        momentum: Whether workers keep velocities.
+        replicas: The ranks that hold the same shards.
+
+    Returns:
+        The entry, with tensors on the CPU; the same on all replicas.
+    """
+    found: dict[str, Any] = {"worker": {"residual": {}}, "server": {"residual": {}}}
+    if momentum:
+        found["worker"]["velocity"] = {}
+    memories, world = residuals.memories(), dist.get_world_size(replicas)
+    for unit in units:
+        for member, name in unit.names.items():
+            for side, kept in zip(SIDES, memories.get(member, ({}, {})), strict=True):
+                for what, parts in found[side].items():
+                    total = _sum(kept.get(what), member, replicas) / unit.later_divided_by(member)
+                    parts[name] = _like_parameter(total / world if side == "worker" else total, unit.sharded(member))
+    return {**found, "about": json.dumps(about(residuals, units, config, world))}
+
+
+def about(residuals: Residuals, units: Sequence[Unit], config: TopKConfig, world: int) -> dict[str, Any]:
+    """An entry without parameters."""
+    names = {member: name for unit in units for member, name in unit.names.items()}
+    return {
+        **EMPTY,
+        "world_size": world,
+        "steps": residuals.progress.steps,
+        "rates": list(residuals.progress.learning_rates),
+        "buckets": [[names[member] for member in bucket] for bucket in residuals.progress.buckets],
+        "settings": settings_of(config),
+    }
+
+
+def _sum(kept: Tensor | None, member: Tensor, replicas: dist.ProcessGroup) -> Tensor:
+    """The sum over the replicas of what each keeps of a parameter's shard, ``[elements]``."""
+    dtype = torch.promote_types(member.dtype, torch.float32)
+    total = torch.zeros(member.numel(), dtype=dtype, device=member.device)
+    if kept is not None:
+        total += kept.to(member.device)
+    if dist.get_world_size(replicas) > 1:
+        dist.all_reduce(total, group=replicas)
+    return total
+
+
+def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
+    """A padded shard ``[elements]`` as a DTensor on the CPU, sharded as the parameter is."""
+    like: Any = torch.empty_like(parameter.detach(), dtype=flat.dtype, device=flat.device)
+    local = like.to_local()
+    local.copy_(flat[: local.numel()].view(local.shape))
+    on_cpu: DTensor = like.to("cpu")
+    return on_cpu
+
+
+def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts an entry of sharded residuals together. A collective of the node.
+
+    Returns:
+        On rank 0, an entry of :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same without tensors.
+    """
+    parameters: dict[str, Any] = {}
+    for name in sharded["server"]["residual"]:
+        joined = {side: {what: _join(parts[name]) for what, parts in sharded[side].items()} for side in SIDES}
+        if dist.get_rank() == 0:
+            parameters[name] = joined
+    return {**json.loads(sharded["about"]), "parameters": parameters}
+
+
+def _join(shards: DTensor) -> Tensor:
+    """All of a sharded tensor, ``[elements]`` on the CPU. A collective of the node."""
+    there: Any = shards.to(shards.device_mesh.device_type)
+    joined: Tensor = there.full_tensor().flatten().cpu()
+    return joined
+
+
+def of_this_rank(entry: Any, units: Sequence[Unit]) -> Any:
+    """The entry that is this rank's part of another one, sharded or whole; as it is where it is damaged."""
+    if isinstance(entry, Mapping) and "about" in entry:
+        names = {name for side in SIDES for parts in entry[side].values() for name in parts}
+        parameters = {
+            name: {side: {what: parts[name] for what, parts in entry[side].items() if name in parts} for side in SIDES}
+            for name in sorted(names)
+        }
+        entry = {**json.loads(entry["about"]), "parameters": parameters}
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("parameters"), Mapping):
+        return entry
+    mine = dict(entry["parameters"])
+    for unit in units:
+        for member, name in unit.names.items():
+            if isinstance(mine.get(name), Mapping):
+                mine[name] = {
+                    side: {
+                        what: _shard_of(part, unit.sharded(member), member.numel()) * unit.later_divided_by(member)
+                        for what, part in kept.items()
+                    }
+                    for side, kept in mine[name].items()
+                }
+    return {**entry, "parameters": mine}
+
+
+def _shard_of(given: Tensor, parameter: DTensor, size: int) -> Tensor:
+    """A rank's shard of what was saved of a parameter, padded: ``[elements]``, or ``[workers, elements]``.
+
+    Args:
+        given: A DTensor that is sharded as the parameter is, or the whole of it, ``[..., elements of the parameter]``.
+        parameter: The sharded parameter.
+        size: Elements of the padded shard.
+    """
+    if isinstance(given, DTensor):
+        mine = given.to_local().reshape(-1)
+    elif given.shape[-1:] != (parameter.numel(),):
+        return given  # of another model: who restores it says so
+    else:
+        shape, begin = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        cut = [slice(None)] * (given.ndim - 1) + [slice(b, b + n) for b, n in zip(begin, shape, strict=True)]
+        mine = given.unflatten(-1, parameter.shape)[tuple(cut)].flatten(given.ndim - 1)
+    return torch.nn.functional.pad(mine, (0, size - mine.shape[-1]))

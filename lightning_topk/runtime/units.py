@@ -1,0 +1,200 @@
+"""What FSDP2 keeps of a model's parameters, and what the exchange calls them.
+
+torch offers no list of what an all-reduce hook's tensor holds. So this reads FSDP's own account of its parameter
+groups, which is private; nothing else here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_topk.runtime.exchanger import Bucket
+
+
+class Unit:
+    """A group of parameters whose gradients FSDP reduces together.
+
+    A bucket is a tuple of tensors with an identity, a size, a dtype and a device. A sharded parameter has the size of
+    the whole one, so a *stand-in* takes its place: ``[elements of the padded shard]`` in the dtype of the reduced
+    gradient, without memory of its own.
+
+    Args:
+        module: One of the modules that ``fully_shard`` wrapped together.
+        group: FSDP's own account of the group, which is private: torch offers no other list of what a hook's tensor
+            holds.
+        names: The sharded parameters' names.
+        known: Stand-ins by name, of an earlier state of the same model; this adds to it.
+    """
+
+    def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
+        self.module, self._group = module, group
+        self.stand_ins: dict[Tensor, Any] = {}
+        """FSDP's account of each trainable parameter, by stand-in."""
+        self.names: dict[Tensor, str] = {}
+        for parameter in group.fsdp_params:
+            sharded = parameter.sharded_param
+            if not sharded.requires_grad:
+                continue
+            name, size = names[sharded], parameter.padded_sharded_param_size.numel()
+            if name not in known or known[name].numel() != size:
+                known[name] = torch.zeros((), dtype=sharded.dtype, device=group.device).expand(size).requires_grad_()
+            self.stand_ins[known[name]], self.names[known[name]] = parameter, name
+        self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
+        """The ranks to which the parameters are dealt."""
+        self._used: set[Any] = set()  # parameters with a gradient that was not reduced yet
+        self._watches: list[RemovableHandle] = []
+
+    def sharded(self, stand_in: Tensor) -> DTensor:
+        """The parameter as the model has it between two passes, and as optimizers know it."""
+        parameter: DTensor = self.stand_ins[stand_in].sharded_param
+        return parameter
+
+    def __str__(self) -> str:
+        first, *others = self.names.values()
+        return first if not others else f"{first} and {len(others)} more"
+
+    def watch_use(self) -> None:
+        """Notes from now on which parameters get a gradient. A collective of the node: all are gathered, once."""
+        self.module.unshard()
+        for parameter in self.stand_ins.values():
+
+            def note(_: Tensor, used: Any = parameter) -> None:
+                self._used.add(used)
+
+            self._watches.append(parameter._unsharded_param.register_post_accumulate_grad_hook(note))
+        self.module.reshard()
+
+    def stop(self) -> None:
+        """Ends watching. The hook stays: FSDP would go on without it, and replicas go different ways."""
+        for watch in self._watches:
+            watch.remove()
+
+    def bucket(self, g: Tensor) -> Bucket:
+        """The parameters whose gradients a hook's tensor holds, in its order: all, or those that got one.
+
+        Raises:
+            RuntimeError: Its size says that it holds others.
+        """
+        parameters = self._group.fsdp_params
+        order = getattr(self._group, "_reduce_scatter_param_indices", None)  # torch 2.15 sorts them by dtype
+        ordered = parameters if order is None else [parameters[number] for number in order]
+        member = {parameter: stand_in for stand_in, parameter in self.stand_ins.items()}
+        every = tuple(member[parameter] for parameter in ordered if parameter in member)
+        used = tuple(each for each in every if self.stand_ins[each] in self._used)
+        self._used.clear()
+        for bucket in (every, used):
+            if sum(each.numel() for each in bucket) == g.numel():
+                return bucket
+        raise RuntimeError(
+            f"the gradient of {self} has {g.numel()} elements on this rank, but its parameters that are to be trained "
+            f"have {sum(each.numel() for each in every)}. If parameters were frozen, unfrozen or replaced since "
+            "attach, close the state and attach again."
+        )
+
+    @property
+    def partial(self) -> bool:
+        """Whether a part of the reduction is switched off, so that replicas would differ."""
+        return bool(self._group.reduce_grads and not self._group.all_reduce_grads)
+
+    def node_bytes(self, g: Tensor) -> int:
+        """Bytes that FSDP sends inside the node for a forward and a backward pass, by all its ranks together.
+
+        The reduce-scatter of the gradient, and an all-gather of the parameters for each pass that needs them anew.
+        """
+        ranks, again = len(self.ranks), self._group.post_forward_mesh_info is not None
+        gathered = sum(
+            each.padded_sharded_param_size.numel() * (each.param_dtype or each.orig_dtype).itemsize
+            for each in self._group.fsdp_params
+        )
+        return ranks * (ranks - 1) * (g.nbytes + (1 + again) * int(gathered))
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are reduced."""
+        device: torch.device = self._group.device
+        return device
+
+    @property
+    def hook(self) -> Any:
+        """What FSDP calls with each reduced gradient; None if nothing."""
+        return self._group._all_reduce_hook
+
+    def set_hook(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
+        """Has FSDP call a hook with each reduced gradient, on that stream."""
+        self.module.set_all_reduce_hook(hook, stream=stream)
+
+    def later_divided_by(self, stand_in: Tensor) -> float:
+        """By what FSDP divides the hook's result, so that sums of small floats do not overflow.
+
+        Residuals have the hook's units; in a checkpoint they have the gradient's.
+        """
+        if stand_in.dtype in (torch.float32, torch.bfloat16):
+            return 1.0
+        factor = self._group.gradient_divide_factor or len(self.ranks)  # as torch's _get_gradient_divide_factors
+        before = 1
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return float(factor / before)
+
+
+def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
+    """The groups of parameters of an FSDP2 model, in the order of its modules.
+
+    Args:
+        model: The model.
+        known: See :class:`Unit`.
+
+    Raises:
+        ValueError: Replicas are exchanged by FSDP itself, modules have several meshes, or parameters are not sharded.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    units, seen = [], set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_groups", None)  # torch 2.9 has one group a module
+        groups = [group for group in ([state._fsdp_param_group] if one is None else one) if group is not None]
+        if len(groups) > 1:
+            raise ValueError(
+                f"the module {name!r} is sharded on {len(groups)} meshes, and FSDP2 has one hook for them. Wrap its "
+                "parts by fully_shard one by one, all on the mesh of the node."
+            )
+        for group in groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                _check_mesh(group, name)
+                units.append(Unit(module, group, names, known))
+    found = {parameter for unit in units for parameter in unit.names.values()}
+    strangers = [name for parameter, name in names.items() if parameter.requires_grad and name not in found]
+    if strangers:
+        raise ValueError(
+            f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so nobody would "
+            "reduce its gradient. Wrap the module that holds it too, or freeze it."
+        )
+    units = [unit for unit in units if unit.stand_ins]
+    meshes = {tuple(unit.ranks) for unit in units}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"the model is sharded on several meshes, of the ranks {' and '.join(map(str, sorted(meshes)))}: their "
+            "replicas are on different ranks. Shard all modules on one mesh, that of the node."
+        )
+    return units
+
+
+def _check_mesh(group: Any, name: str) -> None:
+    """Refuses a mesh on which FSDP exchanges replicas' gradients itself, or does not shard."""
+    if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None:
+        raise ValueError(
+            f"the module {name!r} is on a mesh {tuple(group.mesh_info.mesh.shape)} with a dimension of replicas, whose "
+            "gradients FSDP all-reduces whole. Pass fully_shard the dimension of a node alone, such as "
+            "mesh=mesh['shard'], and attach(..., process_group=mesh['replicate'])."
+        )

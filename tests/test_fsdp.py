@@ -1,0 +1,715 @@
+"""The laws between the replicas of an FSDP2 model, shard by shard, on gloo ranks; torch's own HSDP is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from test_gloo import mean_over_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from lightning_topk import attach
+from lightning_topk.schedule import ExponentialWarmup
+
+NODES = [(2, 2), (3, 1), (1, 4)]
+"""Nodes, and ranks of each."""
+on_nodes = pytest.mark.parametrize(("nodes", "local"), NODES)
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Layers of odd sizes, a scalar, and a branch that can be left out. FSDP2 takes no empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(12, 51), nn.Linear(51, 51), nn.Linear(51, 5)
+        self.scale, self.use_scale = nn.Parameter(torch.ones(1)), True
+
+    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+        h = self.first(x).tanh()
+        if branch:
+            h = h + self.branch(h).tanh()
+        return self.scale * self.last(h) if self.use_scale else self.last(h)
+
+
+def loss_of(net: nn.Module, rank: int, step: int, branch: bool = True) -> torch.Tensor:
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+    return net(x, branch).square().mean()
+
+
+def mesh_of(nodes: int, local: int):
+    return init_device_mesh("cpu", (nodes, local), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(net: nn.Module, mesh, parts=("first", "branch"), **options) -> nn.Module:
+    """The net with some of its layers wrapped, and itself."""
+    for name in parts:
+        fully_shard(getattr(net, name), mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def made(nodes: int, local: int, net: nn.Module | None = None, **settings):
+    """A sharded net and its state."""
+    torch.manual_seed(0)
+    mesh, net = mesh_of(nodes, local), Net() if net is None else net
+    options = settings.pop("options", {})
+    net = sharded(net, mesh["shard"], **options)
+    return net, attach(net, process_group=mesh["replicate"], **settings)
+
+
+def full(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.shape).flatten() if tensor is None else tensor.full_tensor().float().flatten()
+
+
+def gradient(net: nn.Module) -> torch.Tensor:
+    return torch.cat([full(p.grad, p) for p in net.parameters()])
+
+
+def weights(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.full_tensor().detach().flatten() for p in net.parameters()])
+
+
+def undelivered(state, net: nn.Module) -> torch.Tensor:
+    """What all ranks together still keep of the gradients."""
+    kept = state.full_state_dict()["parameters"]
+    names = [name for name, _ in net.named_parameters() if name in kept]
+    known = [sum(part["residual"].double() for part in kept[name].values()) for name in names]
+    whole = torch.cat(known) if known else torch.zeros(sum(p.numel() for p in net.parameters())).double()
+    dist.broadcast(whole, 0)
+    return whole
+
+
+def local_gradient(net: nn.Module, plain: nn.Module, rank: int, step: int, branch: bool) -> torch.Tensor:
+    """This rank's own gradient at the weights of a sharded net."""
+    with torch.no_grad():
+        for p, q in zip(plain.parameters(), net.parameters(), strict=True):
+            p.copy_(q.full_tensor())
+    plain.zero_grad()
+    loss_of(plain, rank, step, branch).backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in plain.parameters()])
+
+
+class Counted:
+    """Counts what collectives are given for other ranks, by the ranks of their group."""
+
+    COSTS: ClassVar = {
+        "all_to_all_single": lambda world, out, x: x.nbytes * (world - 1) // world,
+        "all_reduce": lambda world, x: 2 * (world - 1) * x.nbytes // world,
+        "all_gather_into_tensor": lambda world, out, x: x.nbytes * (world - 1),
+        "all_gather_single": lambda world, out, x: x.nbytes * (world - 1),
+        "reduce_scatter_tensor": lambda world, out, x: out.nbytes * (world - 1),
+        "reduce_scatter_single": lambda world, out, x: out.nbytes * (world - 1),
+        "gather": lambda world, x: x.nbytes,
+        "scatter": lambda world, out: out.nbytes * (world - 1),
+    }
+    SENDERS: ClassVar = {"gather": lambda rank: rank > 0, "scatter": lambda rank: rank == 0}
+
+    def __init__(self) -> None:
+        self.bytes: dict[frozenset[int], int] = {}
+        self._patches = [
+            mock.patch.object(dist, name, self._count(name, getattr(dist, name)))
+            for name in self.COSTS
+            if hasattr(dist, name)
+        ]
+
+    def _count(self, name, function):
+        def counted(*args, **kwargs):
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            ranks = frozenset(dist.get_process_group_ranks(kwargs.get("group")))
+            if self.SENDERS.get(name, lambda rank: True)(dist.get_rank(kwargs.get("group"))):
+                self.bytes[ranks] = self.bytes.get(ranks, 0) + self.COSTS[name](len(ranks), *tensors)
+            return function(*args, **kwargs)
+
+        return counted
+
+    def __enter__(self):
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self._patches:
+            patch.stop()
+
+
+def laws(rank: int, world: int, nodes: int, local: int, settings: dict) -> None:
+    """Conservation, agreement, fixed size and prediction, with a branch that is left out ``every`` so many steps."""
+    every, automatic = settings.pop("every", STEPS + 1), "auto" in settings.values()
+    net, state = made(nodes, local, **{"ratio": 0.05, **settings})
+    plain = Net()
+    produced, delivered, checks = 0.0, 0.0, []
+    between, inside = (
+        frozenset(dist.get_process_group_ranks(group))
+        for group in (state.groups.all, net.first.weight.device_mesh.get_group())
+    )
+    with Counted() as counted:
+        for step in range(STEPS):
+            branch = (step + 1) % every != 0
+            produced = produced + mean_over_ranks(local_gradient(net, plain, rank, step, branch))
+            net.zero_grad()
+            predicted = state.predicted() if step and every > STEPS else None
+            counted.bytes.clear()
+            loss_of(net, rank, step, branch).backward()
+            sent, sent_inside = counted.bytes.get(between, 0), counted.bytes.get(inside, 0)
+            shard = torch.cat([p.grad.to_local().flatten() for p in net.parameters() if p.grad is not None])
+            rows = [torch.empty_like(shard) for _ in range(nodes)]
+            dist.all_gather(rows, shard, group=state.groups.all)
+            checks.append((state.report(), predicted, sent, sent_inside, rows))
+            delivered = delivered + gradient(net).double()
+    left = undelivered(state, net)
+    names = {name for name, p in net.named_parameters()}
+    assert set(state.names.values()) == names
+    steps = state.residuals.progress.steps
+    state.close()
+
+    for report, predicted, sent, sent_inside, rows in checks:
+        assert all(torch.equal(row, rows[0]) for row in rows), "agreement"
+        if automatic:
+            continue  # what measuring sent is counted apart
+        assert report.bytes["uplink"] + report.bytes["downlink"] == sent, "prediction, at the collectives"
+        assert report.bytes["inter_node"] == local * sent
+        if predicted is not None:
+            assert predicted.uplink == report.bytes["uplink"], "prediction, uplink"
+            assert predicted.downlink == report.bytes["downlink"], "prediction, downlink"
+            assert predicted.inter_node == report.bytes["inter_node"], "prediction, between nodes"
+            assert report.bytes["intra_node"] == local * sent_inside, "arithmetic, inside the node"
+    assert steps == STEPS
+    if not isinstance(settings.get("ratio"), str | ExponentialWarmup) and every > STEPS:
+        assert len({report.bytes["uplink"] for report, *_ in checks}) == 1, "fixed size"
+    assert delivered.count_nonzero() > 0
+    torch.testing.assert_close(delivered + left, produced, atol=1e-6, rtol=1e-5)
+    if not automatic:  # all-reduce may have been chosen
+        assert (left.count_nonzero() > 0) == (nodes > 1)
+
+
+ROUTES = [("sharded", True), ("sharded", False), ("single_server", True), ("allgather", False)]
+
+
+@on_nodes
+@pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
+def test_laws_hold_between_the_replicas_of_a_sharded_model(groups, nodes, local, topology, bidirectional):
+    groups(nodes * local).run(laws, nodes, local, {"topology": topology, "bidirectional": bidirectional})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ratio": None, "saving": 8},
+        {"ratio": None, "saving": 8, "dense_parameters": ["*.bias", "scale"]},
+        {"selector": "gaussiank", "wire": "bf16"},
+        {"selector": "randk", "wire": "fp32"},
+        {"ratio": ExponentialWarmup(0.05, steps=3), "wire": "int8"},
+        {"every": 2},
+        {"options": {"reshard_after_forward": False}},
+        {"topology": "auto", "ratio": "auto"},
+    ],
+)
+def test_laws_hold_between_replicas_for_every_kind_of_setting(groups, settings):
+    groups(4).run(laws, 2, 2, settings)
+
+
+def learned(mesh, rank: int, hybrid: bool, options: dict, clip: bool, adam: bool) -> torch.Tensor:
+    """Weights after some steps, each of two backward passes of which the first is not reduced."""
+    torch.manual_seed(0)
+    net = sharded(Net(), mesh if hybrid else mesh["shard"], **options)
+    state = None if hybrid else attach(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32")
+    optimizer = (torch.optim.AdamW if adam else torch.optim.SGD)(net.parameters(), lr=0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in (0, 1):
+            net.set_requires_gradient_sync(part == 1)
+            (loss_of(net, rank, 2 * step + part, branch=step % 3 != 2) / 2).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    if state is not None:
+        assert state.residuals.progress.steps == 6  # accumulated gradients are exchanged once
+        state.close()
+    return weights(net)
+
+
+def as_hybrid(rank: int, world: int, options: dict, clip: bool, adam: bool) -> None:
+    mesh = mesh_of(2, 2)
+    ours = learned(mesh, rank, False, options, clip, adam)
+    torch.testing.assert_close(ours, learned(mesh, rank, True, options, clip, adam), atol=1e-6, rtol=1e-5)
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "clip", "adam"),
+    [({}, False, False), ({}, True, False), ({}, True, True), ({"reshard_after_forward": False}, False, True),
+     ({"mp_policy": HALF}, True, False)],
+)  # fmt: skip
+def test_with_everything_sent_a_model_learns_as_with_torchs_hybrid_sharding(groups, options, clip, adam):
+    groups(4).run(as_hybrid, options, clip, adam)
+
+
+class Watched:
+    """What the hooks of a state were given and what they delivered, by bucket: the mean over the replicas, in sum."""
+
+    def __init__(self, state) -> None:
+        self.given: dict = {}
+        self.delivered: dict = {}
+        self._state, self._run = state, state._exchanger._exchange
+        state._exchanger._exchange = self._watch
+
+    def _watch(self, g, job):
+        mean = g.double().clone()
+        dist.all_reduce(mean, group=self._state._replicas)
+        self._run(g, job)
+        for parts, before, after in zip(
+            job.bucket,
+            (mean / self._state.world).split([m.numel() for m in job.bucket]),
+            g.double().split([m.numel() for m in job.bucket]),
+            strict=True,
+        ):
+            if before.isfinite().all():
+                self.given[parts] = self.given.get(parts, 0) + before
+                self.delivered[parts] = self.delivered.get(parts, 0) + after
+
+    def check(self, tolerance: float = 1e-5) -> None:
+        memories = self._state.residuals.memories()
+        for member in self._state.names:  # in the same order on every rank
+            worker, server = memories[member]
+            left = worker["residual"].double() / self._state.world
+            left = left + server["residual"].double()
+            dist.all_reduce(left, group=self._state._replicas)
+            torch.testing.assert_close(
+                self.delivered[member] + left, self.given[member], atol=tolerance, rtol=tolerance
+            )
+
+
+def mixed(rank: int, world: int, dtype: torch.dtype, policy: dict) -> None:
+    net, state = made(2, 2, Net().to(dtype), ratio=0.05, options={"mp_policy": MixedPrecisionPolicy(**policy)})
+    watched, kinds = Watched(state), set()
+    for step in range(4):
+        net.zero_grad()
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+        net(x).square().mean().backward()
+        kinds |= {p.grad.dtype for p in net.parameters()}
+    members = {member.dtype for bucket in state.residuals.progress.buckets for member in bucket}
+    watched.check(1e-4)
+    state.close()
+    assert kinds == {dtype}
+    assert members == {policy.get("reduce_dtype", dtype)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        (torch.float32, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}),
+        (torch.float32, {"reduce_dtype": torch.float16}),
+        (torch.bfloat16, {"reduce_dtype": torch.float32}),
+        (torch.bfloat16, {}),
+        (torch.float64, {}),
+    ],
+)
+def test_nothing_is_lost_whatever_the_dtypes_of_parameters_and_reductions(groups, dtype, policy):
+    groups(4).run(mixed, dtype, policy)
+
+
+class TwoKinds(nn.Module):
+    """Modules of two dtypes, each wrapped by itself, and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.single, self.frozen = nn.Linear(12, 30).bfloat16(), nn.Linear(30, 4), nn.Linear(30, 30)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.single(self.frozen(self.short(x.bfloat16()).float()))
+
+
+def two_kinds(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    mesh, net = mesh_of(2, 2), TwoKinds()
+    for part in (net.short, net.single, net.frozen):
+        fully_shard(part, mesh=mesh["shard"])
+    state = attach(net, process_group=mesh["replicate"], ratio=0.05)
+    watched = Watched(state)
+    for _ in range(3):
+        net(torch.randn(4, 12)).square().mean().backward()
+    watched.check(1e-4)
+    assert set(state.names.values()) == {"short.weight", "short.bias", "single.weight", "single.bias"}
+    assert net.frozen.weight.grad is None
+    state.close()
+
+
+def test_modules_of_several_dtypes_and_frozen_ones_are_exchanged_unit_by_unit(groups):
+    groups(4).run(two_kinds)
+
+
+def different_use(rank: int, world: int) -> list[str]:
+    """Nodes that use different parameters: of a module, and a module more or less."""
+    messages = []
+    for case in ("part", "whole", "last"):
+        net, state = made(2, 2, ratio=0.05)
+        net.use_scale = case != "part" or rank < 2
+        message = ""
+        try:
+            if case == "last":
+                h = net.first(torch.randn(8, 12)) if rank < 2 else net.branch(torch.randn(8, 51))
+                h.square().mean().backward()
+            else:
+                loss_of(net, rank, 0, branch=case == "part" or rank < 2).backward()
+        except (ValueError, RuntimeError) as error:
+            message = str(error)
+        messages.append(message)
+        state.close()
+    return messages
+
+
+def test_replicas_that_use_different_parameters_are_told_so(groups):
+    for messages in groups(4).run(different_use):
+        for message in messages:
+            assert "the ranks differ: the gradient that comes next is" in message, messages
+            assert "set_reduce_scatter_unused_params(True)" in message
+
+
+def zeros_for_unused(rank: int, world: int) -> None:
+    net, state = made(2, 2, ratio=0.05)
+    if not hasattr(net, "set_reduce_scatter_unused_params"):
+        return
+    net.set_reduce_scatter_unused_params(True)
+    watched = Watched(state)
+    for step in range(6):
+        net.zero_grad()
+        net.use_scale = (step + rank) % 3 == 0
+        loss_of(net, rank, step).backward()
+    watched.check()
+    assert len(watched.given) == len(list(net.parameters()))
+    state.close()
+
+
+def test_every_rank_may_use_other_parameters_if_fsdp_reduces_unused_ones(groups):
+    groups(4).run(zeros_for_unused)
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    mesh, other = mesh_of(2, 2), mesh_of(4, 1)
+    crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
+    plain, inside, between = Net(), mesh["shard"], mesh["replicate"]
+    several = Net()
+    fully_shard(several.first, mesh=other["shard"])
+    fully_shard(several, mesh=inside)
+    partly = Net()
+    fully_shard(partly.first, mesh=inside)
+    taken = sharded(Net(), inside)
+    state = attach(taken, process_group=between, ratio=0.1)
+    whole = sharded(Net(), inside)
+    frozen = Net().requires_grad_(False)
+    with torch.device("meta"):
+        empty = Net()
+    cases = {
+        "process_group= is missing": (whole, {"ratio": 0.1}),
+        "is a str, and no group": (whole, {"process_group": "replicate"}),
+        "not one dimension": (whole, {"process_group": mesh}),
+        "must share with its group the shard": (whole, {"process_group": inside}),
+        "with a dimension of replicas": (sharded(Net(), mesh), {"process_group": between}),
+        "on several meshes": (several, {"process_group": between}),
+        "'scale' (one of 5) is not sharded": (partly, {"process_group": between}),
+        "no gradient to exchange": (sharded(frozen, inside), {"process_group": between}),
+        "have no values yet": (sharded(empty, inside), {"process_group": between}),
+        "scope='model' selects": (whole, {"process_group": between, "scope": "model"}),
+        "clip every shard by a norm of its own": (whole, {"process_group": between, "clip_norm": 1.0}),
+        "Close the earlier state first": (taken, {"process_group": between}),
+        "unknown argument ratoi": (whole, {"process_group": between, "ratoi": 1}),
+        "local_world_size=2 is for DDP models": (whole, {"process_group": between, "local_world_size": 2}),
+        "process_group= is for models that fully_shard": (plain, {"process_group": between}),
+        "the shard that a rank holds is": (whole, {"process_group": crossed["replicate"]}),
+    }
+    said = []
+    for words, (model, arguments) in cases.items():
+        try:
+            attach(model, **arguments)
+            said.append(f"nothing, instead of {words}")
+        except (ValueError, TypeError, RuntimeError) as error:
+            said.append("" if words in str(error) else f"{error} instead of {words}")
+    try:
+        taken.set_requires_all_reduce(False)
+        loss_of(taken, rank, 0).backward()
+        said.append("nothing about set_requires_all_reduce")
+    except RuntimeError as error:
+        said.append("" if "use set_requires_gradient_sync(False)" in str(error) else str(error))
+    state.close()
+    return [words for words in said if words]
+
+
+def test_what_cannot_be_exchanged_is_refused_with_the_remedy(groups):
+    assert groups(4).run(refusals) == [[]] * 4
+
+
+def closed(rank: int, world: int) -> None:
+    net, state = made(2, 2, ratio=0.1)
+    loss_of(net, rank, 0).backward()
+    kept = undelivered(state, net)
+    state.close()
+    with pytest.raises(RuntimeError, match="this ShardState was closed; attach the model again"):
+        loss_of(net, rank, 1).backward()
+    again = attach(sharded_again(net), process_group=mesh_of(2, 2)["replicate"], ratio=0.1, residuals=state.residuals)
+    assert torch.equal(undelivered(again, net), kept)
+    again.close()
+
+
+def sharded_again(net):
+    getattr(net, "reset_iter_state", lambda: None)()
+    return net
+
+
+def test_a_closed_state_lets_no_replica_go_its_own_way_and_another_one_goes_on(groups):
+    groups(4).run(closed)
+
+
+def undone(rank: int, world: int) -> None:
+    """A GradScaler skips the step of a gradient that is infinite on one rank."""
+    net, state = made(2, 2, ratio=0.05, optimizer=lambda: [optimizer], scaler=(scaler := torch.amp.GradScaler("cpu")))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(number: int, factor: float = 1.0) -> tuple:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net, rank, number) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return weights(net), undelivered(state, net)
+
+    before = step(0)
+    after = step(1, torch.inf if rank == 3 else 1.0)
+    found = state.nonfinite_steps
+    last = step(2)
+    finite = all(part.isfinite().all() for part in last)
+    state.close()
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(last[0], after[0])
+    assert finite
+    assert found == 1
+
+
+def test_what_was_sent_for_a_step_that_the_scaler_skips_comes_back_to_the_shards(groups):
+    groups(4).run(undone)
+
+
+def uncompressed(rank: int, world: int) -> None:
+    net, state = made(2, 2, ratio=0.01, dense_parameters=["*.bias", "scale"])
+    plain, pairs = Net(), []
+    for step in range(3):
+        expected = mean_over_ranks(local_gradient(net, plain, rank, step, True))
+        net.zero_grad()
+        loss_of(net, rank, step).backward()
+        pairs.append((gradient(net).double(), expected))
+    state.close()
+    exact = torch.cat([torch.full((p.numel(),), p.ndim == 1) for p in net.parameters()])
+    for got, expected in pairs:
+        torch.testing.assert_close(got[exact], expected[exact], atol=1e-7, rtol=1e-5)
+        assert not torch.allclose(got[~exact], expected[~exact], atol=1e-7, rtol=1e-5)
+
+
+def test_dense_parameters_are_found_by_name_among_shards(groups):
+    groups(4).run(uncompressed)
+
+
+def failed(rank: int, world: int) -> None:
+    """A backward pass fails on every rank, after some exchanges; training goes on."""
+    net, state = made(2, 2, ratio=0.05)
+    watched = Watched(state)
+    loss_of(net, rank, 0).backward()
+
+    def fail(grad):
+        raise KeyError("of the user")
+
+    h = net.first(torch.randn(8, 12))
+    h.register_hook(fail)
+    with pytest.raises(KeyError):
+        net.branch(h).square().mean().backward()
+    if not hasattr(net, "reset_iter_state"):
+        state.close()
+        return
+    net.reset_iter_state()
+    for step in (1, 2):
+        net.zero_grad()
+        loss_of(net, rank, step).backward()
+    steps = state.residuals.progress.steps
+    watched.check()
+    state.close()
+    assert steps == 4
+
+
+def test_training_goes_on_after_a_backward_pass_that_failed(groups):
+    groups(4).run(failed)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def blocks(rank: int, world: int, kind: str) -> torch.Tensor:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    mesh, net = mesh_of(2, 2), nn.Sequential(Block(), Block(), nn.Linear(24, 3))
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offload" else {}
+    for number in (0, 1):
+        block = net[number]
+        if kind == "checkpoint":
+            block = checkpoint_wrapper(block)
+        if kind == "compile":
+            block = torch.compile(block, backend="aot_eager")
+        if kind == "inside":
+            block = checkpoint_wrapper(fully_shard(block, mesh=mesh["shard"]))
+        else:
+            fully_shard(block, mesh=mesh["shard"], **options)
+        net[number] = block
+    fully_shard(net, mesh=mesh["shard"], **options)
+    state = attach(net, process_group=mesh["replicate"], ratio=0.1)
+    watched, optimizer = Watched(state), torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, 24, generator=torch.Generator().manual_seed(7 * step + rank), requires_grad=True)
+        y = checkpoint(net, x, use_reentrant=True) if kind == "reentrant" else net(x)
+        y.square().mean().backward()
+        optimizer.step()
+    watched.check()
+    steps = state.residuals.progress.steps
+    state.close()
+    assert steps == 3
+    return weights(net)
+
+
+@pytest.mark.parametrize("kind", ["offload", "checkpoint", "inside", "compile", "reentrant"])
+def test_the_same_bits_are_learned_with_checkpoints_compiled_blocks_and_shards_on_the_cpu(groups, kind):
+    expected = groups(4).run(blocks, "plain")[0]
+    for found in groups(4).run(blocks, kind):
+        assert torch.equal(found, expected)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(12, 40), nn.Linear(40, 12), nn.LayerNorm(12)
+
+    def forward(self, x):
+        return self.norm(x + self.down(self.up(x).relu()))
+
+
+def tensor_parallel(rank: int, world: int, saving: bool) -> None:
+    """Two nodes of two ranks, which hold a tensor's halves; norms are on both."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    found = []
+    for hybrid in (True, False):
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        net = parallelize_module(Norm(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["replicate", "shard"] if hybrid else mesh["shard"])
+        amount = {"saving": 4} if saving else {"ratio": 1.0, "wire": "fp32"}
+        state = None if hybrid else attach(net, process_group=mesh["replicate"], **amount)
+        watched = None if hybrid else Watched(state)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            # Ranks of a node see the same rows: they hold halves of one model.
+            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(10 * step + rank // 2))
+            net(x).square().mean().backward()
+            optimizer.step()
+        found.append(weights(net) if hybrid else torch.cat([p.full_tensor().flatten() for p in net.parameters()]))
+        copies = torch.cat([net.norm.weight.to_local(), net.norm.bias.to_local()])
+    whole = {state.names[member] for member in state.names} - {
+        state.names[member] for member in state.buckets.compressed
+    }
+    kept = state.full_state_dict()["parameters"]
+    watched.check()
+    state.close()
+    rows = [torch.empty_like(copies) for _ in range(world)]
+    dist.all_gather(rows, copies.detach())
+    assert all(torch.equal(row, rows[0]) for row in rows)
+    assert whole == {"norm.weight", "norm.bias", "down.bias"}
+    if rank == 0:
+        assert kept["up.weight"]["worker"]["residual"].shape == (480,)
+    if not saving:
+        torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_halves_of_tensors_are_exchanged_as_shards_and_copies_inside_a_node_whole(groups, saving):
+    groups(4).run(tensor_parallel, saving)
+
+
+def saved(rank: int, world: int, nodes: int, local: int, folder: str, momentum: float) -> None:
+    net, state = made(nodes, local, ratio=0.05, momentum=momentum, optimizer=list)
+    for step in range(3):
+        loss_of(net, rank, step).backward()
+    left = undelivered(state, net)
+    dcp.save({"model": net.state_dict(), "topk": state}, checkpoint_id=folder)
+    whole = state.full_state_dict()
+    state.close()
+    if rank == 0:
+        torch.save((left, whole), Path(folder) / "whole.pt")
+
+
+def loaded(rank: int, world: int, nodes: int, local: int, folder: str, full: bool, momentum: float) -> None:
+    net, state = made(nodes, local, ratio=0.05, momentum=momentum, optimizer=list)
+    left, whole = torch.load(Path(folder) / "whole.pt", weights_only=True)
+    if full:
+        state.load_state_dict(whole)
+    else:
+        dcp.load({"model": (model := net.state_dict()), "topk": state}, checkpoint_id=folder)
+        net.load_state_dict(model)
+    found, steps = undelivered(state, net), state.residuals.progress.steps
+    again = state.full_state_dict()
+    loss_of(net, rank, 9).backward()
+    state.close()
+    torch.testing.assert_close(found, left, atol=1e-7, rtol=1e-6)
+    assert found.count_nonzero() > 0
+    assert steps == 3
+    for name, sides in again["parameters"].items():
+        assert sides["worker"].keys() == whole["parameters"][name]["worker"].keys()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_residuals_of_shards_are_saved_and_go_on_on_other_nodes_and_ranks(groups, tmp_path, momentum):
+    groups(4).run(saved, 2, 2, str(tmp_path), momentum)
+    for nodes, local in ((2, 2), (4, 1), (3, 1), (2, 1)):
+        for full in (False, True):
+            groups(nodes * local).run(loaded, nodes, local, str(tmp_path), full, momentum)
+
+
+def from_ddp(rank: int, world: int) -> None:
+    """The residuals of a DDP model go on in a sharded one."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net())
+    state = attach(ddp, ratio=0.05)
+    for step in range(3):
+        loss_of(ddp, rank, step).backward()
+    entry = [state.state_dict()]
+    dist.broadcast_object_list(entry)
+    state.close()
+    _, state = made(2, 2, ratio=0.05)
+    state.load_state_dict(entry[0])
+    found = state.full_state_dict()["parameters"]
+    with pytest.raises(ValueError, match="the model has no parameter 'other'"):
+        state.load_state_dict({**entry[0], "parameters": {"other": {"worker": {}, "server": {}}}})
+    state.close()
+    for name, sides in entry[0]["parameters"].items() if rank == 0 else ():
+        expected = sum(part["residual"] for part in sides.values())
+        torch.testing.assert_close(sum(part["residual"] for part in found[name].values()), expected)
+
+
+def test_residuals_of_a_ddp_run_go_on_in_a_sharded_one(groups):
+    groups(4).run(from_ddp)

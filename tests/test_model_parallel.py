@@ -1,0 +1,314 @@
+"""Strategies for sharded models, in a Trainer and with Fabric: two nodes of two ranks, as one group of processes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from test_features import InThisProcess
+from test_gloo import every_rank
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_topk import CompressionMonitor, TopKModelParallelStrategy
+from lightning_topk.lightning.fabric import TopKModelParallelStrategy as FabricStrategy
+
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(64, 12, generator=generator)
+    return TensorDataset(x, x[:, :3].sum(1, keepdim=True))
+
+
+class Model(L.LightningModule):
+    """A net whose layers are sharded on the mesh of its node."""
+
+    def __init__(self, rank: int = 0, policy: MixedPrecisionPolicy | None = None, shuffled: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(rank if shuffled else 0)
+        self.net = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
+        self.policy, self.seen = policy, []
+
+    def configure_model(self):
+        mesh = self.device_mesh["data_parallel"]
+        options = {} if self.policy is None else {"mp_policy": self.policy}
+        if not hasattr(self.net, "set_requires_gradient_sync"):
+            for number in (0, 2):
+                fully_shard(self.net[number], mesh=mesh, **options)
+            fully_shard(self.net, mesh=mesh, **options)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        self.seen.append(x.clone())
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        return DataLoader(data(), 4, shuffle=False)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+
+def fit(rank: int, world: int, model=None, ckpt=None, callbacks=(), local: int = 2, **settings):
+    warnings.simplefilter("ignore")
+    options = {key: settings.pop(key) for key in list(settings) if key not in STRATEGY}
+    strategy = TopKModelParallelStrategy(local_world_size=local, **settings)
+    strategy.cluster_environment = InThisProcess(rank, world)
+    trainer = L.Trainer(
+        devices=world,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        **{**QUIET, "enable_checkpointing": False, "max_steps": 4, **options},
+    )
+    model = Model() if model is None else model
+    trainer.fit(model, ckpt_path=ckpt)
+    return trainer, model
+
+
+STRATEGY = ("ratio", "saving", "wire", "data_parallel_size", "tensor_parallel_size", "residual_checkpoint",
+            "save_distributed_checkpoint", "beta1", "dense_parameters")  # fmt: skip
+
+
+def dense(rank: int, world: int, options: dict) -> None:
+    """With everything sent, as one process learns with the batches of all ranks."""
+    _, model = fit(rank, world, Model(rank // 2, shuffled=True), ratio=1.0, wire="fp32", **options)
+    found, seen = weights(model), every_rank(torch.stack(model.seen))  # [ranks, batches, rows, 12]
+    alone = Model(0)
+    optimizer, parts = alone.configure_optimizers(), options.get("accumulate_grad_batches", 1)
+    for batches in seen.transpose(0, 1).split(parts):
+        optimizer.zero_grad()
+        for x in batches.flatten(1, 2):
+            (nn.functional.mse_loss(alone.net(x), x[:, :3].sum(1, keepdim=True)) / parts).backward()
+        if "gradient_clip_val" in options:
+            nn.utils.clip_grad_norm_(alone.parameters(), options["gradient_clip_val"])
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in alone.parameters()])
+    rows = seen[:, :4].reshape(-1, 12)
+    assert len(rows.unique(dim=0)) == len(rows) == 64, "every row is seen once an epoch"
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}])
+def test_with_everything_sent_nodes_learn_as_one_process_from_the_weights_of_the_first(groups, options):
+    groups(4).run(dense, options)
+
+
+def learned(rank: int, world: int, folder: str) -> dict:
+    """A fit with the monitor, one that goes on, and what goes wrong; asserts come last."""
+    trainer, model = fit(
+        rank, world, ratio=0.05, max_steps=4, callbacks=[CompressionMonitor(per_layer=True)], log_every_n_steps=2
+    )
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    strategy = trainer.strategy
+    before, steps = strategy._last.full_state_dict(), strategy._last.residuals.progress.steps
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(model)
+    after = strategy._last.residuals.progress.steps
+    predicted = strategy._last.predicted()
+    copies = every_rank(torch.cat([p.to_local().detach().flatten() for p in model.parameters()])[:200])
+    assert strategy.topk_state is None
+    assert (steps, after) == (4, 6)
+    assert torch.equal(copies[0], copies[2])
+    assert torch.equal(copies[1], copies[3])
+    if rank == 0:
+        assert sum(float(side["residual"].norm()) for each in before["parameters"].values() for side in each.values())
+    assert logged["topk/uplink_bytes"] == predicted.uplink
+    assert logged["topk/inter_node_bytes"] == predicted.inter_node == 2 * (predicted.uplink + predicted.downlink)
+    assert logged["topk/dense_bytes"] == predicted.dense
+    assert logged["topk/intra_node_bytes"] > 0
+    assert logged["topk/broadcast_bytes"] == 0
+    assert logged["topk/total_broadcast_bytes"] > 0
+    assert 0 < logged["topk/uplink_error"] < 1
+    assert logged["topk/worker_residual_norm"] > 0
+    assert "topk/error/net.0.weight" in logged
+    return logged
+
+
+def test_a_fit_is_monitored_and_another_one_goes_on(groups, tmp_path):
+    groups(4).run(learned, str(tmp_path))
+
+
+def resumed(rank: int, world: int, folder: str, whole: bool, mode: str) -> None:
+    settings = {"ratio": 0.05, "beta1": 0.9, "residual_checkpoint": mode, "save_distributed_checkpoint": not whole}
+    path = Path(folder) / "run.ckpt"
+    trainer, model = fit(rank, world, **settings)
+    trainer.save_checkpoint(path)
+    kept = trainer.strategy._last.full_state_dict()["parameters"]
+    seen: dict = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer, pl_module):
+            seen.update(trainer.strategy.topk_state.full_state_dict())
+            seen["weights"] = weights(pl_module)
+
+    expected = weights(model)
+    trainer, model = fit(rank, world, ckpt=path, callbacks=[Look()], **{**settings, "max_steps": 6})
+    last = weights(model)
+    assert trainer.global_step == 6
+    assert torch.equal(seen["weights"], expected)
+    assert not torch.equal(last, expected)
+    assert seen["steps"] == (0 if mode == "none" else 4)
+    for name, sides in kept.items():
+        for side, tensors in sides.items():
+            found = seen["parameters"][name][side]["residual"]
+            wanted = tensors["residual"] * (mode != "none")
+            torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("whole", "mode"), [(False, "mean"), (True, "mean"), (False, "none")])
+def test_a_run_resumes_with_its_residuals_from_a_folder_or_a_file(groups, tmp_path, whole, mode):
+    groups(4).run(resumed, str(tmp_path), whole, mode)
+
+
+def elsewhere(rank: int, world: int, folder: str) -> None:
+    """A checkpoint of two nodes of two ranks goes on on nodes of one, and is read by ModelParallelStrategy."""
+    path = Path(folder) / "run.ckpt"
+    trainer, _ = fit(rank, world, ratio=0.05)
+    trainer.save_checkpoint(path)
+    kept = trainer.strategy._last.full_state_dict()["parameters"]
+    trainer, _ = fit(rank, world, ckpt=path, local=1, ratio=0.05, max_steps=4)  # no step more
+    found = trainer.strategy._last.full_state_dict()["parameters"]
+    plain = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+    plain.cluster_environment = InThisProcess(rank, world)
+    other = L.Trainer(devices=world, strategy=plain, max_steps=5, enable_checkpointing=False, **QUIET)
+    other.fit(Model(), ckpt_path=path)
+    assert other.global_step == 5
+    for name, sides in kept.items():
+        for side, tensors in sides.items():
+            torch.testing.assert_close(found[name][side]["residual"], tensors["residual"], atol=1e-6, rtol=1e-5)
+
+
+def test_a_checkpoint_goes_on_on_other_nodes_and_without_compression(groups, tmp_path):
+    groups(4).run(elsewhere, str(tmp_path))
+
+
+class Manual(Model):
+    """Two backward passes a step, of which the first is not reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part in (0, 1):
+            self.net.set_requires_gradient_sync(part == 1)
+            self.manual_backward(nn.functional.mse_loss(self.net(x), y))
+        optimizer.step()
+
+
+def by_hand(rank: int, world: int) -> None:
+    trainer, _ = fit(rank, world, Manual(), ratio=0.05)
+    steps = trainer.strategy._last.residuals.progress.steps
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    _, half = fit(rank, world, Model(policy=policy), saving=4)
+    accumulated, _ = fit(rank, world, ratio=0.05, accumulate_grad_batches=2, max_steps=2)
+    found = accumulated.strategy._last.residuals.progress.steps
+    assert steps == 4
+    assert weights(half).isfinite().all()
+    assert found == 2
+
+
+def test_manual_optimization_half_precision_and_accumulation_exchange_once_a_step(groups):
+    groups(4).run(by_hand)
+
+
+def with_fabric(rank: int, world: int, folder: str, whole: bool) -> None:
+    warnings.simplefilter("ignore")
+
+    def parallelize(model, mesh):
+        fully_shard(model[0], mesh=mesh["data_parallel"])
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    def go(steps: range, ckpt=None, save: bool = False):
+        strategy = FabricStrategy(parallelize, ratio=0.05, local_world_size=2, save_distributed_checkpoint=not whole)
+        strategy.cluster_environment = InThisProcess(rank, world)
+        fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(rank // 2)
+        model = fabric.setup_module(nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 1)))
+        optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.1))
+        if ckpt:
+            fabric.load(ckpt, {"model": model, "optimizer": optimizer})
+        for step in steps:
+            optimizer.zero_grad()
+            for part in (0, 1):
+                x = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + 5 * part + rank))
+                with fabric.no_backward_sync(model, enabled=part == 0):
+                    fabric.backward(model(x).square().mean())
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+        (state,) = strategy.topk_states
+        kept = state.full_state_dict()["parameters"]
+        if save:
+            fabric.save(Path(folder) / "fabric.ckpt", {"model": model, "optimizer": optimizer})
+        passes = state.residuals.progress.steps
+        for each in strategy.topk_states:
+            each.close()
+        return kept, passes, torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
+
+    kept, passes, shard = go(range(3), save=True)
+    found, again, _ = go(range(0), Path(folder) / "fabric.ckpt")
+    rows = every_rank(shard[:100])
+    assert (passes, again) == (3, 3)
+    assert torch.equal(rows[0], rows[2])
+    for name, sides in kept.items():
+        for side, tensors in sides.items():
+            torch.testing.assert_close(found[name][side]["residual"], tensors["residual"], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_fabric_trains_saves_and_loads_a_sharded_model(groups, tmp_path, whole):
+    groups(4).run(with_fabric, str(tmp_path), whole)
+
+
+def refused(rank: int, world: int) -> list[str]:
+    class Unsharded(Model):
+        def configure_model(self):
+            fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+
+    said = []
+    for model, settings, words in (
+        (Model(), {"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 is not 2"),
+        (Model(), {"local": 3}, "4 ranks do not make up nodes of 3"),
+        (Unsharded(), {}, "'net.2.weight' (one of 4) is not sharded by fully_shard"),
+    ):
+        try:
+            fit(rank, world, model, ratio=0.1, **settings)
+            said.append(f"nothing instead of {words}")
+        except ValueError as error:
+            said.append("" if words in str(error) else f"{error} instead of {words}")
+    return [words for words in said if words]
+
+
+def test_sizes_that_make_no_node_and_models_that_are_not_sharded_are_refused(groups):
+    assert groups(4).run(refused) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"data_parallel_size": "all"}, TypeError, "data_parallel_size='all' must be 'auto' or a number"),
+        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size=0 must be at least 1"),
+        ({"residual_checkpoint": "full"}, ValueError, "residual_checkpoint='full' is unknown"),
+        ({"ratio": 2.0}, ValueError, r"ratio=2\.0 must be in \(0, 1\]"),
+    ],
+)
+def test_mistaken_settings_of_a_sharded_run_are_refused_when_they_are_given(settings, error, words):
+    with pytest.raises(error, match=words):
+        TopKModelParallelStrategy(**settings)
