@@ -19,8 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import multiprocessing
 import multiprocessing.process
 import subprocess
+import sys
 
 import pytest
+import torch
 from groups import Group
 
 KINDS = ("process", "trainer", "gloo", "unit")
@@ -68,6 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _tests_draw_the_same_numbers_every_time():
+    """Also the kernels' samples: a selection may depend on them, and a test would fail once in some hundred runs."""
+    torch.manual_seed(0)
+    for version in ("cpu", "kernels"):
+        module = sys.modules.get(f"lightning_topk.core.ops.{version}")
+        if module is not None:
+            module._salts.seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _unit_tests_start_no_process(request, monkeypatch):
     if kind_of(request.node) != "unit":
         return
@@ -81,13 +93,14 @@ def _unit_tests_start_no_process(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def groups():
-    """Groups by world size, started when first asked for, since starting one is most of its cost."""
-    started: dict[int, Group] = {}
+    """Groups by size, device and backend, started when first asked for, since starting one is most of its cost."""
+    started: dict[tuple[int, str, str | None], Group] = {}
 
-    def group(world: int) -> Group:
-        if world not in started or not started[world].alive:
-            started[world] = Group(world)
-        return started[world]
+    def group(world: int, device: str = "cpu", backend: str | None = None) -> Group:
+        key = world, device, backend
+        if key not in started or not started[key].alive:
+            started[key] = Group(*key)
+        return started[key]
 
     yield group
     for each in started.values():
