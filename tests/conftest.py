@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import multiprocessing
 import multiprocessing.process
 import subprocess
+import sys
 
 import pytest
 
@@ -70,6 +71,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _tests_draw_the_same_numbers_every_time():
+    """Also the kernels' samples: a selection may depend on them, and a test would fail once in some hundred runs."""
+    import torch
+
+    torch.manual_seed(0)
+    for version in ("cpu", "kernels"):
+        module = sys.modules.get(f"lightning_topk.core.ops.{version}")
+        if module is not None:
+            module._salts.seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _unit_tests_start_no_process(request, monkeypatch):
     if kind_of(request.node) != "unit":
         return
@@ -83,15 +96,16 @@ def _unit_tests_start_no_process(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def groups():
-    """Groups by world size, started when first asked for, since starting one is most of its cost."""
+    """Groups by size, device and backend, started when first asked for, since starting one is most of its cost."""
     from groups import Group  # here, since the process that only hands tests to xdist's workers needs no torch
 
-    started: dict[int, Group] = {}
+    started: dict[tuple[int, str, str | None], Group] = {}
 
-    def group(world: int) -> Group:
-        if world not in started or not started[world].alive:
-            started[world] = Group(world)
-        return started[world]
+    def group(world: int, device: str = "cpu", backend: str | None = None) -> Group:
+        key = world, device, backend
+        if key not in started or not started[key].alive:
+            started[key] = Group(*key)
+        return started[key]
 
     yield group
     for each in started.values():

@@ -1,4 +1,4 @@
-"""Processes forked from a server that has imported everything: groups of gloo processes, torchrun's ranks, scripts."""
+"""Processes forked from a server that has imported everything: groups of processes, torchrun's ranks, scripts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,30 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lightning_topk.runtime import autotune
 
 
-class Group:
-    """``world`` processes joined by gloo."""
+def backend_for(world: int, device: str) -> str:
+    """NCCL where tensors are on GPUs and every rank has its own, else gloo."""
+    return "nccl" if device == "cuda" and torch.cuda.device_count() >= world else "gloo"
 
-    def __init__(self, world: int) -> None:
+
+class Group:
+    """Processes joined by gloo or NCCL.
+
+    Args:
+        world: How many.
+        device: Where the tests that they run have their tensors.
+        backend: Default: what the machine's GPUs allow.
+    """
+
+    def __init__(self, world: int, device: str = "cpu", backend: str | None = None) -> None:
         self.world = world
+        self.backend = backend or backend_for(world, device)
         context = multiprocessing.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, self._folder.name, theirs), daemon=True)
+            arguments = rank, world, self.backend, device, self._folder.name, theirs
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -74,12 +87,15 @@ class Group:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, backend: str, device: str, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     autotune.TRIALS = 2  # that something is chosen by measuring is tested, not how well
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    if device == "cuda":
+        os.environ["LOCAL_RANK"] = str(rank)  # NCCL of torch 2.15 binds to this GPU
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
     while True:
         function, args = pickle.loads(pipe.recv_bytes())
         try:

@@ -1,21 +1,54 @@
-"""Training on one GPU: NCCL with one rank, gloo with several, the side stream, a real GradScaler, SyncBatchNorm."""
+"""Training on GPUs: NCCL with one rank and with all, gloo with several on one GPU, streams, scalers, large gradients.
+
+``.ci/gpu`` runs all of it and reports. Where a test needs no bytes of other ranks, DDP is real and :func:`loopback`
+stands for the network: so one GPU is enough.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from groups import Group
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topk import CompressionMonitor, TopKStrategy
+from lightning_topk.core.layout import Layout
+from lightning_topk.core.ops import reference
+from lightning_topk.core.requests import AllGather
 from lightning_topk.ddp import attach
+from lightning_topk.runtime import drive
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+COUNT = torch.cuda.device_count()
+WORLDS = sorted({1, COUNT})
+TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense", "auto")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT == 0, reason="needs a GPU")]
+several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("numel", [25_000_000, 2**31 + 12_345])
+def test_kernels_choose_what_the_reference_chooses_whatever_the_size(numel):
+    kernels = pytest.importorskip("lightning_topk.core.ops.kernels")
+    if torch.cuda.mem_get_info()[0] < 50 * numel:
+        pytest.skip(f"needs {50 * numel / 1e9:.0f} GB of a GPU's memory")
+    layout, finite = Layout(numel, 8), torch.tensor(True, device="cuda")
+    e, x = (torch.randn(numel, device="cuda") for _ in range(2))
+    total = e + x
+    found = kernels.add_and_select(e, x, finite, layout, numel // 8000)
+    assert torch.equal(e, total)
+    assert not x.any()
+    expected = reference.add_and_select(e, x, finite, layout, numel // 8000)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
 
 
 class Model(LightningModule):
@@ -57,27 +90,230 @@ def test_a_model_trains_on_a_gpu(tmp_path, precision, sync_batchnorm):
     assert 0 < trainer.callback_metrics["topk/uplink_error"] < 1
 
 
-def on_one_gpu(rank: int, world: int, topology: str) -> None:
-    """Ranks that share a GPU, which NCCL refuses: gloo, by way of the CPU."""
+def exchanged(rank: int, world: int, topology: str) -> None:
+    """With everything sent, DDP's mean."""
     torch.manual_seed(0)
     net = nn.Linear(50, 50).cuda()
     ddp = DistributedDataParallel(net)
-    state = attach(ddp, ratio=1.0, wire="fp32", topology=topology, local_world_size=2)
+    local = 2 if world % 2 == 0 else 1
+    state = attach(
+        ddp, ratio=1.0, wire="fp32", topology=topology, local_world_size=local, bidirectional=topology != "allgather"
+    )
     pairs = []
     for step in range(3):
         x = torch.randn(4, 50, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
         alone = copy.deepcopy(net)
         alone(x).square().mean().backward()
-        expected = torch.cat([p.grad.flatten() for p in alone.parameters()]).cpu()
+        expected = torch.cat([p.grad.flatten() for p in alone.parameters()])
         dist.all_reduce(expected)
         ddp.zero_grad()
         ddp(x).square().mean().backward()
-        pairs.append((torch.cat([p.grad.flatten() for p in net.parameters()]).cpu(), expected / world))
+        pairs.append((torch.cat([p.grad.flatten() for p in net.parameters()]).cpu(), expected.cpu() / world))
     state.close()
     for got, expected in pairs:
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server", "auto"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_ranks_that_share_a_gpu_exchange_over_gloo(groups, topology):
-    groups(4).run(on_one_gpu, topology)
+    groups(4, "cuda", "gloo").run(exchanged, topology)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_topology_delivers_the_mean_over_nccl(groups, world, topology):
+    groups(world, "cuda").run(exchanged, topology)
+
+
+class Branches(nn.Module):
+    """A net of 2 million parameters, of which a part may go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.some = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.all(x).square().mean() + (self.some(x).square().mean() if both else 0)
+
+
+def scaled(rank: int, world: int) -> None:
+    """16-mixed in int4 with votes and a fused optimizer; the third step overflows on rank 0."""
+    torch.manual_seed(0)
+    net = Branches().cuda()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+    state = attach(ddp, saving=50, optimizer=optimizer, scaler=scaler)
+    seen = []
+    for step in range(6):
+        with torch.autocast("cuda", torch.float16):
+            loss = ddp(torch.randn(8, 1000, device="cuda"), both=step % 2 == 0 or rank == 0)
+        scaler.scale(loss * (torch.inf if step == 2 and rank == 0 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        kept = [half.clone() for halves in state.residuals.held().values() for half in halves]
+        seen.append(([p.detach().clone() for p in net.parameters()], kept))
+    state.close()
+    sums = torch.stack([p.double().sum() for p in net.parameters()]).cpu()
+    rows = [None] * world
+    dist.all_gather_object(rows, sums)
+    assert all(torch.equal(row, sums) for row in rows)
+    for before, after in zip(seen[1], seen[2], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    assert not torch.equal(seen[2][0][0], seen[3][0][0])
+    assert all(half.isfinite().all() for _, kept in seen for half in kept)
+
+
+def test_two_ranks_of_one_gpu_skip_a_step_that_overflows_and_lose_nothing(groups):
+    groups(2, "cuda", "gloo").run(scaled)
+
+
+@several
+def test_all_gpus_skip_a_step_that_overflows_and_lose_nothing(groups):
+    groups(COUNT, "cuda").run(scaled)
+
+
+def normalised(rank: int, world: int) -> None:
+    """Batch norm's collectives are on the default group, the exchange's on its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(100, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1000))
+    ddp = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda(), bucket_cap_mb=1)
+    state = attach(ddp, ratio=0.01)
+    for _ in range(5):
+        ddp(torch.randn(8, 100, device="cuda")).square().mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+    state.close()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_synchronised_batch_norm_runs_beside_the_lane(groups, world):
+    groups(world, "cuda").run(normalised)
+
+
+def failing(rank: int, world: int) -> float:
+    """Seconds that the teardown takes after an exception on rank 0, while the others exchange."""
+    ddp = DistributedDataParallel(nn.Linear(1000, 1000).cuda())
+    state = attach(ddp, ratio=0.01)
+    for step in range(3):
+        if step == 2 and rank == 0:
+            break
+        ddp(torch.randn(8, 1000, device="cuda")).square().mean().backward()
+    begin = time.monotonic()
+    state.close()
+    return time.monotonic() - begin
+
+
+@several
+def test_an_exception_on_one_rank_ends_every_rank_in_seconds():
+    group = Group(COUNT, "cuda")
+    try:
+        assert max(group.run(failing)) < 15
+    finally:
+        group.stop()
+
+
+def subset(rank: int, world: int) -> None:
+    members = list(range(max(1, world - 1)))
+    some = dist.new_group(members)
+    if rank in members:
+        ddp = DistributedDataParallel(nn.Linear(1000, 1000).cuda(), process_group=some)
+        state = attach(ddp, ratio=0.01)
+        for _ in range(3):
+            ddp(torch.randn(8, 1000, device="cuda")).square().mean().backward()
+        state.close()
+        assert ddp.module.weight.grad.isfinite().all()
+
+
+@several
+def test_a_model_on_some_of_the_ranks_does_not_wait_for_the_others():
+    group = Group(COUNT, "cuda")
+    try:
+        group.run(subset)
+    finally:
+        group.stop()
+
+
+@pytest.fixture
+def loopback(monkeypatch):
+    """Four ranks, of which the other three would send what this one sends."""
+
+    def perform(request, group):
+        payload = request.payload
+        return payload.expand(4, -1).contiguous() if isinstance(request, AllGather) else payload.clone()
+
+    monkeypatch.setattr(drive, "perform", perform)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(steps: int = 4):
+    """A model that is trained on ``loopback``, and a function that makes a step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(6)]).cuda()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=16)
+    state, x = attach(ddp), torch.randn(64, 2000, device="cuda")
+
+    def step() -> None:
+        ddp(x).square().mean().backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(p.grad, alpha=0.01)
+                p.grad.zero_()
+
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return net, state, step
+
+
+def test_hook_and_lane_never_wait_for_the_gpu(loopback):
+    net, state, step = trained()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    state.close()
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_a_step_is_captured_as_a_graph_or_refused(loopback):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        net, state, step = trained(12)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=side):
+                step()
+        except RuntimeError as error:
+            pytest.xfail(f"a step is not captured: {error}")
+    before = net[0].weight.detach().clone()
+    graph.replay()
+    torch.cuda.synchronize()
+    state.close()
+    assert net[0].weight.isfinite().all()
+    assert not torch.equal(net[0].weight, before)
+
+
+def test_exchanges_overlap_with_backward_on_a_stream_of_their_own(loopback, tmp_path):
+    _, state, step = trained()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    with torch.profiler.profile() as profile:
+        step()
+        torch.cuda.synchronize()
+    buckets = len(state.residuals.progress.buckets)
+    state.close()
+    trace = Path(os.environ.get("LIGHTNING_TOPK_TRACE", tmp_path / "trace.json"))
+    profile.export_chrome_trace(str(trace))
+    kernels = [each for each in profile.profiler.kineto_results.events() if each.device_type().name == "CUDA"]
+    streams: dict[int, list] = {}
+    for each in kernels:
+        streams.setdefault(each.device_resource_id(), []).append(each)
+    lane = min(streams.values(), key=lambda found: sum(each.duration_ns() for each in found))
+    peak = torch.cuda.max_memory_allocated() - held
+    print(f"\n{len(lane) / buckets:.0f} launches a bucket on the lane; {peak / 1e6:.0f} MB above what is held; {trace}")
+    assert len(streams) >= 2

@@ -7,13 +7,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topk import ddp
 from lightning_topk.core.select import RandK
 from lightning_topk.runtime import lanes
 from lightning_topk.runtime.checks import check_parameters
+from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.residuals import Pieces
 from lightning_topk.runtime.skipped_steps import Undo
 
@@ -128,3 +131,21 @@ def test_objects_are_sent_by_way_of_the_models_device(monkeypatch):
         with ddp._device_of(nn.Linear(2, 2)):
             pass
         assert not device.called
+
+
+def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all(monkeypatch):
+    """NCCL splits a bound group's communicator with all its ranks, and those that do not train the model never come."""
+    split = mock.Mock(side_effect=AssertionError("a split"))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", split)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        some = dist.new_group([0, 1], use_local_synchronization=True)
+        bound = dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        groups = Groups.make(some, None).divided(some, None, local=1, hierarchy=True)
+        made = [groups.all, groups.node, groups.peers]
+        assert [dist.get_process_group_ranks(each) for each in made] == [[0, 1], [0], [0, 1]]
+        assert [each.bound_device_id for each in made] == [bound] * 3
+        assert dist.group.WORLD.bound_device_id == bound
+    finally:
+        dist.destroy_process_group()
+    assert not split.called

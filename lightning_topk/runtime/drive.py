@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from lightning_topk.core.exchange import Exchange, Outcome
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
 from lightning_topk.runtime.groups import Groups
+
+LOGGER = logging.getLogger("lightning_topk")
 
 
 class Meter:
@@ -42,18 +45,22 @@ class Meter:
             self.bytes[kind] += count
 
 
-def drive(exchange: Exchange, groups: Groups, meter: Meter) -> Outcome:
+def drive(exchange: Exchange, groups: Groups, meter: Meter, name: str = "an exchange that is timed") -> Outcome:
     """Runs an exchange to its end over process groups.
 
     Args:
         exchange: One rank's exchange; every rank drives its own.
         groups: The groups that carry it.
         meter: Counts the bytes sent.
+        name: What is exchanged, for the log at level DEBUG: a line for each collective, before it. NCCL's watchdog ends
+            the process after a timeout, and names but the group, the collective and its elements (bytes, as payloads
+            are uint8).
 
     Returns:
         What became of the exchange.
     """
     reply: Tensor | None = None
+    logged = LOGGER.isEnabledFor(logging.DEBUG)
     while True:
         try:
             request = exchange.send(reply)  # type: ignore[arg-type]  # None starts a generator
@@ -61,6 +68,9 @@ def drive(exchange: Exchange, groups: Groups, meter: Meter) -> Outcome:
             outcome: Outcome = end.value
             return outcome
         meter.count(request, groups)
+        if logged:
+            kind, size = type(request).__name__, request.payload.numel()
+            LOGGER.debug("%s: %s of %d elements among %s, %s", name, kind, size, request.among, request.direction)
         reply = perform(request, groups.among(request.among))
 
 

@@ -180,7 +180,7 @@ class Exchanger:
         """Exchanges the gradients of a batch, on the lane, and returns its buffers."""
         begun = lane.mark() if batch.timed else None
         # Sparse gradients are exchanged as the dense tensors that they stand for, and become sparse again where
-        # anything arrives.
+        # anything arrives. On a GPU the host waits for that: the size of a sparse tensor depends on data.
         dense = [(buffer.to_dense() if buffer.is_sparse else buffer).view(-1) for buffer in batch.buffers]
         if len(batch.jobs) == len(dense) == 1 and same(batch.jobs[0].bucket, batch.buckets[0]):
             self._exchange(dense[0], batch.jobs[0])
@@ -219,7 +219,7 @@ class Exchanger:
             end = self._residuals.endpoint(job.bucket, job.config, lambda: self._make(job), job.lr_ratio, job.guard)
             codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
-            outcome = drive(path, self._groups, meter)
+            outcome = drive(path, self._groups, meter, f"{self._place}, step {job.step}, {job.name}")
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: the {job.config.topology} exchange of {job.name} ({g.numel()} elements) failed on "

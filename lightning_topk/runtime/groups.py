@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_topk.core.requests import Among
+
+DESCRIPTION = "lightning_topk"
+"""Of the groups, in torch's messages: NCCL's watchdog names the group whose collective timed out."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,37 @@ class Groups:
 def _new_group(
     ranks: list[int] | None, parent: dist.ProcessGroup | None, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    backend = None if parent is None else dist.get_backend(parent)
-    group = dist.new_group(ranks, timeout, backend, use_local_synchronization=parent is not None)
+    if parent is None:
+        group = dist.new_group(ranks, timeout, group_desc=DESCRIPTION)
+    else:
+        with _unbound() as device:
+            group = dist.new_group(
+                ranks,
+                timeout,
+                dist.get_backend(parent),
+                use_local_synchronization=True,
+                group_desc=DESCRIPTION,
+                device_id=device,
+            )
     return cast("dist.ProcessGroup", group)
+
+
+@contextmanager
+def _unbound() -> Iterator[torch.device | None]:
+    """Has groups of some of the ranks made without the others; gives the device that the default group is bound to.
+
+    If the default group is bound to a device, by ``init_process_group(device_id=)`` or by NCCL in torch 2.15, a new
+    group would be split off its communicator. Every rank of the default group must join in a split, and those that do
+    not train this model do not come here. A group that is not split off makes a communicator of its own.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield device
+    finally:
+        default.bound_device_id = device
 
 
 def _own_group(

@@ -1,0 +1,251 @@
+"""A GPU's streams without a GPU: every operation on a fake CUDA tensor is ordered by vector clocks.
+
+The host enqueues an operation on the stream that is current. A stream's clock says how far each stream had come when
+the stream's own last operation began; waits join clocks. :class:`Gpu` finds
+
+- races: a storage is used on one stream, and nothing orders that after its last write (or, for a write, its reads) on
+  another;
+- reuse: a storage is freed by the host while another stream may still use it (no ``record_stream``), and the stream
+  that allocated it, to whose pool it returns, allocates again without having waited for that use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+OURS = str(Path(__file__).parents[1])
+
+
+class Stream:
+    """A stream of a :class:`Gpu`; stands for ``torch.cuda.Stream``."""
+
+    def __init__(self, gpu: Gpu, device: Any = None, priority: int = 0) -> None:
+        self.gpu = gpu
+        self.clock: Counter[Stream] = Counter()  # its own entry: operations enqueued so far
+
+    def join(self, clock: Mapping[Stream, int]) -> None:
+        """All that is enqueued from now on comes after ``clock``."""
+        self.clock |= Counter(clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.join(other.clock)
+
+    def wait_event(self, event: Event) -> None:
+        self.join(event.clock)
+
+    def synchronize(self) -> None:
+        self.gpu.host |= self.clock
+
+
+class Event:
+    """A moment in a stream; stands for ``torch.cuda.Event``. It has always come when it is asked for."""
+
+    def __init__(self, gpu: Gpu, enable_timing: bool = False) -> None:
+        self.gpu = gpu
+        self.clock: Counter[Stream] = Counter()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = Counter((stream or self.gpu.current).clock)
+
+    def synchronize(self) -> None:
+        self.gpu.host |= self.clock
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+class Future:
+    """Stands for ``torch.futures.Future(devices=...)``: the stream that waits comes after the one that fulfilled it."""
+
+    def __init__(self, gpu: Gpu, devices: Any = None) -> None:
+        self.done = Event(gpu)
+
+    def set_result(self, result: Tensor) -> None:
+        self.result = result
+        self.done.record()
+
+    def wait(self) -> Tensor:
+        stream = self.done.gpu.current
+        stream.wait_event(self.done)
+        self.result.record_stream(stream)
+        return self.result
+
+
+@dataclass
+class Use:
+    """A use of a storage by a stream, ``when`` as an entry of its clock."""
+
+    stream: Stream
+    when: int
+    place: str
+
+    def before(self, stream: Stream) -> bool:
+        """Whether what ``stream`` does now comes after it."""
+        return stream is self.stream or stream.clock[self.stream] >= self.when
+
+
+@dataclass
+class Block:
+    """The memory of a storage, and its uses since its last write."""
+
+    storage: StorageWeakRef
+    owner: Stream
+    place: str
+    write: Use | None = None
+    reads: dict[Stream, Use] = field(default_factory=dict)
+    recorded: set[Stream] = field(default_factory=set)
+
+    @property
+    def uses(self) -> Iterable[Use]:
+        return [*([self.write] if self.write else []), *self.reads.values()]
+
+
+class Gpu(TorchDispatchMode):
+    """Follows what is enqueued while it is entered.
+
+    Attributes:
+        races: What was found of the first kind, in words.
+        reuses: What was found of the second kind.
+        operations: How many were followed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: set[str] = set()
+        self.reuses: set[str] = set()
+        self.operations = 0
+        self.host: Counter[Stream] = Counter()  # what the host has waited for
+        self._streams = [Stream(self)]
+        self._blocks: dict[int, Block] = {}
+        self._freed: list[Block] = []
+
+    @property
+    def current(self) -> Stream:
+        return self._streams[-1]
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Stands for ``torch.cuda.stream``."""
+        self._streams.append(stream)
+        try:
+            yield
+        finally:
+            self._streams.pop()
+
+    def install(self, setattr: Callable[..., None]) -> None:
+        """Puts the stand-ins in the places of torch's, by a monkeypatch's ``setattr``."""
+        setattr(torch.cuda, "Stream", partial(Stream, self))
+        setattr(torch.cuda, "Event", partial(Event, self))
+        setattr(torch.cuda, "stream", self.on)
+        setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        setattr(torch.futures, "Future", partial(Future, self))
+        setattr(torch.Tensor, "record_stream", lambda x, stream: self._block(x).recorded.add(stream))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
+            self._freed.append(self._blocks.pop(key))
+        if function is torch.ops.aten._local_scalar_dense.default:  # ``.item()``: the host waits for a number
+            self.use(_cuda(args), [])
+            self.current.synchronize()
+            return 0
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.detach.default, torch.ops.prim.device.default):
+            return result
+        given, made = _cuda((args, kwargs)), _cuda(result)
+        returns = function._schema.returns
+        if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
+            return result  # a view
+        written = [
+            tensor
+            for argument, value in zip(function._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _cuda(value)
+        ]
+        written += _cuda((kwargs or {}).get("out")) + [
+            x for x in made if x.untyped_storage()._cdata not in self._blocks
+        ]
+        self.use(given, written)
+        if given and any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree_leaves(result)):
+            self.current.synchronize()  # a copy to the host, which waits for it
+        return result
+
+    def use(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """An operation on the current stream."""
+        stream = self.current
+        stream.join(self.host)
+        stream.clock[stream] += 1
+        self.operations += 1
+        use = Use(stream, stream.clock[stream], _place())
+        changed = {id(block): block for block in map(self._block, written)}
+        for block in {id(block): block for block in map(self._block, read)}.values():
+            if id(block) not in changed:
+                self._check(block, use, [block.write] if block.write else [])
+                block.reads[stream] = use
+        for block in changed.values():
+            self._check(block, use, block.uses)
+            block.write, block.reads = use, {}
+
+    def _check(self, block: Block, use: Use, earlier: Iterable[Use]) -> None:
+        for each in earlier:
+            if not each.before(use.stream):
+                self.races.add(f"{use.place}, not after {each.place}, of memory of {block.place}")
+
+    def _block(self, tensor: Tensor) -> Block:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._allocate()
+            self._blocks[storage._cdata] = Block(StorageWeakRef(storage), self.current, _place())
+        return self._blocks[storage._cdata]
+
+    def _allocate(self) -> None:
+        """The current stream's pool gives out memory, perhaps of a block that was freed."""
+        for block in [block for block in self._freed if block.owner is self.current]:
+            self._freed.remove(block)
+            for use in block.uses:
+                if use.stream not in block.recorded and not use.before(self.current):
+                    self.reuses.add(f"{_place()} may get memory of {block.place}, in use at {use.place}")
+
+
+class Launch:
+    """Stands for a Triton kernel: it may read and write all that it is given.
+
+    Args:
+        gpu: Follows it.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self._gpu.use([], _cuda(arguments))
+
+        return launch
+
+
+def _cuda(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.device.type == "cuda"]
+
+
+def _place() -> str:
+    """The line of this repository that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename == __file__ or not frame.f_code.co_filename.startswith(OURS)):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,265 @@
+"""Hook, lane, residuals and undo on the streams of a GPU that is not there: what is ordered, and which memory is free.
+
+See :mod:`streams`. Training is played: backward and optimizers are a few operations on the caller's stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from streams import Gpu, Launch, Stream
+from test_fake_cuda import CUDA, LOCAL, WORLD, reply_to
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_topk import ddp
+from lightning_topk.core import exchange, ops
+from lightning_topk.runtime import drive, lanes
+
+SIZES = (30_000, 300, 20_000, 17)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "residuals": {},
+    "uncompressed parameters": {"dense_parameters": ("p0",)},
+    "residuals of servers": {"error_feedback": "server"},
+    "nothing kept": {"error_feedback": False},
+    "momentum": {"momentum": 0.9, "beta1": None},
+    "one exchange": {"scope": "model"},
+    "int4": {"wire": "int4"},
+    "clipped": {"clip_norm": 1.0},
+}
+
+
+@dataclass
+class Case:
+    """How training is played.
+
+    Attributes:
+        scaler: ``"plain"`` for a GradScaler that skips every other step, ``"fused"`` for one whose verdict stays on the
+            device.
+        votes: Whether parameters may go unused.
+        hooks: Whether gradients are accumulated on a stream of their own.
+        resumed: Whether residuals of a checkpoint are there at the beginning.
+        kernels: Whether Triton's kernels run.
+    """
+
+    scaler: str = ""
+    votes: bool = False
+    hooks: bool = False
+    resumed: bool = False
+    kernels: bool = False
+
+
+class Bucket:
+    """DDP's bucket."""
+
+    def __init__(self, buffer: torch.Tensor, parameters: list[torch.Tensor], index: int, last: bool) -> None:
+        self.buffer, self.parameters = lambda: buffer, lambda: parameters
+        self.index, self.is_last = lambda: index, lambda: last
+
+
+class Scaler:
+    """A GradScaler: its scale is on the GPU, and so is its verdict if the optimizer is fused."""
+
+    def __init__(self, fused: bool) -> None:
+        self._fused, self._scale, self._skips = fused, torch.full((), 2.0**16, device=CUDA), False
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._skips = not self._skips
+        found = torch.stack([p.grad.sum() for group in optimizer.param_groups for p in group["params"]]).sum()
+        if self._fused:
+            optimizer.found_inf = found
+            optimizer.step()
+            del optimizer.found_inf
+        elif not self._skips:
+            optimizer.step()
+
+    def update(self) -> None:
+        self._scale.mul_(2.0)
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer of one operation a parameter."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU to follow, and a rank of four that send it whatever they like."""
+    kernels = pytest.importorskip("lightning_topk.core.ops.kernels")
+    followed = Gpu()
+    followed.install(monkeypatch.setattr)
+    for name, value in vars(kernels).items():
+        if type(value).__module__.startswith("triton.runtime"):
+            monkeypatch.setattr(kernels, name, Launch(followed))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
+    monkeypatch.setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
+    monkeypatch.setattr(ddp, "GradBucket", Bucket)
+
+    def perform(request, group):
+        reply = reply_to(request, 0)
+        return reply if reply is None else reply.zero_()
+
+    monkeypatch.setattr(drive, "perform", perform)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    yield followed
+    dist.destroy_process_group()
+
+
+def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, **settings: Any) -> None:
+    """Trains some steps with buckets that are regrouped after the first."""
+    from lightning_topk.core.ops import kernels
+
+    monkeypatch.setattr(ops, "fast", lambda device: kernels if case.kernels else None)
+    settings = {
+        "ratio": 0.01,
+        "wire": "fp32",
+        "topology": topology,
+        "bidirectional": topology != "allgather",
+        **settings,
+    }
+    fake = FakeTensorMode()
+    with fake:
+        parameters = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES]
+        optimizers = [Plain(each) for each in (parameters[:2], parameters[2:])]
+        scaler = Scaler(case.scaler == "fused") if case.scaler else None
+    state = ddp.TopKState(optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL, **settings)
+    state.buckets.name({p: f"p{number}" for number, p in enumerate(parameters)})
+    if case.votes:
+        state.watch_use([])
+    hooks = torch.cuda.Stream() if case.hooks else gpu.current
+    with fake, gpu:
+        if case.resumed:
+            restore(state, [tuple(parameters[:3]), tuple(parameters[3:])])
+        for step in range(3):
+            backward(gpu, hooks, state, [parameters[2:], parameters[:2]] if step else [parameters], case.votes)
+            for optimizer in optimizers:
+                (scaler or optimizer).step(*[optimizer] * bool(scaler))
+            if scaler is not None:
+                scaler.update()
+        state.close()
+        state.residuals.settle()
+        torch.zeros(1, device=CUDA)
+    assert gpu.operations > 200
+
+
+def restore(state: ddp.TopKState, buckets: list[tuple[torch.Tensor, ...]]) -> None:
+    """Loads residuals, on the caller's stream."""
+    from lightning_topk.runtime.exchanger import make_bucket_endpoint
+
+    def make(bucket):
+        config = state.buckets.config_of(bucket)
+        return config, make_bucket_endpoint(config, bucket, (), state.groups)
+
+    kept = {p: {"residual": torch.zeros(p.numel())} for bucket in buckets for p in bucket}
+    state.residuals.restore(buckets, lambda p, count: dict(kept[p]), kept, make)
+
+
+def backward(gpu: Gpu, hooks: Stream, state: ddp.TopKState, groups: list[list[torch.Tensor]], votes: bool) -> None:
+    """A backward pass: gradients are written to buckets, which are exchanged meanwhile, and copied from there."""
+    waiting = []
+    for index, group in enumerate(groups):
+        buffer = torch.empty(sum(p.numel() for p in group), device=CUDA)
+        buffer.add_(torch.ones_like(buffer))
+        if votes:
+            state._usage._used.update(group[:1])
+        hooks.wait_stream(gpu.current)
+        with gpu.on(hooks):
+            future = state.launch(Bucket(buffer, group, index, index == len(groups) - 1))
+        waiting.append((future, group))
+        torch.zeros(64, device=CUDA)  # backward goes on, and takes memory
+    gpu.current.wait_stream(hooks)
+    for future, group in waiting:
+        for p, piece in zip(group, future.wait().split([p.numel() for p in group]), strict=True):
+            p.grad = piece.clone()
+
+
+TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather")
+CASES = [
+    Case(kernels=True),
+    Case(scaler="plain", votes=True),
+    Case(scaler="fused", hooks=True),
+    Case(scaler="fused", resumed=True, kernels=True),
+    Case(votes=True, hooks=True),
+]
+
+
+PLAYED = [
+    *(("sharded", case) for case in CASES),
+    *(("hierarchical", CASES[number]) for number in (0, 2)),
+    ("single_server", CASES[3]),
+    ("allgather", CASES[4]),
+]
+
+
+@pytest.mark.parametrize(("topology", "case"), PLAYED, ids=str)
+def test_all_that_streams_share_is_ordered_and_freed_in_time(gpu, monkeypatch, topology, case):
+    train(gpu, monkeypatch, case, topology)
+    assert (gpu.races, gpu.reuses) == (set(), set())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_memories_and_wires_keep_to_the_order_of_streams(gpu, monkeypatch, name):
+    number = list(SETTINGS).index(name)
+    train(gpu, monkeypatch, CASES[number % 3], TOPOLOGIES[number % 3], **SETTINGS[name])
+    assert (gpu.races, gpu.reuses) == (set(), set())
+
+
+def test_a_lane_that_does_not_wait_for_backward_is_noticed(gpu, monkeypatch):
+    def careless(lane, job, promised):
+        with torch.cuda.stream(lane._stream):
+            for future, result in zip(promised, job(), strict=True):
+                future.set_result(result)
+
+    monkeypatch.setattr(lanes.StreamLane, "submit", careless)
+    train(gpu, monkeypatch, Case(), "sharded")
+    assert any("exchange.py" in race and "test_stream_order.py" in race for race in gpu.races), gpu.races
+
+
+def test_a_caller_that_does_not_wait_for_the_lane_is_noticed(gpu, monkeypatch):
+    with mock.patch.object(Stream, "wait_event"):
+        train(gpu, monkeypatch, Case(), "sharded")
+    assert any(race.startswith("test_stream_order.py") for race in gpu.races), gpu.races
+
+
+@pytest.mark.parametrize(
+    ("forgets", "case"), [("skipped_steps.py", Case(scaler="fused")), ("residuals.py", Case(resumed=True))], ids=str
+)
+def test_memory_that_a_stream_frees_under_another_is_noticed(gpu, monkeypatch, forgets, case):
+    """A scaler's verdict that the lane reads, and residuals of a checkpoint: without ``record_stream``."""
+    keep = torch.Tensor.record_stream
+
+    def record_stream(tensor, stream):
+        if not sys._getframe(1).f_code.co_filename.endswith(forgets):
+            keep(tensor, stream)
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+    train(gpu, monkeypatch, case, "sharded")
+    assert gpu.reuses
+
+
+def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, caplog):
+    """NCCL's watchdog, which ends the process after a timeout, knows neither."""
+    caplog.set_level(logging.DEBUG, "lightning_topk")
+    train(gpu, monkeypatch, Case(kernels=True), "sharded")
+    lines = [record.message.split(" of ")[1:] for record in caplog.records if "step 2, bucket 1" in record.message]
+    assert [line[0] for line in lines] == ["4, step 2, bucket 1: AllToAll", "4, step 2, bucket 1: AllGather"]
+    assert [line[1].split(" elements ")[1] for line in lines] == ["among all, uplink", "among all, downlink"]
