@@ -53,7 +53,7 @@ def test_mistaken_arguments_are_named_with_the_remedy(arguments, settings, messa
 
 def other_models(rank: int, world: int) -> list[str]:
     messages = []
-    for model in (nn.Linear(4, 4), FullyShardedDataParallel(nn.Linear(4, 4))):
+    for model in (nn.Linear(4, 4), FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))):
         with pytest.raises(TypeError) as raised:
             attach(model, ratio=0.1)
         messages.append(str(raised.value))

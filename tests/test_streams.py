@@ -12,9 +12,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topk import ddp
 from lightning_topk.core.select import RandK
-from lightning_topk.runtime import lanes
+from lightning_topk.runtime import groups, lanes
 from lightning_topk.runtime.checks import check_parameters
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.residuals import Pieces
@@ -125,10 +124,10 @@ def test_random_positions_are_drawn_on_the_device():
 def test_objects_are_sent_by_way_of_the_models_device(monkeypatch):
     """On every rank the current device is the first GPU, unless the user has set it."""
     with mock.patch("torch.cuda.device") as device:
-        ddp._device_of(mock.Mock(parameters=lambda: iter([mock.Mock(device=torch.device("cuda", 1))])))
+        groups.device_of(mock.Mock(parameters=lambda: iter([mock.Mock(device=torch.device("cuda", 1))])))
         assert device.call_args == mock.call(torch.device("cuda", 1))
         device.reset_mock()
-        with ddp._device_of(nn.Linear(2, 2)):
+        with groups.device_of(nn.Linear(2, 2)):
             pass
         assert not device.called
 
