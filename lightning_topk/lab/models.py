@@ -119,15 +119,19 @@ class NextCharacter(nn.Module):
 
 
 class GPT(nn.Module):
-    """A transformer that predicts the next character: two pre-norm blocks of four heads, GELU, no dropout."""
+    """A transformer that predicts the next character: pre-norm blocks of four heads, GELU, no dropout.
 
-    def __init__(self) -> None:
+    Args:
+        width: Width of the states, a multiple of four.
+        depth: Number of blocks.
+    """
+
+    def __init__(self, width: int = 64, depth: int = 2) -> None:
         super().__init__()
-        width = 64
         self.embedding = nn.Embedding(CHARACTERS, width)
         self.position = nn.Parameter(0.02 * torch.randn(LENGTH, width))
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, CHARACTERS, bias=False)
 
     @override
