@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -203,7 +204,8 @@ def run(
 
 def _key(task: Task, name: str, method: Method, seed: int) -> str:
     """What a run is known by: another method of the same name is another run."""
-    made = hashlib.sha1(repr([method, method.config(task).summary()]).encode()).hexdigest()[:8]
+    words = re.sub(r" at 0x[0-9a-f]+", "", repr([method, method.config(task).summary()]))  # of functions
+    made = hashlib.sha1(words.encode()).hexdigest()[:8]
     return json.dumps([*asdict(task).values(), name, seed, made])
 
 
