@@ -8,9 +8,12 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ import torch
 import lightning_topk
 from lightning_topk import CompressionMonitor, __main__
 from lightning_topk.lab import bench, commands, hosts, papers, plan, scale
-from lightning_topk.lab.bench import BENCHES, select, steps, train, wire
+from lightning_topk.lab.bench import BENCHES, race, select, steps, train, wire
 from lightning_topk.lab.bench.peers import ON_NODES, PEERS
+from lightning_topk.lab.models import DIGIT, mlp
 from lightning_topk.lab.report import Result
 
 
@@ -247,3 +251,57 @@ def test_the_version_is_printed(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         __main__.main()
     assert capsys.readouterr().out == f"lightning_topk {lightning_topk.__version__}\n"
+
+
+class Rehearsed:
+    """Stands for emulated hosts: a run takes as long as the name of its racer says."""
+
+    runs: ClassVar[list[tuple[str, str]]] = []
+
+    def run(self, function, options, timeout):
+        assert function is race.race
+        assert timeout > options["budget"]
+        self.runs.append((options["racer"], options.get("aim", "no aim")))
+        seconds = {"saving 50": 2.0, "fp16 hook": 1.0}.get(options["racer"], 10.0)
+        ends = options["racer"] != "PowerSGD 4"
+        curve = [[seconds / 2, 5, 50.0], [seconds, 10, 96.0]]
+        return [{"curve": curve, "reached": "aim" in options and ends, "sent": 1000}]
+
+
+def test_race_says_who_is_sooner_and_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "available", lambda: True)
+    monkeypatch.setattr(hosts, "emulate", lambda count, rate: nullcontext(Rehearsed()))
+    monkeypatch.setattr(hosts, "local", lambda count: Rehearsed())
+    monkeypatch.setattr(Rehearsed, "runs", [])
+    racers = ["saving 50", "DDP", "fp16 hook", "PowerSGD 4"]
+    result = race.run(rates=["300mbit"], racers=racers, out=tmp_path / "race.jsonl")
+    assert Rehearsed.runs == [("DDP", "no aim"), *((racer, 96.0) for racer in racers)]
+    (rows,) = result.tables.values()
+    assert [row["sooner than DDP"] for row in rows] == ["5.00x", "1.00x", "10.00x", ""]
+    assert rows[-1]["seconds"] == "> 10"
+    assert [check.holds for check in result.checks] == [True, False, True]  # fp16 is ahead
+    assert race.run(rates=["300mbit"], racers=racers, out=tmp_path / "race.jsonl").tables == result.tables
+    assert len(Rehearsed.runs) == 5, "a run was repeated"
+    for wrong, message in (({"racers": ["nobody"]}, "racer"), ({"hosts": 1}, "2 hosts"), ({"rates": ["fast"]}, "rate")):
+        with pytest.raises(ValueError, match=message):
+            race.run(**wrong)
+
+
+def raced(rank: int, world: int) -> list[dict[str, object]]:
+    course = race.Course(partial(mlp, DIGIT, 10, (32,)), steps=20, lr=0.1, batch=16, every=10)
+    found = []
+    with mock.patch.dict(race.COURSES, small=course):
+        for racer, more in (("DDP", {"steps": 20}), ("ratio 0.001", {"aim": 5.0}), ("PowerSGD 2", {"aim": 101.0})):
+            given = {"course": "small", "racer": racer, "images": None, "seed": 0, "budget": 0.5, **more}
+            found.append(race.race({**given, "budget": 60 if "steps" in more else 0.2}, rank, world))
+    return found
+
+
+def test_a_training_of_the_race_ends_with_its_steps_its_aim_or_its_budget(groups):
+    dense, sparse, rest = groups(2).run(raced)[0]
+    assert [step for _, step, _ in dense["curve"]] == [10, 20]
+    assert not dense["reached"]
+    assert sparse["reached"]
+    assert sparse["curve"][-1][2] >= 5.0 * 0.99
+    assert not rest["reached"]
+    assert rest["curve"][-1][0] >= 0.2

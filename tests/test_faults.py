@@ -124,7 +124,7 @@ def test_if_one_rank_fails_the_others_end_in_time_and_name_exchange_bucket_and_t
         assert group._pipes[rank].poll(60), f"rank {rank} hangs"
         answers[rank] = pickle.loads(group._pipes[rank].recv_bytes())
     group.stop()
-    for error, answer in answers.values():
+    for error, answer, _ in answers.values():
         assert error is None, error
         message, took = answer
         assert re.search(r"sharded exchange of bucket \d+ \(\d+ elements\) failed on rank [02] of 3", message)
