@@ -131,7 +131,7 @@ def test_if_one_rank_fails_the_others_end_in_time_and_name_exchange_bucket_and_t
         assert "timeout of 0:00:04" in message
         assert took < 4 + 6
     if blow == "damages":
-        assert any("payload from rank 1 was damaged" in message for _, (message, _) in answers.values())
+        assert any("payload from rank 1 was damaged" in message for _, (message, _), _ in answers.values())
 
 
 SCRIPT = """
