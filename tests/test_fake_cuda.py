@@ -66,16 +66,16 @@ class Kernel:
 def fake(monkeypatch):
     """Fake tensors; pinned memory, which they do not have, is taken for granted where it is asked for."""
     triton = pytest.importorskip("triton")
-    assert triton
-    from lightning_topk.core.ops import kernels
+    from lightning_topk.core.ops import cuda, kernels
 
-    monkeypatch.setattr(kernels, "_move", Kernel())
-    monkeypatch.setattr(kernels, "_gather", Kernel())
+    for name, value in vars(kernels).items():
+        if isinstance(value, triton.JITFunction):
+            monkeypatch.setattr(kernels, name, Kernel())
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
     monkeypatch.setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
     with FakeTensorMode():
-        yield kernels
+        yield cuda
 
 
 def reply_to(request: Request, rank: int) -> torch.Tensor | None:

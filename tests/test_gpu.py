@@ -37,13 +37,13 @@ several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
 
 @pytest.mark.parametrize("numel", [25_000_000, 2**31 + 12_345])
 def test_kernels_choose_what_the_reference_chooses_whatever_the_size(numel):
-    kernels = pytest.importorskip("lightning_topk.core.ops.kernels")
+    cuda = pytest.importorskip("lightning_topk.core.ops.cuda")
     if torch.cuda.mem_get_info()[0] < 50 * numel:
         pytest.skip(f"needs {50 * numel / 1e9:.0f} GB of a GPU's memory")
     layout, finite = Layout(numel, 8), torch.tensor(True, device="cuda")
     e, x = (torch.randn(numel, device="cuda") for _ in range(2))
     total = e + x
-    found = kernels.add_and_select(e, x, finite, layout, numel // 8000)
+    found = cuda.add_and_select(e, x, finite, layout, numel // 8000)
     assert torch.equal(e, total)
     assert not x.any()
     expected = reference.add_and_select(e, x, finite, layout, numel // 8000)

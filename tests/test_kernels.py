@@ -14,7 +14,9 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import aggregate, deliver
+from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import reference
+from lightning_topk.core.wire import WIRES, Codec
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,14 +59,14 @@ def given(name: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     ("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 1, 70), (70_001, 3, 200), (100_000, 4, 25)]
 )
 def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
-    from lightning_topk.core.ops import kernels
+    from lightning_topk.core.ops import cuda
 
     layout, finite = Layout(numel, shards), torch.tensor(True, device=DEVICE)
     e, x = given(name, numel)
     expected = e.clone()
     index, value = reference.add_and_select(expected, x.clone(), finite, layout, k)
-    assert kernels.suits(e, layout, k)
-    found = kernels.add_and_select(e, x, finite, layout, k)
+    assert cuda.suits(e, x, layout, k)
+    found = cuda.add_and_select(e, x, finite, layout, k)
     assert torch.equal(e, expected)
     assert not x.any()
     if name == "normal":
@@ -79,14 +81,14 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
 @on_a_device
 @pytest.mark.parametrize("shards", [1, 3])
 def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost(shards):
-    from lightning_topk.core.ops import kernels
+    from lightning_topk.core.ops import cuda
 
     numel, k = 70_001, 200
     layout = Layout(numel, shards)
     e, x = torch.zeros(numel, device=DEVICE), torch.zeros(numel, device=DEVICE)
     x[::1000] = torch.arange(1.0, 72.0, device=DEVICE)
     total = x.clone()
-    index, value = kernels.add_and_select(e, x, torch.tensor(True, device=DEVICE), layout, k)
+    index, value = cuda.add_and_select(e, x, torch.tensor(True, device=DEVICE), layout, k)
     assert torch.equal(e, total)
     assert (index.diff(dim=1) >= 0).all()
     sent = torch.zeros_like(e).scatter_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
@@ -96,7 +98,7 @@ def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost
 @on_a_device
 @pytest.mark.parametrize("width", [64, 100, 256])
 def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(width):
-    from lightning_topk.core.ops import kernels
+    from lightning_topk.core.ops import cuda
 
     numel, k = (2**16, 655) if INTERPRETED else (2**17, 1310)
     layout, finite = Layout(numel, 2), torch.tensor(True, device=DEVICE)
@@ -105,23 +107,106 @@ def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(
     e[numel // 2 :] *= 100
     for _ in range(3):
         expected, value = reference.add_and_select(e.clone(), torch.zeros_like(e), finite, layout, k)
-        found, sums = kernels.add_and_select(e, torch.zeros_like(e), finite, layout, k)
+        found, sums = cuda.add_and_select(e, torch.zeros_like(e), finite, layout, k)
         assert sums.square().sum() > 0.999 * value.square().sum()
         assert (found == expected).float().mean() > 0.99
 
 
 @on_a_device
 def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
-    from lightning_topk.core.ops import kernels
+    from lightning_topk.core.ops import cuda
 
     e, x = given("normal", 20_000)
     before = e.clone()
     x[77] = torch.nan
-    index, value = kernels.add_and_select(e, x, torch.tensor(False, device=DEVICE), Layout(20_000, 2), 10)
+    index, value = cuda.add_and_select(e, x, torch.tensor(False, device=DEVICE), Layout(20_000, 2), 10)
     assert torch.equal(e, before)
     assert not x.any()
     assert value.isfinite().all()
     assert index.max() < 10_240
+
+
+def sent_by_the_reference(e, x, finite, layout, codec, delivered):
+    """What a link does in steps."""
+    index, value = reference.add_and_select(e, x, finite, layout, codec.kept)
+    payload, sent = codec.encode(index, value, delivered, finite)
+    memory = Residual(0, e.dtype, e.device)
+    memory.residual = e
+    memory.keep(reference.flat_index(index, layout).view(-1), value.view(-1), sent.view(-1))
+    return payload, value.count_nonzero()
+
+
+@on_a_device
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("numel", "shards", "k"),
+    [(16_384, 1, 1), (70_001, 1, 700), (70_001, 3, 200), (100_000, 4, 25), (70_001, 3, 1500), (2**17, 2, 6400)],
+)
+def test_what_is_sent_and_kept_in_one_function_is_what_the_steps_send_and_keep(wire, numel, shards, k):
+    from lightning_topk.core.ops import cuda
+
+    layout = Layout(numel, shards)
+    codec = Codec(WIRES[wire], layout.shard_size, k)
+    for delivered, given_as in (
+        (None, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+    ):
+        e, x = given("normal", numel)
+        e[numel // 2] = torch.finfo(e.dtype).max  # over the limit of most wires
+        x, finite = x.to(given_as), torch.tensor(True, device=DEVICE)
+        kept = e.clone()
+        expected, count = sent_by_the_reference(kept, x.clone(), finite, layout, codec, delivered)
+        payload, selected = cuda.send(e, x, finite, layout, codec.format(delivered), delivered)
+        assert torch.equal(payload, expected)
+        assert torch.equal(e, kept)
+        assert selected == count
+        assert not x.any()
+
+
+@on_a_device
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 3, 1500), (100_000, 4, 25)])
+def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, numel, shards, k):
+    from lightning_topk.core.ops import cuda
+
+    layout = Layout(numel, shards)
+    codec = Codec(WIRES[wire], layout.shard_size, k)
+    for blow in (1.0, torch.nan):
+        rows = reference.shard_rows(given("normal", numel)[0], layout)
+        index = reference.topk_index(rows, k)
+        value = rows.gather(1, index)
+        value[-1, -1] *= blow
+        payload, _ = codec.encode(index, value)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            _, arrives = codec.read(payload, dtype)
+            expected, out = torch.zeros(2, numel, device=DEVICE, dtype=dtype)
+            expected.scatter_add_(0, reference.flat_index(index, layout).view(-1), arrives.view(-1))
+            assert cuda.receive(payload, layout, codec.format(), 1, out) == (blow == 1)
+            assert torch.equal(out.nan_to_num(9), expected.nan_to_num(9))
+        _, arrives = codec.read(payload, torch.float32)
+        expected, total = torch.zeros(2, codec.universe, device=DEVICE)
+        for places, values in zip(index, arrives, strict=True):
+            expected.scatter_add_(0, places, values / 4)
+        assert cuda.receive(payload, Layout(codec.universe), codec.format(), 4, total) == (blow == 1)
+        assert torch.equal(total.nan_to_num(9), expected.nan_to_num(9))
+
+
+@on_a_device
+def test_a_gradient_that_is_not_finite_is_announced_and_nothing_is_taken_from_the_residual():
+    from lightning_topk.core.ops import cuda
+
+    layout = Layout(70_001, 3)
+    for wire in WIRES.values():
+        codec = Codec(wire, layout.shard_size, 200)
+        e, x = given("normal", layout.numel)
+        before, finite = e.clone(), torch.tensor(False, device=DEVICE)
+        payload, _ = cuda.send(e, x, finite, layout, codec.format(), None)
+        codec.check(payload)
+        assert codec.read(payload, torch.float32)[1].isnan().all()
+        assert torch.equal(e, before)
+        assert not x.any()
 
 
 BEGIN = TopKConfig(0.12, wire="int4")

@@ -126,9 +126,9 @@ def gpu(monkeypatch):
 
 def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, **settings: Any) -> None:
     """Trains some steps with buckets that are regrouped after the first."""
-    from lightning_topk.core.ops import kernels
+    from lightning_topk.core.ops import cuda
 
-    monkeypatch.setattr(ops, "fast", lambda device: kernels if case.kernels else None)
+    monkeypatch.setattr(ops, "fast", lambda device: cuda if case.kernels else None)
     settings = {
         "ratio": 0.01,
         "wire": "fp32",

@@ -134,20 +134,22 @@ class Link:
 class FusedLink(Link):
     """A link that works in one pass over memory: exact top-k with a plain residual.
 
-    On the CPU, one function does all of :meth:`send`; elsewhere, and where more is to be measured, one does
-    :meth:`select`.
+    One function does all of :meth:`send`; where more is to be measured, one does :meth:`select`.
     """
 
     @staticmethod
     def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:
         """Whether there is one pass for these, and for vectors of dtype ``given``."""
-        return type(selector) is TopK and type(memory) is Residual and memory.residual.dtype == given
+        if type(selector) is not TopK or type(memory) is not Residual:
+            return False
+        return memory.residual.dtype == given or memory.residual.device.type == "cuda"
 
     @override
     def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
         assert isinstance(self.memory, Residual)
-        if x.device.type == "cpu" and measure == NOTHING and self.delivered is None and ops.is_finite(x):
-            sent = ops.send(self.memory.residual, x, self.layout, codec.format)
+        if measure == NOTHING:
+            form, finite = codec.format(self.delivered), ops.is_finite(x)
+            sent = ops.send(self.memory.residual, x, finite, self.layout, form, self.delivered)
             if sent is not None:
                 return sent[0], LinkStats(sent[1])
         return super().send(x, codec, measure)
@@ -185,7 +187,7 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) 
     workers = len(payloads)
     exact = workers.bit_count() == 1  # then dividing first gives the same bits, and costs nothing
     codec.check(payloads)
-    if ops.receive(payloads, Layout(codec.universe), codec.format, workers if exact else 1, total) is not None:
+    if ops.receive(payloads, Layout(codec.universe), codec.format(), workers if exact else 1, total) is not None:
         return total if exact else total.div_(workers)
     index, value = codec.read(payloads, dtype)
     if exact:
@@ -217,7 +219,7 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tens
         Scalar bool: whether all that was delivered is finite.
     """
     codec.check(payloads)
-    finite = ops.receive(payloads, layout, codec.format, 1, out)
+    finite = ops.receive(payloads, layout, codec.format(), 1, out)
     if finite is not None:
         return finite
     index, value = codec.read(payloads, out.dtype)

@@ -209,14 +209,23 @@ class Codec:
         """Size of a payload in bytes, P; a multiple of the word size."""
         return (-(-(self.value_bytes + self.index_bytes) // WORD.itemsize) + 1) * WORD.itemsize
 
+    def largest(self, delivered: torch.dtype | None) -> float:
+        """The largest magnitude that is decoded as finite, and finite in a receiver's dtype if one is given."""
+        limit = self.wire.largest
+        if delivered is not None and torch.finfo(delivered).max < limit:
+            # On the wire, the largest value of the narrower dtype may round up to one outside its range: stay below.
+            limit = torch.finfo(delivered).max * (1 - self.wire.eps)
+        return limit
+
+    def format(self, delivered: torch.dtype | None = None) -> Format:
+        """What a payload holds where, and the largest magnitude in it, see :meth:`largest`."""
+        return self._format._replace(largest=self.largest(delivered))
+
     @cached_property
-    def format(self) -> Format:
-        """What a payload holds where."""
+    def _format(self) -> Format:
         wire, low = self.wire, self.low_width
-        largest, check = wire.largest, WORDS_SUM
-        return Format(
-            self.universe, self.kept, wire.width, largest, self.value_bytes, low, self.index_bytes, self.nbytes, check
-        )
+        sizes = self.value_bytes, low, self.index_bytes, self.nbytes
+        return Format(self.universe, self.kept, wire.width, wire.largest, *sizes, check=WORDS_SUM)
 
     def encode(
         self, index: Tensor, value: Tensor, delivered: torch.dtype | None = None, finite: Tensor | None = None
@@ -233,10 +242,7 @@ class Codec:
             The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, with the shape and dtype of
             ``value``: zero if not ``finite``.
         """
-        limit = self.wire.largest
-        if delivered is not None and torch.finfo(delivered).max < limit:
-            # On the wire, the largest value of the narrower dtype may round up to one outside its range: stay below.
-            limit = torch.finfo(delivered).max * (1 - self.wire.eps)
+        limit = self.largest(delivered)
         given = value.clamp(-limit, limit)
         if finite is not None:
             given.masked_fill_(~finite, torch.nan)

@@ -1,6 +1,6 @@
 """Tensor operations of the compression.
 
-:mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``kernels`` (Triton) are
+:mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``cuda`` (Triton) are
 faster versions with the same bits, imported when a tensor needs them. The functions here dispatch to the fastest
 version for the given tensors.
 """
@@ -27,7 +27,7 @@ def fast(device: torch.device) -> Any | None:
 
     Numba is an optional extra; Triton comes with torch, and needs a C compiler.
     """
-    module, needs = ("cpu", "numba") if device.type == "cpu" else ("kernels", "triton")
+    module, needs = ("cpu", "numba") if device.type == "cpu" else ("cuda", "triton")
     if device.type not in ("cpu", "cuda") or find_spec(needs) is None:
         return None
     try:
@@ -49,10 +49,16 @@ def _cpu(x: Tensor) -> Any | None:
     return fast(x.device) if x.device.type == "cpu" and x.dtype == torch.float32 else None
 
 
+def _for(e: Tensor, x: Tensor, layout: Layout, k: int) -> Any | None:
+    """The fast version that adds ``x`` to ``e`` and selects; None if there is none, or it does not support this."""
+    version = fast(e.device)
+    return version if version is not None and version.suits(e, x, layout, k) else None
+
+
 def _of_rows(rows: Tensor, k: int) -> Any:
     """The version that selects k entries of every row ``[R, S]``."""
     version = _cpu(rows)
-    return version if version is not None and version.suits(rows, Layout(rows.shape[1]), k) else reference
+    return version if version is not None and version.suits(rows, rows, Layout(rows.shape[1]), k) else reference
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -62,29 +68,30 @@ def is_finite(x: Tensor) -> Tensor:
     return torch.tensor(True) if squares and math.isfinite(torch.dot(x, x)) else reference.is_finite(x)
 
 
-def send(e: Tensor, x: Tensor, layout: Layout, form: Format) -> tuple[Tensor, Tensor] | None:
-    """Adds ``x``, which is finite, to ``e``, and moves the k largest of every shard to payloads: all in one function.
+def send(
+    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: Format, delivered: torch.dtype | None
+) -> tuple[Tensor, Tensor] | None:
+    """Adds ``x`` to ``e``, and moves the k largest of every shard to payloads: all in one function.
 
-    Arguments and results are those of ``cpu.send``. None where there is no such function: then add, select, encode and
-    keep one after the other, with the same result.
+    Arguments and results are those of ``cpu.send`` and ``cuda.send``. None where there is no such function: then add,
+    select, encode and keep one after the other, with the same result.
     """
-    version = _cpu(e)
-    if version is None or not form.index_bytes or not version.suits(e, layout, form.kept):
+    version = _for(e, x, layout, form.kept) if form.index_bytes else None
+    if version is None:
         return None
-    sent: tuple[Tensor, Tensor] = version.send(e, x, layout, form)
+    sent: tuple[Tensor, Tensor] | None = version.send(e, x, finite, layout, form, delivered)
     return sent
 
 
 def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: Tensor) -> Tensor | None:
     """Adds what payloads hold to ``out``, in one function; returns whether it is finite, a scalar bool.
 
-    Arguments are those of ``cpu.receive``. None where there is no such function: then decode and add, with the same
-    result.
+    Arguments are those of ``cpu.receive`` and ``cuda.receive``. None where there is no such function: then decode and
+    add, with the same result.
     """
-    version = _cpu(out)
-    if version is None or not form.index_bytes or form.universe >= 2**31:
-        return None
-    return torch.tensor(version.receive(payloads, layout, form, divisor, out))
+    version = fast(out.device) if form.index_bytes and form.universe < 2**31 else None
+    finite: Tensor | None = version.receive(payloads, layout, form, divisor, out) if version is not None else None
+    return finite
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
@@ -92,9 +99,7 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
 
     Arguments and results are those of :func:`lightning_topk.core.ops.reference.add_and_select`.
     """
-    version = fast(e.device)
-    if version is None or not version.suits(e, layout, k):
-        version = reference
+    version = _for(e, x, layout, k) or reference
     chosen: tuple[Tensor, Tensor] = version.add_and_select(e, x, finite, layout, k)
     return chosen
 

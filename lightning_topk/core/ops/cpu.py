@@ -22,29 +22,36 @@ def _deal(layout: Layout) -> loops.Deal:
     return loops.Deal(layout.numel, layout.shards, layout.block, layout.shard_size)
 
 
-def suits(e: Tensor, layout: Layout, k: int) -> bool:
+def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:
     """Whether :func:`add_and_select` supports this: float32, some entries left out, positions that fit in 32 bits."""
-    return e.dtype == torch.float32 and k < layout.shard_size < 2**31
+    return e.dtype == x.dtype == torch.float32 and k < layout.shard_size < 2**31
 
 
-def send(e: Tensor, x: Tensor, layout: Layout, form: Format) -> tuple[Tensor, Tensor]:
+def send(
+    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: Format, delivered: torch.dtype | None
+) -> tuple[Tensor, Tensor] | None:
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
 
     Args:
         e: ``[numel]`` float32, contiguous, finite; keeps what is not sent, and the wire's rounding.
-        x: ``[numel]`` float32, contiguous, finite; becomes zero.
+        x: ``[numel]`` float32, contiguous; becomes zero.
+        finite: Scalar bool, whether ``x`` is finite.
         layout: How the elements are dealt to shards; :func:`suits` must hold.
         form: Format of a payload.
+        delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
 
     Returns:
-        The payloads ``[shards, P]`` uint8, and how many entries in them are not zero, a scalar int64.
+        The payloads ``[shards, P]`` uint8, and how many entries in them are not zero, a scalar int64. None, and nothing
+        is done, if ``x`` is not finite or a receiver's rounding is to be kept.
     """
+    if delivered not in (None, torch.float32) or not finite:
+        return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
     selected = loops.send(e.numpy(), x.numpy(), _deal(layout), form, _salt(), payloads.numpy())
     return payloads, torch.tensor(selected)
 
 
-def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: Tensor) -> bool:
+def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: Tensor) -> Tensor | None:
     """Divides what payloads hold, and adds it to ``out``.
 
     Args:
@@ -53,14 +60,16 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
         layout: How ``out`` is dealt to shards.
         form: Format of a payload, with positions.
         divisor: A power of two.
-        out: ``[numel]`` float32, contiguous.
+        out: ``[numel]``, contiguous.
 
     Returns:
-        Whether all values are finite.
+        Whether all values are finite, a scalar bool. None if ``out`` is not float32.
 
     Raises:
         ValueError: A payload does not hold k positions, so it was damaged.
     """
+    if out.dtype != torch.float32:
+        return None
     dealt = layout.shards == len(payloads)
     finite, rows = True, len(payloads) if dealt else 1
     places, values = np.empty((rows, form.kept), np.int32), np.empty((rows, form.kept), np.float32)
@@ -73,7 +82,7 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
             value /= divisor
         if row % rows == rows - 1:
             loops.add_at(out.numpy(), _deal(layout), places, values)
-    return bool(finite)
+    return torch.tensor(bool(finite))
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:

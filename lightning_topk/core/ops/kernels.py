@@ -1,100 +1,24 @@
-"""Triton versions of :mod:`lightning_topk.core.ops.reference` for GPUs, without host synchronisation.
+"""The Triton kernels that :mod:`.cuda` launches: one pass over memory, and coding of what is sent.
 
-Compensating and selecting reads the gradient and the residual once and writes both once, 16 bytes per element::
-
-    threshold   from a sample of the sum, on the device
-    _move       e <- e + x, x <- 0; a bit for every entry that reaches the threshold, a count for every block of 256
-    cumsum      of the counts, shard by shard: the offset at which each block's entries are stored
-    _gather     the entries that reach the threshold, in order, into a buffer for about twice the expected number
-    top-k       exact, among these
-
-Sizes follow from integers that the host knows. If fewer than k entries of a shard reach the threshold, fewer are sent;
-if more reach it than the buffer holds, the last ones stay in the residual. Otherwise the selection equals the
-reference's.
+A payload row is ``[values | low parts | high bitmap | zeros | check]``, see :mod:`lightning_topk.core.wire`. Positions
+are of 32 bits. In comments, a slot is the rank of an entry in its row: the i-th entry that is sent.
 
 If ``TRITON_INTERPRET=1`` is set before Triton is imported, the kernels run on CPU tensors. The tests use this.
 """
+# ruff: noqa: N803 constants are in capitals
 
 from __future__ import annotations
 
-import math
-import random
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from lightning_topk.core.layout import BLOCK, Layout
-from lightning_topk.core.ops import reference
-
-TILE = 4096
-"""Elements per Triton program, a multiple of the block size."""
-
-SAMPLE = 1 << 14
-"""Minimum size of a sample."""
-
-_salts = random.Random()  # of samples; its own generator, so that the user's random state is unchanged
-
-
-def suits(e: Tensor, layout: Layout, k: int) -> bool:
-    """Whether :func:`add_and_select` supports this: many float32 elements in whole blocks, few of them selected."""
-    whole = layout.shards == 1 or layout.block == BLOCK
-    return whole and layout.numel >= SAMPLE and k * layout.shards <= layout.numel // 8 and e.dtype == torch.float32
-
-
-def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """The same as :func:`lightning_topk.core.ops.reference.add_and_select`, unless the sample misjudges (see above).
-
-    Args:
-        e: ``[numel]`` float32, contiguous.
-        x: ``[numel]`` float32, contiguous.
-        finite: Scalar bool on the same device, whether ``x`` is finite. If false, ``e`` is unchanged.
-        layout: How the elements are dealt to shards; :func:`suits` must hold.
-        k: Number of entries to select from each shard, in [1, shard_size).
-
-    Returns:
-        Positions in the shards, ``[shards, k]`` int64, not descending, and the sums there, ``[shards, k]``; rows in
-        which fewer than k reach the threshold end in zeros.
-    """
-    numel, shards = layout.numel, layout.shards
-    threshold, room = _threshold(e, x, finite, layout, k)
-    tiles = triton.cdiv(numel, TILE)
-    blocks = tiles * (TILE // BLOCK)
-    bitmap = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=e.device)
-    counts = torch.zeros(-(-blocks // shards) * shards, dtype=torch.int32, device=e.device)
-    with torch.cuda.device_of(e):
-        _move[(tiles,)](e, x, finite, threshold, bitmap, counts, numel, TILE, BLOCK)
-    turns = counts.view(-1, shards).t().contiguous()  # a scan along rows runs in parallel, one along columns does not
-    base = (turns.cumsum(1, dtype=torch.int32) - turns).t().contiguous().view(-1)
-    place = torch.full((shards, room), layout.shard_size - 1, dtype=torch.int64, device=e.device)
-    value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
-    with torch.cuda.device_of(e):
-        # 16 warps: with 8 elements a thread, addresses fit in registers.
-        _gather[(tiles,)](e, bitmap, base, place, value, shards, room, TILE, BLOCK, num_warps=16)
-    slot = reference.topk_index(value, k)
-    return place.gather(1, slot), value.gather(1, slot)
-
-
-def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, int]:
-    """A magnitude ``[]`` that slightly more than k entries of each shard should reach, and room for twice as many."""
-    # The same calculation as on the CPU: four standard deviations for the shards, four for the sample.
-    needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
-    stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))
-    # One random position in each window: a sample with a fixed period may see only a few columns of a matrix.
-    count, salt = layout.numel // stride, _salts.getrandbits(31)
-    window = torch.arange(count, device=e.device)
-    place = window * stride + ((window + salt) * 0x9E3779B1 % 0xFFFFFFFB >> 8) % stride
-    sample = e[place] + torch.where(finite, x[place], 0)
-    expected = needed / stride
-    rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))
-    threshold = sample.abs_().topk(rank, sorted=False).values.amin()
-    room = min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
-    return threshold.clamp_(min=torch.finfo(e.dtype).tiny), room
+NAN16 = tl.constexpr(0x7FC0)  # in bf16
+LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _move(e, x, finite, threshold, bitmap, counts, numel, TILE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def move(e, x, finite, threshold, bitmap, counts, numel, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """``e += x; x = 0``; sets a bit for every entry that reaches the threshold, and counts them in every block."""
     begin = tl.program_id(0).to(tl.int64) * TILE
     # Without a mask, loads and stores are of 16 bytes whatever the number of elements.
     if begin + TILE <= numel:
@@ -106,7 +30,7 @@ def _move(e, x, finite, threshold, bitmap, counts, numel, TILE: tl.constexpr, BL
 @triton.jit
 def _move_tile(
     e, x, finite, threshold, bitmap, counts, numel, begin,
-    LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = begin + tl.arange(0, TILE)
     if LAST:
@@ -114,7 +38,7 @@ def _move_tile(
         given, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
     else:
         given, kept = tl.load(x + at), tl.load(e + at)
-    total = kept + tl.where(tl.load(finite) != 0, given, 0.0)
+    total = kept + tl.where(tl.load(finite) != 0, given.to(tl.float32), 0.0)
     if LAST:
         tl.store(e + at, total, mask=inside)
         tl.store(x + at, tl.zeros_like(given), mask=inside)
@@ -129,7 +53,8 @@ def _move_tile(
 
 
 @triton.jit
-def _gather(e, bitmap, base, place, value, shards, room, TILE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def gather(e, bitmap, base, place, value, shards, room, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the entries that have a bit, in order: candidates ``[shards, room]``."""
     tile = tl.program_id(0)
     words = tl.load(bitmap + tile.to(tl.int64) * (TILE // 32) + tl.arange(0, TILE // 32))
     bits = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
@@ -140,6 +65,221 @@ def _gather(e, bitmap, base, place, value, shards, room, TILE: tl.constexpr, BLO
     row, turn = block % shards, block // shards
     out = row.to(tl.int64)[:, None] * room + slot
     column = tl.arange(0, BLOCK)[None, :]
-    tl.store(place + out, turn.to(tl.int64)[:, None] * BLOCK + column, mask=wanted)
+    tl.store(place + out, turn[:, None] * BLOCK + column, mask=wanted)
     at = block.to(tl.int64)[:, None] * BLOCK + column
     tl.store(value + out, tl.load(e + at, mask=wanted, other=0.0), mask=wanted)
+
+
+@triton.jit
+def count(value, threshold, counts, room, tiles, TILE: tl.constexpr):
+    """Counts the candidates above the threshold, and those equal to it: ``[shards, 2, tiles]``."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    above, equal = _compared(value, threshold, row, tile, room, TILE)
+    to = counts + row.to(tl.int64) * 2 * tiles + tile
+    tl.store(to, tl.sum(above, axis=0))
+    tl.store(to + tiles, tl.sum(equal, axis=0))
+
+
+@triton.jit
+def choose(
+    place, value, threshold, counts, ends, index, chosen, room, tiles, k, shard_size, TILE: tl.constexpr
+):  # fmt: skip
+    """Stores the k candidates of largest magnitude, in order; of equal ones, the first.
+
+    ``ends`` are the running sums of ``counts``. A candidate of value 0 stands for none.
+    """
+    tile, row = tl.program_id(0), tl.program_id(1)
+    above, equal = _compared(value, threshold, row, tile, room, TILE)
+    before = row.to(tl.int64) * 2 * tiles + tile
+    larger = tl.load(ends + before) - tl.load(counts + before) + tl.cumsum(above, axis=0) - above
+    same = tl.load(ends + before + tiles) - tl.load(counts + before + tiles) + tl.cumsum(equal, axis=0) - equal
+    allowed = k - tl.load(ends + (row.to(tl.int64) * 2 + 1) * tiles - 1)  # of those equal to the threshold
+    wanted = (above != 0) | ((equal != 0) & (same < allowed))
+    slot = larger + tl.minimum(same, allowed)
+    at = row.to(tl.int64) * room + tile * TILE + tl.arange(0, TILE)
+    found = tl.load(value + at, mask=wanted, other=0.0)
+    position = tl.load(place + at, mask=wanted & (found != 0), other=shard_size - 1)
+    to = row.to(tl.int64) * k + slot
+    tl.store(index + to, position, mask=wanted)
+    tl.store(chosen + to, found, mask=wanted)
+
+
+@triton.jit
+def _compared(value, threshold, row, tile, room, TILE: tl.constexpr):
+    at = tile * TILE + tl.arange(0, TILE)
+    magnitude = tl.abs(tl.load(value + row.to(tl.int64) * room + at, mask=at < room, other=0.0))
+    least = tl.load(threshold + row)
+    return ((at < room) & (magnitude > least)).to(tl.int32), ((at < room) & (magnitude == least)).to(tl.int32)
+
+
+@triton.jit
+def write(
+    e, finite, index, value, payload, k, numel, shards, limit, value_bytes, begin_high, nbytes,
+    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes values and low parts to the payloads, and keeps in ``e`` what receivers will not decode.
+
+    If not ``finite``, all values on the wire are NaN, and nothing is taken from ``e``. DELIVERED: the bits of the
+    receiver's dtype, if its rounding is to be kept too: 16 for float16, 17 for bfloat16; else 0.
+    """
+    row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
+    local = tl.arange(0, SLOTS)
+    slot = begin + local
+    inside = slot < k
+    whole = tl.load(finite) != 0
+    found = tl.load(value + row * k + slot, mask=inside, other=0.0)
+    position = tl.load(index + row * k + slot, mask=inside, other=0)
+    given = tl.minimum(tl.maximum(found, -limit), limit)
+    to = payload + row * nbytes
+    if BITS == 32:
+        arrives = given
+        bits = tl.where(whole, given, float("nan")).to(tl.int32, bitcast=True)
+        for n in tl.static_range(4):
+            tl.store(to + slot.to(tl.int64) * 4 + n, ((bits >> 8 * n) & 255).to(tl.uint8), mask=inside)
+    elif BITS == 16:
+        bits = _to_bf16(given)
+        arrives = _from_bf16(bits)
+        bits = tl.where(whole, bits, NAN16)
+        for n in tl.static_range(2):
+            tl.store(to + slot.to(tl.int64) * 2 + n, ((bits >> 8 * n) & 255).to(tl.uint8), mask=inside)
+    else:
+        top: tl.constexpr = (1 << BITS - 1) - 1
+        groups = tl.reshape(given, (SLOTS // 64, 64))
+        scale = _to_bf16(tl.div_rn(tl.max(tl.abs(groups), axis=1), tl.full((SLOTS // 64,), top, tl.float32)))
+        unit = tl.broadcast_to(_from_bf16(scale)[:, None], (SLOTS // 64, 64))
+        ratio = tl.where(unit > 0, tl.div_rn(groups, tl.where(unit > 0, unit, 1.0)), 0.0)
+        # To add and subtract 1.5 x 2^23 rounds to an integer; of two that are as near, to the even one.
+        rounded = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -top), top)
+        arrives = tl.reshape(rounded * unit, (SLOTS,))
+        integer = tl.where(whole, tl.reshape(rounded, (SLOTS,)).to(tl.int32), 0)
+        scale = tl.where(whole, scale, NAN16)
+        if BITS == 8:
+            integers = k
+            tl.store(to + slot, (integer & 255).to(tl.uint8), mask=inside)
+        else:
+            integers = (k + 1) // 2
+            first, second = tl.split(tl.reshape(integer, (SLOTS // 2, 2)))
+            pair = begin // 2 + tl.arange(0, SLOTS // 2)
+            tl.store(to + pair, ((first & 15) | ((second & 15) << 4)).to(tl.uint8), mask=pair < integers)
+        group = begin // 64 + tl.arange(0, SLOTS // 64)
+        for n in tl.static_range(2):
+            at = to + integers + group * 2 + n
+            tl.store(at, ((scale >> 8 * n) & 255).to(tl.uint8), mask=group * 64 < k)
+    if DELIVERED == 16:
+        arrives = arrives.to(tl.float16).to(tl.float32)
+    elif DELIVERED == 17:
+        arrives = _from_bf16(_to_bf16(arrives))
+    # The sum may have overflowed: then it is among those that are sent. Padding is 0, and repeats a position.
+    rest = tl.minimum(tl.maximum(found, -LARGEST), LARGEST) - arrives
+    taken = tl.where(whole, found, 0.0) != 0
+    tl.store(e + _flat(position, row, numel, shards, BLOCK), rest, mask=inside & taken)
+    if LOW > 0:
+        octet = tl.arange(0, SLOTS // 8)
+        for n in tl.static_range(LOW):
+            bit = (n * (SLOTS // 8) + octet)[:, None] * 8 + tl.arange(0, 8)[None, :]
+            source = begin + bit // LOW
+            low = tl.load(index + row * k + source, mask=source < k, other=0) >> bit % LOW
+            at = value_bytes + begin.to(tl.int64) // 8 * LOW + n * (SLOTS // 8) + octet
+            packed = tl.sum((low & 1) << tl.arange(0, 8)[None, :], axis=1)
+            tl.store(to + at, packed.to(tl.uint8), mask=at < begin_high)
+
+
+@triton.jit
+def mark(index, words, k, width, begin, LOW: tl.constexpr, SLOTS: tl.constexpr):
+    """Sets the bits of the high parts. ``words`` are payloads of ``width`` words, zero from bit ``begin`` on."""
+    row, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    position = tl.load(index + row * k + slot, mask=slot < k, other=0)
+    bit = begin + (position >> LOW).to(tl.int64) + slot
+    one = tl.full((SLOTS,), 1, tl.int32) << (bit & 31).to(tl.int32)
+    tl.atomic_or(words + row * width + (bit >> 5), one, mask=slot < k, sem="relaxed")
+
+
+@triton.jit
+def count_bits(payload, counts, begin, size, nbytes, tiles, TILE: tl.constexpr):
+    """Counts the set bits of each tile of the high bitmaps: ``[rows, tiles]``."""
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    bits = _bits(payload + row * nbytes + begin, tile, size, TILE)
+    tl.store(counts + row * tiles + tile, tl.sum(tl.sum(bits, axis=1), axis=0))
+
+
+@triton.jit
+def add(
+    payload, counts, ends, out, finite, first, k, numel, shards, scale, value_bytes, begin, size, nbytes, tiles,
+    BITS: tl.constexpr, LOW: tl.constexpr, DEALT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds what payloads hold, times ``scale``, to ``out``; clears ``finite`` if a value is not.
+
+    DEALT: whether row r is for shard r of ``out``; else row ``first`` is for all of it.
+    """
+    tile, row = tl.program_id(0), first + tl.program_id(1).to(tl.int64)
+    source = payload + row * nbytes
+    bits = _bits(source + begin, tile, size, TILE)
+    found = tl.sum(bits, axis=1)
+    at = row * tiles + tile
+    before = tl.load(ends + at) - tl.load(counts + at) + tl.cumsum(found, axis=0) - found
+    slot = before[:, None] + tl.cumsum(bits, axis=1) - bits
+    wanted = (bits != 0) & (slot < k)
+    octet = tile * TILE + tl.arange(0, TILE)
+    high = octet[:, None] * 8 + tl.arange(0, 8)[None, :] - slot
+    position = high << LOW
+    if LOW > 0:
+        bit = slot.to(tl.int64) * LOW
+        low = tl.zeros_like(high)
+        for n in tl.static_range((LOW + 14) // 8):
+            # Beyond the low parts of the last entry there are other parts, and a check word: these bits are cut off.
+            low |= tl.load(source + value_bytes + (bit >> 3) + n, mask=wanted, other=0).to(tl.int32) << 8 * n
+        position |= (low >> (bit & 7).to(tl.int32)) & ((1 << LOW) - 1)
+    if BITS == 32:
+        read = tl.zeros_like(high)
+        for n in tl.static_range(4):
+            read |= tl.load(source + slot.to(tl.int64) * 4 + n, mask=wanted, other=0).to(tl.int32) << 8 * n
+        value = read.to(tl.float32, bitcast=True)
+    elif BITS == 16:
+        value = _bf16_at(source, slot, wanted)
+    elif BITS == 8:
+        integer = tl.load(source + slot, mask=wanted, other=0).to(tl.int32)
+        value = ((integer ^ 128) - 128).to(tl.float32) * _bf16_at(source + k, slot // 64, wanted)
+    else:
+        integer = (tl.load(source + slot // 2, mask=wanted, other=0).to(tl.int32) >> (slot & 1) * 4) & 15
+        value = ((integer ^ 8) - 8).to(tl.float32) * _bf16_at(source + (k + 1) // 2, slot // 64, wanted)
+    value *= scale
+    if out.dtype.element_ty == tl.bfloat16:
+        value = tl.where(value == value, _from_bf16(_to_bf16(value)), value)
+    value = value.to(out.dtype.element_ty)
+    bad = wanted & ~(tl.abs(value.to(tl.float32)) <= LARGEST)
+    tl.store(finite, 0, mask=tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) != 0)
+    to = out + (_flat(position, row, numel, shards, BLOCK) if DEALT else position.to(tl.int64))
+    wanted = wanted & (value != 0)  # padding is 0, and repeats a position
+    tl.store(to, tl.load(to, mask=wanted, other=0.0) + value, mask=wanted)
+
+
+@triton.jit
+def _bits(start, tile, size, TILE: tl.constexpr):
+    octet = tile * TILE + tl.arange(0, TILE)
+    return (tl.load(start + octet, mask=octet < size, other=0).to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
+
+
+@triton.jit
+def _flat(position, row, numel, shards, BLOCK: tl.constexpr):
+    """Positions in shard ``row`` as positions in the bucket; those in the padding are its last element."""
+    turn = (position // BLOCK).to(tl.int64) * shards + row
+    return tl.minimum(turn * BLOCK + position % BLOCK, numel - 1)
+
+
+@triton.jit
+def _to_bf16(value):
+    """The bits of a finite float32, rounded to bfloat16; of two that are as near, to the even one."""
+    bits = value.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+@triton.jit
+def _from_bf16(bits):
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bf16_at(start, slot, wanted):
+    at = start + slot.to(tl.int64) * 2
+    first = tl.load(at, mask=wanted, other=0).to(tl.int32)
+    return _from_bf16(first | tl.load(at + 1, mask=wanted, other=0).to(tl.int32) << 8)

@@ -1,0 +1,193 @@
+"""GPU versions of :mod:`lightning_topk.core.ops.reference`: what launches :mod:`.kernels`, and never waits for them.
+
+Compensating and selecting reads the gradient and the residual once and writes both once, 16 bytes per element::
+
+    threshold   from a sample of the sum, on the device
+    move        e <- e + x, x <- 0; a bit for every entry that reaches the threshold, a count for every block of 256
+    cumsum      of the counts, shard by shard: the offset at which each block's entries are stored
+    gather      the entries that reach the threshold, in order, into a buffer for about twice the expected number
+    choose      the k largest among these
+    write, mark the payloads, and what is kept
+
+Sizes follow from integers that the host knows. If fewer than k entries of a shard reach the threshold, fewer are sent;
+if more reach it than the buffer holds, the last ones stay in the residual. Otherwise the selection equals the
+reference's.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+import triton
+from torch import Tensor
+
+from lightning_topk.core.layout import BLOCK, Format, Layout
+from lightning_topk.core.ops import kernels
+
+TILE = 4096
+"""Elements per Triton program, a multiple of the block size."""
+SLOTS = 1024
+"""Entries per Triton program that writes payloads, a multiple of 64, since groups of values share a scale."""
+OCTETS = 256
+"""Bytes of a bitmap per Triton program that reads payloads."""
+SAMPLE = 1 << 14
+"""Minimum size of a sample."""
+LOW = 24
+"""The widest low part of a position that is read with 32 bits."""
+ROUNDED = {None: 0, torch.float32: 0, torch.float16: 16, torch.bfloat16: 17}
+"""What receivers do with the values that they decode, as a constant of a kernel."""
+
+_salts = random.Random()  # of samples; its own generator, so that the user's random state is unchanged
+
+
+def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:
+    """Whether :func:`add_and_select` supports this: many elements in whole blocks, few of them selected."""
+    whole = layout.shards == 1 or layout.block == BLOCK
+    few = k * layout.shards <= layout.numel // 8 and layout.shard_size < 2**31
+    return whole and few and layout.numel >= SAMPLE and e.dtype == torch.float32 and x.dtype in ROUNDED
+
+
+def send(
+    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: Format, delivered: torch.dtype | None
+) -> tuple[Tensor, Tensor] | None:
+    """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
+
+    Args:
+        e: ``[numel]`` float32, contiguous, finite; keeps what is not sent, and the wire's rounding.
+        x: ``[numel]``, contiguous; becomes zero.
+        finite: Scalar bool on the same device, whether ``x`` is finite. If false, ``e`` is unchanged, and all values in
+            the payloads are NaN.
+        layout: How the elements are dealt to shards; :func:`suits` must hold.
+        form: Format of a payload.
+        delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
+
+    Returns:
+        The payloads ``[shards, P]`` uint8, and how many entries in them are not zero, a scalar int64. None if a
+        receiver's dtype is not supported.
+    """
+    if delivered not in ROUNDED or form.low > LOW:
+        return None
+    shards, k = layout.shards, form.kept
+    index, value = _selected(e, x, finite, layout, k)
+    payload = torch.zeros(shards, form.nbytes, dtype=torch.uint8, device=e.device)
+    words, grid = payload.view(torch.int32), (triton.cdiv(k, SLOTS), shards)
+    begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
+    with torch.cuda.device_of(e):
+        kernels.write[grid](
+            e, finite, index, value, payload, k, layout.numel, shards, form.largest, form.value_bytes, begin,
+            form.nbytes, form.bits, form.low, ROUNDED[delivered], SLOTS, BLOCK, num_warps=8,
+        )  # fmt: skip
+        kernels.mark[grid](index, words, k, form.nbytes // 4, 8 * begin, form.low, SLOTS)
+    words[:, -1] = form.check - words.sum(dim=1, dtype=torch.int32)
+    return payload, value.count_nonzero()
+
+
+def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: Tensor) -> Tensor | None:
+    """Divides what payloads hold, and adds it to ``out``, one payload after the other.
+
+    Args:
+        payloads: ``[R, P]`` uint8, undamaged. Row r is for shard r of the layout; if it has one shard, all rows are
+            for that.
+        layout: How ``out`` is dealt to shards.
+        form: Format of a payload, with positions.
+        divisor: A power of two.
+        out: ``[numel]``, contiguous.
+
+    Returns:
+        Whether all values are finite, a scalar bool. None if ``out`` or the layout is not supported.
+    """
+    if out.dtype not in ROUNDED or form.low > LOW or not (layout.shards == 1 or layout.block == BLOCK):
+        return None
+    rows, dealt = len(payloads), layout.shards == len(payloads)
+    begin = form.value_bytes - (-form.kept * form.low // 8)
+    size = form.value_bytes + form.index_bytes - begin
+    tiles = triton.cdiv(size, OCTETS)
+    counts = torch.empty(rows, tiles, dtype=torch.int32, device=out.device)
+    finite = torch.ones((), dtype=torch.bool, device=out.device)
+    with torch.cuda.device_of(out):
+        kernels.count_bits[tiles, rows](payloads, counts, begin, size, form.nbytes, tiles, OCTETS)
+    ends = counts.cumsum(1, dtype=torch.int32)
+    with torch.cuda.device_of(out):
+        for first in range(1 if dealt else rows):
+            # Payload by payload: within one, no two values other than padding's zeros share a position, so sums have
+            # one order.
+            kernels.add[tiles, rows if dealt else 1](
+                payloads, counts, ends, out, finite, first, form.kept, layout.numel, layout.shards, 1 / divisor,
+                form.value_bytes, begin, size, form.nbytes, tiles, form.bits, form.low, dealt, OCTETS, BLOCK,
+            )  # fmt: skip
+    return finite
+
+
+def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+    """The same as :func:`lightning_topk.core.ops.reference.add_and_select`, unless the sample misjudges (see above).
+
+    Args:
+        e: ``[numel]`` float32, contiguous.
+        x: ``[numel]``, contiguous.
+        finite: Scalar bool on the same device, whether ``x`` is finite. If false, ``e`` is unchanged.
+        layout: How the elements are dealt to shards; :func:`suits` must hold.
+        k: Number of entries to select from each shard, in [1, shard_size).
+
+    Returns:
+        Positions in the shards, ``[shards, k]`` int64, not descending, and the sums there, ``[shards, k]``; rows in
+        which fewer than k reach the threshold end in zeros.
+    """
+    index, value = _selected(e, x, finite, layout, k)
+    return index.long(), value
+
+
+def _selected(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+    """What :func:`add_and_select` returns, with positions of 32 bits."""
+    numel, shards = layout.numel, layout.shards
+    threshold, room = _threshold(e, x, finite, layout, k)
+    tiles = triton.cdiv(numel, TILE)
+    blocks = tiles * (TILE // BLOCK)
+    bitmap = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=e.device)
+    counts = torch.zeros(-(-blocks // shards) * shards, dtype=torch.int32, device=e.device)
+    with torch.cuda.device_of(e):
+        warps = 4 if x.dtype == e.dtype else 8  # to convert takes registers
+        kernels.move[(tiles,)](e, x, finite, threshold, bitmap, counts, numel, TILE, BLOCK, num_warps=warps)
+    turns = counts.view(-1, shards).t().contiguous()  # a scan along rows runs in parallel, one along columns does not
+    base = (turns.cumsum(1, dtype=torch.int32) - turns).t().contiguous().view(-1)
+    place = torch.empty(shards, room, dtype=torch.int32, device=e.device)
+    value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
+    with torch.cuda.device_of(e):
+        # 16 warps: with 8 elements a thread, addresses fit in registers.
+        kernels.gather[(tiles,)](e, bitmap, base, place, value, shards, room, TILE, BLOCK, num_warps=16)
+    return _largest(place, value, layout, k)
+
+
+def _largest(place: Tensor, value: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+    """The k candidates ``[shards, room]`` of largest magnitude, in order: positions, int32, and values."""
+    shards, room = value.shape
+    tiles = triton.cdiv(room, SLOTS)
+    least = value.abs().topk(k, dim=1, sorted=False).values.amin(dim=1)
+    counts = torch.empty(shards, 2, tiles, dtype=torch.int32, device=value.device)
+    with torch.cuda.device_of(value):
+        kernels.count[tiles, shards](value, least, counts, room, tiles, SLOTS)
+    ends = counts.cumsum(2, dtype=torch.int32)
+    index, chosen = place.new_empty(shards, k), value.new_empty(shards, k)
+    with torch.cuda.device_of(value):
+        kernels.choose[tiles, shards](
+            place, value, least, counts, ends, index, chosen, room, tiles, k, layout.shard_size, SLOTS
+        )
+    return index, chosen
+
+
+def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, int]:
+    """A magnitude ``[]`` that slightly more than k entries of each shard should reach, and room for twice as many."""
+    # The same calculation as on the CPU: four standard deviations for the shards, four for the sample.
+    needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
+    stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))
+    # One random position in each window: a sample with a fixed period may see only a few columns of a matrix.
+    count, salt = layout.numel // stride, _salts.getrandbits(31)
+    window = torch.arange(count, device=e.device)
+    place = window * stride + ((window + salt) * 0x9E3779B1 % 0xFFFFFFFB >> 8) % stride
+    sample = e[place] + torch.where(finite, x[place], 0)
+    expected = needed / stride
+    rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))
+    threshold = sample.abs_().topk(rank, sorted=False).values.amin()
+    room = min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
+    return threshold.clamp_(min=torch.finfo(e.dtype).tiny), room
