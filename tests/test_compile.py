@@ -38,10 +38,12 @@ CODED = [(32, 10), (16, 10), (8, 6), (4, 4)]
 """Bits of values, and of low parts of positions."""
 KERNELS = {
     **{
-        f"move {dtype}": Compiled(f"*fp32 *{dtype} *i1 *fp32 *i32 *i32 i32", TILES, warps)
+        f"move {dtype}": Compiled(f"*fp32 *{dtype} *i1 *fp32 *i32 *i32 i32 i32 i32", TILES, warps)
         for dtype, warps in (("fp32", 4), ("bf16", 8))
     },
-    "gather": Compiled("*fp32 *i32 *i32 *i32 *fp32 i32 i32", TILES, warps=16),
+    "is_finite": Compiled("*fp32 *i1 i32", {"TILE": cuda.TILE}),
+    "sample": Compiled("*fp32 *fp32 *i1 *fp32 i32 i32 i32", {"TILE": cuda.SLOTS}),
+    "gather": Compiled("*fp32 *i32 *i32 *i32 *i32 *fp32 i32 i32 i32", TILES, warps=16),
     "count": Compiled("*fp32 *fp32 *i32 i32 i32", {"TILE": cuda.SLOTS}),
     "choose": Compiled("*i32 *fp32 *fp32 *i32 *i32 *i32 *fp32 i32 i32 i32 i32", {"TILE": cuda.SLOTS}),
     **{

@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
-from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.link import NOTHING, Measure, aggregate, deliver
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
 from lightning_topk.systems import presets
 
@@ -52,14 +53,88 @@ class Copies(TorchDispatchMode):
 class Kernel:
     """Stands for a Triton kernel: what it is given must be contiguous, and on the GPU."""
 
+    launched: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def __init__(self, name: str, names: list[str]) -> None:
+        self._name, self._names = name, names
+
     def __getitem__(self, grid):
         def launch(*arguments: Any, num_warps: int = 4) -> None:
             for each in arguments:
                 if isinstance(each, torch.Tensor):
                     assert each.device == CUDA
                     assert each.is_contiguous()
+            self.launched.append((self._name, dict(zip(self._names, arguments, strict=True))))
 
         return launch
+
+
+SECTOR = 32
+"""Bytes that a GPU reads or writes for an entry at a random place."""
+
+
+class Traffic(TorchDispatchMode):
+    """Counts kernels, and bytes between them and the memory, as if no cache helped from one kernel to the next."""
+
+    SEVERAL: ClassVar[dict[str, int]] = {"topk": 4, "cumsum": 2, "sort": 4, "nonzero_static": 6}
+    """Kernels of operations that have more than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = self.launches = 0
+        Kernel.launched.clear()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = str(function).split(".")[1]
+        returned = [each.alias_info for each in function._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in returned)
+        if view or "empty" in name or str(function).startswith("prim"):
+            return result
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        if name in ("zero_", "fill_"):
+            self.nbytes += _size(read[0])
+        elif name in ("index", "gather", "index_select"):
+            whole, *rest = [*read, *made]
+            self.nbytes += sum(map(_size, rest)) + min(_size(whole), SECTOR * read[-1].numel())
+        elif name in ("scatter_add_", "index_copy_", "scatter_", "index_add_"):
+            self.nbytes += sum(map(_size, read[1:])) + 2 * min(_size(read[0]), SECTOR * read[1].numel())
+        else:
+            self.nbytes += sum(map(_size, read)) + sum(map(_size, made)) * (name != "copy_")
+        self.launches += self.SEVERAL.get(name, 1)
+        return result
+
+    def with_kernels(self) -> tuple[int, int]:
+        """Bytes and kernels, Triton's among them."""
+        return self.nbytes + sum(itertools.starmap(_moved, Kernel.launched)), self.launches + len(Kernel.launched)
+
+
+def _size(x: torch.Tensor) -> int:
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def _moved(name: str, given: dict[str, Any]) -> int:
+    """Bytes that a Triton kernel moves. Half the room for candidates is taken."""
+    size = {key: _size(each) for key, each in given.items() if isinstance(each, torch.Tensor)}
+    if name == "move":
+        return 2 * (size["e"] + size["x"]) + size["bitmap"] + size["counts"]
+    if name == "gather":
+        found = given["value"].numel() // 2
+        return size["bitmap"] + size["counts"] + size["ends"] + 8 * found + min(size["e"], SECTOR * found)
+    if name == "sample":
+        return size["sampled"] + (SECTOR + SECTOR) * given["count"]
+    if name in ("is_finite", "count", "choose"):
+        return sum(size.values())
+    if name == "write":
+        kept = given["value"].numel()
+        return size["index"] + size["value"] + size["payload"] + min(2 * size["e"], SECTOR * kept)
+    if name == "mark":
+        return size["index"] + 2 * size["words"]
+    assert name in ("count_bits", "add")
+    payloads = given["payload"] if name == "count_bits" or given["DEALT"] else given["payload"][:1]
+    entries = len(payloads) * given["k"] if name == "add" else 0
+    return _size(payloads) + 2 * min(size.get("out", 0), SECTOR * entries)
 
 
 @pytest.fixture
@@ -70,7 +145,7 @@ def fake(monkeypatch):
 
     for name, value in vars(kernels).items():
         if isinstance(value, triton.JITFunction):
-            monkeypatch.setattr(kernels, name, Kernel())
+            monkeypatch.setattr(kernels, name, Kernel(name, value.arg_names))
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
     monkeypatch.setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
@@ -182,6 +257,32 @@ def test_measuring_waits_for_nothing_before_the_report(fake, monkeypatch, topolo
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     config = TopKConfig(0.01, topology=topology, bidirectional=topology != "allgather")
     assert copies_of(config, measure=Measure(error=True, per_layer=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "worker", "everyone"),
+    [
+        ({"ratio": 0.001}, torch.float32, 21, 27),
+        ({"ratio": 0.06}, torch.float32, 32, 56),
+        ({"ratio": 0.12}, torch.float32, 43, 72),
+        ({"ratio": 0.001}, torch.bfloat16, 15, 24),
+    ],
+)
+def test_an_exchange_moves_few_bytes_and_launches_few_kernels(fake, monkeypatch, settings, dtype, worker, everyone):
+    """Bytes for an entry of a bucket of 25 million, by arithmetic: adding and clearing alone take 16."""
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
+    config, numel = TopKConfig(**settings), 25_000_000
+    end = make_endpoint(config, make_shape(config, [numel], WORLD), 0, dtype, CUDA)
+    codecs, g = make_codecs(config, end, 0, 0, end.uplink.selector), torch.empty(numel, device=CUDA, dtype=dtype)
+    with Traffic() as traffic:
+        payloads, _ = end.uplink.send(g, codecs.uplink)
+        sent, _ = traffic.with_kernels()
+        reply, _ = end.downlink.send(aggregate(payloads, codecs.uplink, torch.float32, g), codecs.reply)
+        deliver(reply.expand(WORLD, -1).contiguous(), codecs.reply, end.layout, g)
+    moved, launches = traffic.with_kernels()
+    assert sent / numel <= worker
+    assert moved / numel <= everyone
+    assert launches <= 85  # of them one for each rank's payload
 
 
 def test_copies_and_waits_are_noticed(fake):

@@ -63,6 +63,9 @@ def _of_rows(rows: Tensor, k: int) -> Any:
 
 def is_finite(x: Tensor) -> Tensor:
     """Whether ``x``, of any shape but not empty, has neither NaN nor infinity: a scalar bool."""
+    if x.device.type == "cuda" and x.is_contiguous() and x.dtype != torch.float64 and fast(x.device) is not None:
+        finite: Tensor = fast(x.device).is_finite(x)  # type: ignore[union-attr]
+        return finite
     # The sum of squares is finite only if every element is: one read of x. If it is not, it may have overflowed.
     squares = x.device.type == "cpu" and x.dim() == 1 and x.dtype in (torch.float32, torch.float64)
     return torch.tensor(True) if squares and math.isfinite(torch.dot(x, x)) else reference.is_finite(x)

@@ -120,6 +120,14 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
     return finite
 
 
+def is_finite(x: Tensor) -> Tensor:
+    """The same as :func:`lightning_topk.core.ops.reference.is_finite`, for contiguous tensors of :data:`ROUNDED`."""
+    finite = torch.ones((), dtype=torch.bool, device=x.device)
+    with torch.cuda.device_of(x):
+        kernels.is_finite[(triton.cdiv(x.numel(), TILE),)](x, finite, x.numel(), TILE)
+    return finite
+
+
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
     """The same as :func:`lightning_topk.core.ops.reference.add_and_select`, unless the sample misjudges (see above).
 
@@ -142,20 +150,20 @@ def _selected(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> t
     """What :func:`add_and_select` returns, with positions of 32 bits."""
     numel, shards = layout.numel, layout.shards
     threshold, room = _threshold(e, x, finite, layout, k)
-    tiles = triton.cdiv(numel, TILE)
-    blocks = tiles * (TILE // BLOCK)
+    tiles, turns = triton.cdiv(numel, TILE), triton.cdiv(numel, BLOCK * shards)
     bitmap = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=e.device)
-    counts = torch.zeros(-(-blocks // shards) * shards, dtype=torch.int32, device=e.device)
+    counts = torch.zeros(shards, turns, dtype=torch.int32, device=e.device)
     with torch.cuda.device_of(e):
         warps = 4 if x.dtype == e.dtype else 8  # to convert takes registers
-        kernels.move[(tiles,)](e, x, finite, threshold, bitmap, counts, numel, TILE, BLOCK, num_warps=warps)
-    turns = counts.view(-1, shards).t().contiguous()  # a scan along rows runs in parallel, one along columns does not
-    base = (turns.cumsum(1, dtype=torch.int32) - turns).t().contiguous().view(-1)
+        kernels.move[(tiles,)](
+            e, x, finite, threshold, bitmap, counts, numel, shards, turns, TILE, BLOCK, num_warps=warps
+        )
+    ends = counts.cumsum(1, dtype=torch.int32)
     place = torch.empty(shards, room, dtype=torch.int32, device=e.device)
     value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
     with torch.cuda.device_of(e):
         # 16 warps: with 8 elements a thread, addresses fit in registers.
-        kernels.gather[(tiles,)](e, bitmap, base, place, value, shards, room, TILE, BLOCK, num_warps=16)
+        kernels.gather[(tiles,)](e, bitmap, counts, ends, place, value, shards, turns, room, TILE, BLOCK, num_warps=16)
     return _largest(place, value, layout, k)
 
 
@@ -182,12 +190,13 @@ def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> 
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
     stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))
     # One random position in each window: a sample with a fixed period may see only a few columns of a matrix.
-    count, salt = layout.numel // stride, _salts.getrandbits(31)
-    window = torch.arange(count, device=e.device)
-    place = window * stride + ((window + salt) * 0x9E3779B1 % 0xFFFFFFFB >> 8) % stride
-    sample = e[place] + torch.where(finite, x[place], 0)
+    count = layout.numel // stride
+    sampled = torch.empty(count, dtype=e.dtype, device=e.device)
+    with torch.cuda.device_of(e):
+        kernels.sample[(triton.cdiv(count, SLOTS),)](
+            e, x, finite, sampled, count, stride, _salts.getrandbits(30), SLOTS
+        )
     expected = needed / stride
-    rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))
-    threshold = sample.abs_().topk(rank, sorted=False).values.amin()
+    rank = min(count, math.ceil(expected + 4 * math.sqrt(expected) + 4))
     room = min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
-    return threshold.clamp_(min=torch.finfo(e.dtype).tiny), room
+    return sampled.topk(rank, sorted=False).values.amin(), room

@@ -5,7 +5,7 @@ are of 32 bits. In comments, a slot is the rank of an entry in its row: the i-th
 
 If ``TRITON_INTERPRET=1`` is set before Triton is imported, the kernels run on CPU tensors. The tests use this.
 """
-# ruff: noqa: N803 constants are in capitals
+# ruff: noqa: N803, SIM108 constants are in capitals; a ternary of blocks is no branch
 
 from __future__ import annotations
 
@@ -14,22 +14,53 @@ import triton.language as tl
 
 NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
+TINY = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
-def move(e, x, finite, threshold, bitmap, counts, numel, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """``e += x; x = 0``; sets a bit for every entry that reaches the threshold, and counts them in every block."""
+def is_finite(x, finite, numel, TILE: tl.constexpr):
+    """Clears ``finite`` if ``x`` has a NaN or an infinity."""
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    at = begin + tl.arange(0, TILE)
+    if begin + TILE <= numel:
+        given = tl.load(x + at)
+    else:
+        given = tl.load(x + at, mask=at < numel, other=0.0)
+    bad = ~(tl.abs(given.to(tl.float32)) <= LARGEST)
+    tl.store(finite, 0, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
+
+
+@triton.jit
+def sample(e, x, finite, sampled, count, stride, salt, TILE: tl.constexpr):
+    """Magnitudes of the sum at one random place in each window of ``stride`` entries; 0 becomes the least above it."""
+    window = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = window < count
+    # A hash of 32 bits: a multiplication, and a mixing of the high bits into the low ones.
+    key = ((window + salt).to(tl.uint32) * 0x9E3779B1).to(tl.uint32)
+    key = ((key ^ (key >> 15)) * 0x85EBCA77).to(tl.uint32)
+    at = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
+    given = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(e + at, mask=inside, other=0.0) + tl.where(tl.load(finite) != 0, given, 0.0)
+    tl.store(sampled + window, tl.maximum(tl.abs(total), TINY), mask=inside)
+
+
+@triton.jit
+def move(e, x, finite, threshold, bitmap, counts, numel, shards, turns, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """``e += x; x = 0``; sets a bit for every entry that reaches the threshold.
+
+    ``counts`` ``[shards, turns]`` is how many do in every block of a shard.
+    """
     begin = tl.program_id(0).to(tl.int64) * TILE
     # Without a mask, loads and stores are of 16 bytes whatever the number of elements.
     if begin + TILE <= numel:
-        _move_tile(e, x, finite, threshold, bitmap, counts, numel, begin, False, TILE, BLOCK)
+        _move_tile(e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin, False, TILE, BLOCK)
     else:
-        _move_tile(e, x, finite, threshold, bitmap, counts, numel, begin, True, TILE, BLOCK)
+        _move_tile(e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin, True, TILE, BLOCK)
 
 
 @triton.jit
 def _move_tile(
-    e, x, finite, threshold, bitmap, counts, numel, begin,
+    e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin,
     LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = begin + tl.arange(0, TILE)
@@ -49,20 +80,28 @@ def _move_tile(
     bits = tl.reshape(reach, (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
     tl.store(bitmap + begin // 32 + tl.arange(0, TILE // 32), tl.sum(bits, axis=1))
     found = tl.sum(tl.reshape(reach, (TILE // BLOCK, BLOCK)), axis=1)
-    tl.store(counts + begin // BLOCK + tl.arange(0, TILE // BLOCK), found)
+    block = (begin // BLOCK).to(tl.int32) + tl.arange(0, TILE // BLOCK)  # 32 bits hold the blocks of 2^39 elements
+    row, turn = block % shards, block // shards
+    tl.store(counts + row.to(tl.int64) * turns + turn, found, mask=turn < turns)
 
 
 @triton.jit
-def gather(e, bitmap, base, place, value, shards, room, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the entries that have a bit, in order: candidates ``[shards, room]``."""
+def gather(e, bitmap, counts, ends, place, value, shards, turns, room, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the entries that have a bit, in order: candidates ``[shards, room]``.
+
+    ``ends`` are the running sums of ``counts``.
+    """
     tile = tl.program_id(0)
     words = tl.load(bitmap + tile.to(tl.int64) * (TILE // 32) + tl.arange(0, TILE // 32))
     bits = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
     reach = tl.reshape(bits, (TILE // BLOCK, BLOCK))
-    block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)  # 32 bits hold the blocks of 2^39 elements
-    slot = tl.load(base + block)[:, None] + tl.cumsum(reach, axis=1) - reach
-    wanted = (reach != 0) & (slot < room)  # beyond the last element no bit is set
+    block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     row, turn = block % shards, block // shards
+    at = row.to(tl.int64) * turns + turn
+    known = turn < turns
+    before = tl.load(ends + at, mask=known, other=0) - tl.load(counts + at, mask=known, other=0)
+    slot = before[:, None] + tl.cumsum(reach, axis=1) - reach
+    wanted = (reach != 0) & (slot < room)  # beyond the last element no bit is set
     out = row.to(tl.int64)[:, None] * room + slot
     column = tl.arange(0, BLOCK)[None, :]
     tl.store(place + out, turn[:, None] * BLOCK + column, mask=wanted)
