@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import TopKConfig, attach
+from lightning_topk.core import ops
 from lightning_topk.lightning.fabric import TopKStrategy
 from lightning_topk.runtime.lanes import IDLE, ThreadLane
 
@@ -64,6 +65,25 @@ def test_models_that_nothing_known_wraps_are_refused_in_words(groups):
     for bare, sharded in groups(2).run(other_models):
         assert "a bare Linear on one of 2 ranks. Pass attach(DistributedDataParallel(model), ...)" in bare
         assert "is FSDP1, which has no hook" in sharded
+
+
+def without_numba(rank: int, world: int) -> tuple[list[str], bool]:
+    said: list[str] = []
+    with mock.patch.object(ops, "fast", return_value=None):
+        model = DistributedDataParallel(nn.Linear(30, 30))
+        state = attach(model, ratio=0.1, announce=said.append)
+        for _ in range(3):
+            model(torch.randn(2, 30)).sum().backward()
+        state.close()
+    return [each for each in said if "numba" in each], bool(model.module.weight.grad.any())
+
+
+def test_that_numba_is_missing_is_said_once_with_the_remedy(groups):
+    (said, trained), (silent, _) = groups(2).run(without_numba)
+    assert len(said) == 1
+    assert "pip install 'lightning_topk[cpu]'" in said[0]
+    assert trained
+    assert silent == []
 
 
 class Heard(logging.Handler):

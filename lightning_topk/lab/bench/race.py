@@ -255,7 +255,8 @@ def _enter(
         }
         for racer, runs in raced.items()
     ]
-    panel = Panel(f"held-out {what}: {where}", "seconds", xlog=True)
+    aim = mean(aims) * (1 + NEAR if course.text else 1 - NEAR)
+    panel = Panel(where, "seconds of training", xlog=True, ylabel=f"held-out {what}", level=aim)
     for racer, runs in raced.items():
         seconds, _, quality = zip(*runs[0]["curve"], strict=True)
         panel.curves[racer] = (seconds, quality)

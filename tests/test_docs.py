@@ -1,0 +1,97 @@
+"""What the README and the guides say can be typed: commands have these options, calls these arguments."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import lightning_topk
+import lightning_topk.fabric
+from lightning_topk import TopKConfig, __main__
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "examples" / "guides").glob("*.md")),
+    ROOT / "examples" / "recipes" / "README.md",
+]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+CALLS = {
+    "TopKStrategy": lightning_topk.TopKStrategy,
+    "lightning_topk.fabric.TopKStrategy": lightning_topk.fabric.TopKStrategy,
+    "TopKModelParallelStrategy": lightning_topk.TopKModelParallelStrategy,
+    "CompressionMonitor": lightning_topk.CompressionMonitor,
+    "TopKConfig": TopKConfig,
+    "attach": lightning_topk.attach,
+    "lightning_topk.attach": lightning_topk.attach,
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def code_of(page: Path) -> list[str]:
+    """Python's blocks, and words in backticks that are calls of ours."""
+    text = page.read_text()
+    inline = re.findall(r"`([\w.]+\([^`]*\))`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    return [*blocks(page, "python"), *(call for call in inline if call.partition("(")[0] in CALLS)]
+
+
+@every_page
+def test_commands_have_the_options_that_are_written(page, capsys):
+    parser = __main__.make_parser()
+    for line in "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
+        found = re.search(r"python -m lightning_topk (?!--)(.*)", line)
+        words = shlex.split(found[1], comments=True) if found else []
+        if words and "NAME" not in words:
+            try:
+                parser.parse_args(words)
+            except SystemExit:
+                pytest.fail(f"{line}\n{capsys.readouterr().err}")
+
+
+@every_page
+def test_calls_have_the_arguments_that_are_written(page):
+    wrong = []
+    for code in code_of(page):
+        for call in ast.walk(ast.parse(code.replace("...", "**{}").replace("…", "**{}"))):
+            name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if name not in CALLS:
+                continue
+            known = inspect.signature(CALLS[name]).parameters
+            known = {*known, *(inspect.signature(TopKConfig).parameters if "settings" in known else ())}
+            passed_on = {
+                "bucket_cap_mb",
+                "static_graph",
+                "find_unused_parameters",
+                "accelerator",
+                "cluster_environment",
+            }
+            wrong += [f"{name}({key.arg}=)" for key in call.keywords if key.arg and key.arg not in {*known, *passed_on}]
+    assert wrong == []
+
+
+@every_page
+def test_links_lead_to_files_and_headings_that_are_there(page):
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        heads = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE) if anchor and path.exists() else []
+        anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+        if not path.exists() or (anchor and anchor not in anchors):
+            dead.append(target)
+    assert dead == []
+
+
+def test_every_command_is_described_on_a_page():
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert [name for name in __main__.bench.BENCHES if f"bench {name}" not in text] == []
