@@ -59,7 +59,7 @@ class Kernel:
         self._name, self._names = name, names
 
     def __getitem__(self, grid):
-        def launch(*arguments: Any, num_warps: int = 4) -> None:
+        def launch(*arguments: Any, num_warps: int = 4, enable_fp_fusion: bool = True) -> None:
             for each in arguments:
                 if isinstance(each, torch.Tensor):
                     assert each.device == CUDA
@@ -118,17 +118,18 @@ def _moved(name: str, given: dict[str, Any]) -> int:
     """Bytes that a Triton kernel moves. Half the room for candidates is taken."""
     size = {key: _size(each) for key, each in given.items() if isinstance(each, torch.Tensor)}
     if name == "move":
-        return 2 * (size["e"] + size["x"]) + size["bitmap"] + size["counts"]
+        return 2 * (size["e"] + size["x"] + size["velocity"] * given["MOMENTUM"]) + size["bitmap"] + size["counts"]
     if name == "gather":
         found = given["value"].numel() // 2
         return size["bitmap"] + size["counts"] + size["ends"] + 8 * found + min(size["e"], SECTOR * found)
     if name == "sample":
-        return size["sampled"] + (SECTOR + SECTOR) * given["count"]
+        return size["sampled"] + (2 + given["MOMENTUM"]) * SECTOR * given["count"]
     if name in ("is_finite", "count", "choose"):
         return sum(size.values())
     if name == "write":
         kept = given["value"].numel()
-        return size["index"] + size["value"] + size["payload"] + min(2 * size["e"], SECTOR * kept)
+        kept_and_moved = (1 + given["MASKING"]) * min(2 * size["e"], SECTOR * kept)
+        return size["index"] + size["value"] + size["payload"] + kept_and_moved
     if name == "mark":
         return size["index"] + 2 * size["words"]
     assert name in ("count_bits", "add")
@@ -266,6 +267,7 @@ def test_measuring_waits_for_nothing_before_the_report(fake, monkeypatch, topolo
         ({"ratio": 0.06}, torch.float32, 32, 56),
         ({"ratio": 0.12}, torch.float32, 43, 72),
         ({"ratio": 0.001}, torch.bfloat16, 15, 24),
+        ({"ratio": 0.001, "momentum": 0.9}, torch.float32, 29, 35),
     ],
 )
 def test_an_exchange_moves_few_bytes_and_launches_few_kernels(fake, monkeypatch, settings, dtype, worker, everyone):

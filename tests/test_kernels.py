@@ -14,7 +14,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import aggregate, deliver
-from lightning_topk.core.memory import Residual
+from lightning_topk.core.memory import MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.wire import WIRES, Codec
 
@@ -126,12 +126,16 @@ def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
     assert index.max() < 10_240
 
 
-def sent_by_the_reference(e, x, finite, layout, codec, delivered):
+def sent_by_the_reference(e, x, finite, layout, codec, delivered, velocity=None):
     """What a link does in steps."""
-    index, value = reference.add_and_select(e, x, finite, layout, codec.kept)
-    payload, sent = codec.encode(index, value, delivered, finite)
     memory = Residual(0, e.dtype, e.device)
+    if velocity is not None:
+        memory = MomentumResidual(0, e.dtype, e.device, velocity.momentum, velocity.masking)
+        memory.velocity = velocity.kept
     memory.residual = e
+    memory.compensate(reference.zero_unless_(x, finite), finite)
+    index, value = reference.add_and_select(e, torch.zeros_like(e), finite, layout, codec.kept)
+    payload, sent = codec.encode(index, value, delivered, finite)
     memory.keep(reference.flat_index(index, layout).view(-1), value.view(-1), sent.view(-1))
     return payload, value.count_nonzero()
 
@@ -163,6 +167,27 @@ def test_what_is_sent_and_kept_in_one_function_is_what_the_steps_send_and_keep(w
         assert torch.equal(e, kept)
         assert selected == count
         assert not x.any()
+
+
+@on_a_device
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("given_as", [torch.float32, torch.bfloat16])
+def test_momentum_is_added_in_the_same_function(finite, masking, given_as):
+    from lightning_topk.core.ops import cuda
+
+    layout, finite = Layout(70_001, 3), torch.tensor(finite, device=DEVICE)
+    codec = Codec(WIRES["int4"], layout.shard_size, 200)
+    e, x = given("normal", layout.numel)
+    x = x.to(given_as)
+    kept, moving = e.clone(), given("normal", layout.numel)[1].roll(7)
+    velocity, stepped = (ops.Velocity(moving.clone(), 0.9, masking) for _ in range(2))
+    expected, _ = sent_by_the_reference(kept, x.clone(), finite, layout, codec, None, stepped)
+    payload, _ = cuda.send(e, x, finite, layout, codec.format(), None, velocity)
+    assert torch.equal(codec.read(payload, e.dtype)[1].nan_to_num(9), codec.read(expected, e.dtype)[1].nan_to_num(9))
+    assert torch.equal(e, kept)
+    assert torch.equal(velocity.kept, stepped.kept)
+    assert not x.any()
 
 
 @on_a_device

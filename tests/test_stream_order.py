@@ -48,6 +48,7 @@ class Case:
         hooks: Whether gradients are accumulated on a stream of their own.
         resumed: Whether residuals of a checkpoint are there at the beginning.
         kernels: Whether Triton's kernels run.
+        measured: Whether passes are measured. A report, which waits for the device and reads data, is not made.
     """
 
     scaler: str = ""
@@ -55,6 +56,7 @@ class Case:
     hooks: bool = False
     resumed: bool = False
     kernels: bool = False
+    measured: bool = False
 
 
 class Bucket:
@@ -145,6 +147,7 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     state.buckets.name({p: f"p{number}" for number, p in enumerate(parameters)})
     if case.votes:
         state.watch_use([])
+    state.measure = state.measure_layers = case.measured
     hooks = torch.cuda.Stream() if case.hooks else gpu.current
     with fake, gpu:
         if case.resumed:
@@ -199,6 +202,7 @@ CASES = [
     Case(scaler="fused", hooks=True),
     Case(scaler="fused", resumed=True, kernels=True),
     Case(votes=True, hooks=True),
+    Case(measured=True),
 ]
 
 
@@ -207,6 +211,7 @@ PLAYED = [
     *(("hierarchical", CASES[number]) for number in (0, 2)),
     ("single_server", CASES[3]),
     ("allgather", CASES[4]),
+    *((topology, CASES[5]) for topology in TOPOLOGIES),
 ]
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
-from lightning_topk.core.memory import Memory, Residual
+from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.select import Selector, TopK
 from lightning_topk.core.wire import Codec
@@ -132,7 +132,7 @@ class Link:
 
 
 class FusedLink(Link):
-    """A link that works in one pass over memory: exact top-k with a plain residual.
+    """A link that works in one pass over memory: exact top-k with a residual, on a GPU with momentum too.
 
     One function does all of :meth:`send`; where more is to be measured, one does :meth:`select`.
     """
@@ -140,16 +140,20 @@ class FusedLink(Link):
     @staticmethod
     def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:
         """Whether there is one pass for these, and for vectors of dtype ``given``."""
-        if type(selector) is not TopK or type(memory) is not Residual:
+        if type(selector) is not TopK or type(memory) not in (Residual, MomentumResidual):
             return False
-        return memory.residual.dtype == given or memory.residual.device.type == "cuda"
+        assert isinstance(memory, Residual)
+        on_gpu = memory.residual.device.type == "cuda"
+        return on_gpu or (type(memory) is Residual and memory.residual.dtype == given)
 
     @override
     def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
         assert isinstance(self.memory, Residual)
         if measure == NOTHING:
-            form, finite = codec.format(self.delivered), ops.is_finite(x)
-            sent = ops.send(self.memory.residual, x, finite, self.layout, form, self.delivered)
+            form, finite, velocity = codec.format(self.delivered), ops.is_finite(x), None
+            if isinstance(self.memory, MomentumResidual):
+                velocity = ops.Velocity(self.memory.velocity, self.memory.momentum, self.memory.masking)
+            sent = ops.send(self.memory.residual, x, finite, self.layout, form, self.delivered, velocity)
             if sent is not None:
                 return sent[0], LinkStats(sent[1])
         return super().send(x, codec, measure)
@@ -157,7 +161,7 @@ class FusedLink(Link):
     @override
     def select(self, x: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         assert isinstance(self.memory, Residual)
-        if kept == self.layout.shard_size:
+        if kept == self.layout.shard_size or isinstance(self.memory, MomentumResidual):
             return super().select(x, kept)
         a, finite = self.memory.residual, ops.is_finite(x)
         index, value = ops.add_and_select(a, x, finite, self.layout, kept)

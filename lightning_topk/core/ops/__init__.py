@@ -12,13 +12,27 @@ import warnings
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import Format, Layout
 from lightning_topk.core.ops import reference
+
+
+class Velocity(NamedTuple):
+    """A worker's momentum, see :class:`lightning_topk.core.memory.MomentumResidual`.
+
+    Attributes:
+        kept: ``[numel]``, the velocity.
+        momentum: By how much it is multiplied before a gradient is added.
+        masking: Whether it becomes zero where something is sent.
+    """
+
+    kept: Tensor
+    momentum: float
+    masking: bool
 
 
 @cache
@@ -72,7 +86,13 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def send(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: Format, delivered: torch.dtype | None
+    e: Tensor,
+    x: Tensor,
+    finite: Tensor,
+    layout: Layout,
+    form: Format,
+    delivered: torch.dtype | None,
+    velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Adds ``x`` to ``e``, and moves the k largest of every shard to payloads: all in one function.
 
@@ -82,7 +102,7 @@ def send(
     version = _for(e, x, layout, form.kept) if form.index_bytes else None
     if version is None:
         return None
-    sent: tuple[Tensor, Tensor] | None = version.send(e, x, finite, layout, form, delivered)
+    sent: tuple[Tensor, Tensor] | None = version.send(e, x, finite, layout, form, delivered, velocity)
     return sent
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import Format, Layout
-from lightning_topk.core.ops import loops, reference
+from lightning_topk.core.ops import Velocity, loops, reference
 from lightning_topk.core.ops.loops import SAMPLE as SAMPLE
 
 _salts = random.Random()  # of samples: the selection does not depend on them
@@ -28,7 +28,13 @@ def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:
 
 
 def send(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: Format, delivered: torch.dtype | None
+    e: Tensor,
+    x: Tensor,
+    finite: Tensor,
+    layout: Layout,
+    form: Format,
+    delivered: torch.dtype | None,
+    velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
 
@@ -39,12 +45,13 @@ def send(
         layout: How the elements are dealt to shards; :func:`suits` must hold.
         form: Format of a payload.
         delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
+        velocity: Momentum.
 
     Returns:
         The payloads ``[shards, P]`` uint8, and how many entries in them are not zero, a scalar int64. None, and nothing
-        is done, if ``x`` is not finite or a receiver's rounding is to be kept.
+        is done, if ``x`` is not finite, a receiver's rounding is to be kept, or there is momentum.
     """
-    if delivered not in (None, torch.float32) or not finite:
+    if delivered not in (None, torch.float32) or velocity is not None or not finite:
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
     selected = loops.send(e.numpy(), x.numpy(), _deal(layout), form, _salt(), payloads.numpy())

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from lightning_topk.core.layout import BLOCK, Format, Layout
-from lightning_topk.core.ops import kernels
+from lightning_topk.core.ops import Velocity, kernels
 
 TILE = 4096
 """Elements per Triton program, a multiple of the block size."""
@@ -50,7 +50,13 @@ def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:
 
 
 def send(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: Format, delivered: torch.dtype | None
+    e: Tensor,
+    x: Tensor,
+    finite: Tensor,
+    layout: Layout,
+    form: Format,
+    delivered: torch.dtype | None,
+    velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
 
@@ -62,6 +68,7 @@ def send(
         layout: How the elements are dealt to shards; :func:`suits` must hold.
         form: Format of a payload.
         delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
+        velocity: If given, ``x`` is added to it instead, and the sum to ``e``.
 
     Returns:
         The payloads ``[shards, P]`` uint8, and how many entries in them are not zero, a scalar int64. None if a
@@ -70,14 +77,15 @@ def send(
     if delivered not in ROUNDED or form.low > LOW:
         return None
     shards, k = layout.shards, form.kept
-    index, value = _selected(e, x, finite, layout, k)
+    index, value = _selected(e, x, finite, layout, k, velocity)
     payload = torch.zeros(shards, form.nbytes, dtype=torch.uint8, device=e.device)
     words, grid = payload.view(torch.int32), (triton.cdiv(k, SLOTS), shards)
     begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
     with torch.cuda.device_of(e):
         kernels.write[grid](
-            e, finite, index, value, payload, k, layout.numel, shards, form.largest, form.value_bytes, begin,
-            form.nbytes, form.bits, form.low, ROUNDED[delivered], SLOTS, BLOCK, num_warps=8,
+            e, finite, e if velocity is None else velocity.kept, index, value, payload, k, layout.numel, shards,
+            form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, ROUNDED[delivered],
+            velocity is not None and velocity.masking, SLOTS, BLOCK, num_warps=8,
         )  # fmt: skip
         kernels.mark[grid](index, words, k, form.nbytes // 4, 8 * begin, form.low, SLOTS)
     words[:, -1] = form.check - words.sum(dim=1, dtype=torch.int32)
@@ -146,18 +154,22 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
     return index.long(), value
 
 
-def _selected(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+def _selected(
+    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int, velocity: Velocity | None = None
+) -> tuple[Tensor, Tensor]:
     """What :func:`add_and_select` returns, with positions of 32 bits."""
     numel, shards = layout.numel, layout.shards
-    threshold, room = _threshold(e, x, finite, layout, k)
+    moving, momentum = (e, 0.0) if velocity is None else velocity[:2]
+    threshold, room = _threshold(e, x, finite, layout, k, velocity)
     tiles, turns = triton.cdiv(numel, TILE), triton.cdiv(numel, BLOCK * shards)
     bitmap = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=e.device)
     counts = torch.zeros(shards, turns, dtype=torch.int32, device=e.device)
     with torch.cuda.device_of(e):
-        warps = 4 if x.dtype == e.dtype else 8  # to convert takes registers
+        warps = 4 if x.dtype == e.dtype and velocity is None else 8  # to convert, and to add more, takes registers
         kernels.move[(tiles,)](
-            e, x, finite, threshold, bitmap, counts, numel, shards, turns, TILE, BLOCK, num_warps=warps
-        )
+            e, x, finite, moving, threshold, bitmap, counts, numel, shards, turns, momentum,
+            velocity is not None, TILE, BLOCK, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
     ends = counts.cumsum(1, dtype=torch.int32)
     place = torch.empty(shards, room, dtype=torch.int32, device=e.device)
     value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
@@ -184,7 +196,9 @@ def _largest(place: Tensor, value: Tensor, layout: Layout, k: int) -> tuple[Tens
     return index, chosen
 
 
-def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, int]:
+def _threshold(
+    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int, velocity: Velocity | None
+) -> tuple[Tensor, int]:
     """A magnitude ``[]`` that slightly more than k entries of each shard should reach, and room for twice as many."""
     # The same calculation as on the CPU: four standard deviations for the shards, four for the sample.
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
@@ -192,10 +206,12 @@ def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> 
     # One random position in each window: a sample with a fixed period may see only a few columns of a matrix.
     count = layout.numel // stride
     sampled = torch.empty(count, dtype=e.dtype, device=e.device)
+    moving, momentum = (e, 0.0) if velocity is None else velocity[:2]
     with torch.cuda.device_of(e):
         kernels.sample[(triton.cdiv(count, SLOTS),)](
-            e, x, finite, sampled, count, stride, _salts.getrandbits(30), SLOTS
-        )
+            e, x, finite, moving, sampled, count, stride, _salts.getrandbits(30), momentum,
+            velocity is not None, SLOTS, enable_fp_fusion=False,
+        )  # fmt: skip
     expected = needed / stride
     rank = min(count, math.ceil(expected + 4 * math.sqrt(expected) + 4))
     room = min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)

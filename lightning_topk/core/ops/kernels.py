@@ -31,7 +31,9 @@ def is_finite(x, finite, numel, TILE: tl.constexpr):
 
 
 @triton.jit
-def sample(e, x, finite, sampled, count, stride, salt, TILE: tl.constexpr):
+def sample(
+    e, x, finite, velocity, sampled, count, stride, salt, momentum, MOMENTUM: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """Magnitudes of the sum at one random place in each window of ``stride`` entries; 0 becomes the least above it."""
     window = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = window < count
@@ -40,28 +42,40 @@ def sample(e, x, finite, sampled, count, stride, salt, TILE: tl.constexpr):
     key = ((key ^ (key >> 15)) * 0x85EBCA77).to(tl.uint32)
     at = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
     given = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if MOMENTUM:
+        given += tl.load(velocity + at, mask=inside, other=0.0) * momentum
     total = tl.load(e + at, mask=inside, other=0.0) + tl.where(tl.load(finite) != 0, given, 0.0)
     tl.store(sampled + window, tl.maximum(tl.abs(total), TINY), mask=inside)
 
 
 @triton.jit
-def move(e, x, finite, threshold, bitmap, counts, numel, shards, turns, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def move(
+    e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum,
+    MOMENTUM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``e += x; x = 0``; sets a bit for every entry that reaches the threshold.
 
-    ``counts`` ``[shards, turns]`` is how many do in every block of a shard.
+    ``counts`` ``[shards, turns]`` is how many do in every block of a shard. With MOMENTUM ``velocity = momentum *
+    velocity + x`` first, and ``e += velocity``; a compiler that fuses the two operations rounds once too few.
     """
     begin = tl.program_id(0).to(tl.int64) * TILE
     # Without a mask, loads and stores are of 16 bytes whatever the number of elements.
     if begin + TILE <= numel:
-        _move_tile(e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin, False, TILE, BLOCK)
+        _move_tile(
+            e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum, begin,
+            False, MOMENTUM, TILE, BLOCK,
+        )  # fmt: skip
     else:
-        _move_tile(e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin, True, TILE, BLOCK)
+        _move_tile(
+            e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum, begin,
+            True, MOMENTUM, TILE, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
 def _move_tile(
-    e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin,
-    LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum, begin,
+    LAST: tl.constexpr, MOMENTUM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = begin + tl.arange(0, TILE)
     if LAST:
@@ -69,7 +83,18 @@ def _move_tile(
         given, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
     else:
         given, kept = tl.load(x + at), tl.load(e + at)
-    total = kept + tl.where(tl.load(finite) != 0, given.to(tl.float32), 0.0)
+    whole, added = tl.load(finite) != 0, given.to(tl.float32)
+    if MOMENTUM:
+        if LAST:
+            before = tl.load(velocity + at, mask=inside, other=0.0)
+        else:
+            before = tl.load(velocity + at)
+        added += before * momentum
+        if LAST:
+            tl.store(velocity + at, tl.where(whole, added, before), mask=inside)
+        else:
+            tl.store(velocity + at, tl.where(whole, added, before))
+    total = kept + tl.where(whole, added, 0.0)
     if LAST:
         tl.store(e + at, total, mask=inside)
         tl.store(x + at, tl.zeros_like(given), mask=inside)
@@ -153,13 +178,15 @@ def _compared(value, threshold, row, tile, room, TILE: tl.constexpr):
 
 @triton.jit
 def write(
-    e, finite, index, value, payload, k, numel, shards, limit, value_bytes, begin_high, nbytes,
-    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    e, finite, velocity, index, value, payload, k, numel, shards, limit, value_bytes, begin_high, nbytes,
+    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, MASKING: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes values and low parts to the payloads, and keeps in ``e`` what receivers will not decode.
 
     If not ``finite``, all values on the wire are NaN, and nothing is taken from ``e``. DELIVERED: the bits of the
-    receiver's dtype, if its rounding is to be kept too: 16 for float16, 17 for bfloat16; else 0.
+    receiver's dtype, if its rounding is to be kept too: 16 for float16, 17 for bfloat16; else 0. With MASKING
+    ``velocity`` is cleared where something is sent.
     """
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
     local = tl.arange(0, SLOTS)
@@ -211,7 +238,10 @@ def write(
     # The sum may have overflowed: then it is among those that are sent. Padding is 0, and repeats a position.
     rest = tl.minimum(tl.maximum(found, -LARGEST), LARGEST) - arrives
     taken = tl.where(whole, found, 0.0) != 0
-    tl.store(e + _flat(position, row, numel, shards, BLOCK), rest, mask=inside & taken)
+    flat = _flat(position, row, numel, shards, BLOCK)
+    tl.store(e + flat, rest, mask=inside & taken)
+    if MASKING:
+        tl.store(velocity + flat, tl.zeros_like(rest), mask=inside & taken & (arrives != 0))
     if LOW > 0:
         octet = tl.arange(0, SLOTS // 8)
         for n in tl.static_range(LOW):
