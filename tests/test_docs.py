@@ -9,6 +9,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
 
 import lightning_topk
 import lightning_topk.fabric
@@ -95,3 +97,28 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
 def test_every_command_is_described_on_a_page():
     text = "\n".join(page.read_text() for page in PAGES)
     assert [name for name in __main__.bench.BENCHES if f"bench {name}" not in text] == []
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(20, 2)
+
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.trainer
+def test_the_first_lines_of_the_readme_train(tmp_path, monkeypatch):
+    """As they are typed, but on one device: four would start this test again as a script."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(ROOT / "README.md", "python")
+    assert "devices=4" in code
+    model, data = Model(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 20)), 4)
+    before = model.net.weight.clone()
+    quick = "devices=1, accelerator='cpu', max_steps=2, logger=False, enable_checkpointing=False"
+    exec(code.replace("devices=4", quick), {"model": model, "data": data})
+    assert not torch.equal(model.net.weight, before)

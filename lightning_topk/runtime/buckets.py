@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.planning.volume import Volume, volume
 from lightning_topk.runtime.exchanger import Bucket, Tuned, Tuning, same
 from lightning_topk.runtime.residuals import Progress
-from lightning_topk.saving import of_the_rest, settled
+from lightning_topk.saving import TOLERANCE, of_the_rest, settled
 
 
 class BucketSettings:
@@ -132,6 +133,45 @@ class BucketSettings:
         if not undecided:
             self.chosen |= self._choice
             self._choice = {}
+
+    def volume(self, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:
+        """The bytes that a rank sends in a step.
+
+        Args:
+            buckets: That are exchanged.
+            rank: The rank.
+            step: The step, for a schedule of the ratio.
+            epoch: The epoch, for a schedule of the ratio.
+            voting: Whether ranks tell each other which parameters they used.
+        """
+        total = Volume(0, 0, 0, 0, 0, 0)
+        for bucket in buckets:
+            config, sizes = self.config_of(bucket), [p.numel() for p in bucket]
+            skipped = sum(sizes[number] for number in self.uncompressed_in(bucket)) if config.compresses else 0
+            voters, size = [len(bucket)] if voting else None, bucket[0].itemsize
+            total += volume(config, [sizes], self._world, rank, size, voters, step, epoch, self._local, [skipped])
+        return total
+
+    def missed_saving(self, buckets: Sequence[Bucket], sent: Volume) -> str:
+        """Says what is saved, and why, where that is not what was asked for; empty where it is.
+
+        Args:
+            buckets: That are exchanged.
+            sent: The bytes of a step.
+        """
+        asked = self.config.saving
+        if asked is None or not self.config.compresses or self.config.automatic:
+            return ""
+        seen = sent.node_saving if self.by_node else sent.saving
+        if abs(seen / asked - 1) <= TOLERANCE:
+            return ""
+        reason = "all entries are sent, and values take few bits"
+        if any(self.config_of(bucket).ratio != 1 for bucket in buckets):
+            reason = (
+                "buckets are so small that payloads, of whole words and an entry for each server, cannot be made to "
+                "measure. A smaller saving= or a larger bucket_cap_mb= comes nearer"
+            )
+        return f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}."
 
     def _may_compress(self, bucket: Bucket) -> bool:
         """Whether there is anything in a bucket that may be compressed."""

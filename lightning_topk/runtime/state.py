@@ -23,7 +23,7 @@ from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
 from lightning_topk.core.exchange import Endpoint
 from lightning_topk.core.link import Measure
-from lightning_topk.planning.volume import Volume, volume
+from lightning_topk.planning.volume import Volume
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.announce import Announcer, remarks
 from lightning_topk.runtime.buckets import BucketSettings
@@ -34,7 +34,6 @@ from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry
-from lightning_topk.saving import TOLERANCE
 
 LOGGER = logging.getLogger("lightning_topk")
 
@@ -169,8 +168,11 @@ class ExchangeState:
         """
         if self.world == 1:
             return None
-        if self.buckets.observe(buckets, self.residuals.progress, static_graph):
-            self._compare_saving()
+        progress = self.residuals.progress
+        if self.buckets.observe(buckets, progress, static_graph):
+            missed = self.buckets.missed_saving(progress.buckets, self.predicted())
+            if missed:
+                self._say(missed)
         return self.buckets.tuning(buckets)
 
     def submit(self, batch: Batch, promises: Sequence[Future]) -> None:
@@ -226,40 +228,18 @@ class ExchangeState:
         self._collect()
         return self.telemetry.report(self.names)
 
-    def _compare_saving(self) -> None:
-        """Says what is saved where that is not what was asked for."""
-        asked = self.config.saving
-        if asked is None or not self.config.compresses or self.config.automatic:
-            return
-        sent = self.predicted()
-        seen = sent.node_saving if self.buckets.by_node else sent.saving
-        if abs(seen / asked - 1) <= TOLERANCE:
-            return
-        reason = "all entries are sent, and values take few bits"
-        if any(self.buckets.config_of(bucket).ratio != 1 for bucket in self.residuals.progress.buckets):
-            reason = (
-                "buckets are so small that payloads, of whole words and an entry for each server, cannot be made to "
-                "measure. A smaller saving= or a larger bucket_cap_mb= comes nearer"
-            )
-        self._say(f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}.")
-
     def predicted(self, rank: int | None = None) -> Volume:
         """The bytes that a rank will send in the next step, if it exchanges the buckets of the last.
 
         Args:
             rank: The rank. Default: this one.
         """
-        total, mine = Volume(0, 0, 0, 0, 0, 0), self.rank if rank is None else rank
-        progress = self.residuals.progress
-        for bucket in progress.buckets:
-            config, sizes = self.buckets.config_of(bucket), [p.numel() for p in bucket]
-            skipped = sum(sizes[number] for number in self.buckets.uncompressed_in(bucket)) if config.compresses else 0
-            voters = [len(bucket)] if self.voting else None
-            now = progress.steps, self._epoch()
-            total += volume(config, [sizes], self.world, mine, bucket[0].itemsize, voters, *now, self.local, [skipped])
-        inside, outside, dense = total.intra_node, total.inter_node, total.dense_inter_node
-        all_of = self._companions
-        return replace(total, intra_node=all_of * inside, inter_node=all_of * outside, dense_inter_node=all_of * dense)
+        progress, mine = self.residuals.progress, self.rank if rank is None else rank
+        total = self.buckets.volume(progress.buckets, mine, progress.steps, self._epoch(), self.voting)
+        inside, outside, dense = (
+            self._companions * each for each in (total.intra_node, total.inter_node, total.dense_inter_node)
+        )
+        return replace(total, intra_node=inside, inter_node=outside, dense_inter_node=dense)
 
     def measure_link(self) -> None:
         """Times two all-reduces, of at most 1 MiB. A collective; call it between two backward passes."""

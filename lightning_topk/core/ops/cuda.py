@@ -108,7 +108,7 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
     """
     if out.dtype not in ROUNDED or form.low > LOW or not (layout.shards == 1 or layout.block == BLOCK):
         return None
-    rows, dealt = len(payloads), layout.shards == len(payloads)
+    payloads, rows, dealt = payloads.contiguous(), len(payloads), layout.shards == len(payloads)
     begin = form.value_bytes - (-form.kept * form.low // 8)
     size = form.value_bytes + form.index_bytes - begin
     tiles = triton.cdiv(size, OCTETS)
