@@ -102,7 +102,7 @@ def main() -> None:
     emulated = hosts.emulate(options.nodes, options.rate, options.ranks) if options.rate else None
     with emulated or nullcontext(hosts.local(world)) as group:
         given = {**vars(options), "device": "cuda" if gpus else "cpu"}
-        rows = group.run(module.train, given, timeout=24 * 3600)[0]
+        rows = group.run(module.train, given, timeout=24 * 3600, shown=True)[0]
     parameters = sum(parameter.numel() for parameter in GPT(options.width, options.depth).parameters())
     print(f"{parameters:,} parameters, {options.nodes} nodes of {options.ranks} ranks, {options.steps} steps\n")
     print(markdown(rows))

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from test_features import InThisProcess
 from test_gloo import every_rank
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topk import CompressionMonitor, TopKModelParallelStrategy
@@ -32,15 +32,23 @@ def data() -> TensorDataset:
 class Model(L.LightningModule):
     """A net whose layers are sharded on the mesh of its node."""
 
-    def __init__(self, rank: int = 0, policy: MixedPrecisionPolicy | None = None, shuffled: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        policy: MixedPrecisionPolicy | None = None,
+        shuffled: bool = False,
+        offloaded: bool = False,
+    ) -> None:
         super().__init__()
         torch.manual_seed(rank if shuffled else 0)
         self.net = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
-        self.policy, self.seen = policy, []
+        self.policy, self.offloaded, self.seen = policy, offloaded, []
 
     def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
         options = {} if self.policy is None else {"mp_policy": self.policy}
+        if self.offloaded:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         if not hasattr(self.net, "set_requires_gradient_sync"):
             for number in (0, 2):
                 fully_shard(self.net[number], mesh=mesh, **options)
@@ -82,9 +90,10 @@ STRATEGY = ("ratio", "saving", "wire", "data_parallel_size", "tensor_parallel_si
             "save_distributed_checkpoint", "beta1", "dense_parameters")  # fmt: skip
 
 
-def dense(rank: int, world: int, options: dict) -> None:
+def dense(rank: int, world: int, options: dict, offloaded: bool) -> None:
     """With everything sent, as one process learns with the batches of all ranks."""
-    _, model = fit(rank, world, Model(rank // 2, shuffled=True), ratio=1.0, wire="fp32", **options)
+    given = Model(rank // 2, shuffled=True, offloaded=offloaded)
+    _, model = fit(rank, world, given, ratio=1.0, wire="fp32", **options)
     found, seen = weights(model), every_rank(torch.stack(model.seen))  # [ranks, batches, rows, 12]
     alone = Model(0)
     optimizer, parts = alone.configure_optimizers(), options.get("accumulate_grad_batches", 1)
@@ -101,9 +110,12 @@ def dense(rank: int, world: int, options: dict) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}])
-def test_with_everything_sent_nodes_learn_as_one_process_from_the_weights_of_the_first(groups, options):
-    groups(4).run(dense, options)
+@pytest.mark.parametrize(
+    ("options", "offloaded"),
+    [({}, False), ({"gradient_clip_val": 0.05}, False), ({"accumulate_grad_batches": 2}, False), ({}, True)],
+)
+def test_with_everything_sent_nodes_learn_as_one_process_from_the_weights_of_the_first(groups, options, offloaded):
+    groups(4).run(dense, options, offloaded)
 
 
 def learned(rank: int, world: int, folder: str) -> dict:

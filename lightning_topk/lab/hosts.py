@@ -51,7 +51,11 @@ class Hosts:
         self.names, self.address, self.ranks = names, address, ranks
 
     def run(
-        self, function: Callable[[dict[str, Any], int, int], Any], options: Mapping[str, Any], timeout: float = 600.0
+        self,
+        function: Callable[[dict[str, Any], int, int], Any],
+        options: Mapping[str, Any],
+        timeout: float = 600.0,
+        shown: bool = False,
     ) -> list[Any]:
         """Calls ``function(options, rank, world)`` in a process for every rank, see :mod:`lightning_topk.lab.ranks`.
 
@@ -61,6 +65,7 @@ class Hosts:
             function: A function of an importable module. What it returns must be JSON.
             options: What it is called with, as JSON.
             timeout: Seconds after which all processes are killed.
+            shown: Whether rank 0's standard error, such as a progress bar, is this process's.
 
         Returns:
             What each rank returned.
@@ -74,7 +79,7 @@ class Hosts:
             place = [str(rank), str(world), self.address]
             command = [sys.executable, "-m", "lightning_topk.lab.ranks", *place, path, json.dumps(options)]
             local = {"LOCAL_WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(rank % self.ranks)}
-            started.append(self.start(rank // self.ranks, command, local))
+            started.append(self.start(rank // self.ranks, command, local, shown and rank == 0))
         try:
             outputs = [process.communicate(timeout=timeout) for process in started]
         except subprocess.TimeoutExpired:
@@ -84,16 +89,20 @@ class Hosts:
                 process.kill()
         for process, (_, errors) in zip(started, outputs, strict=True):
             if process.returncode:
-                raise RuntimeError(f"{path} failed on one of {len(self.names)} hosts:\n{errors[-2000:]}")
+                words = "what it said is above." if errors is None else f"\n{errors[-2000:]}"
+                raise RuntimeError(f"{path} failed on one of {len(self.names)} hosts: {words}")
         return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
-    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def start(
+        self, host: int, command: Sequence[str], environment: Mapping[str, str], shown: bool = False
+    ) -> subprocess.Popen[str]:
         """Starts a process on a host, with its output in pipes.
 
         Args:
             host: Its number, from 0.
             command: What to run there.
             environment: Variables to add to those of this process.
+            shown: Whether its standard error is this process's.
         """
         name = self.names[host]
         enter = ["ip", "netns", "exec", name] if name else []
@@ -101,7 +110,7 @@ class Hosts:
         return subprocess.Popen(
             [*enter, *command],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=None if shown else subprocess.PIPE,
             text=True,
             env={**os.environ, **interface, "OMP_NUM_THREADS": "1", **environment},
         )
