@@ -9,8 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule
+from groups import script
 
 import lightning_topk
 import lightning_topk.fabric
@@ -99,8 +98,11 @@ def test_every_command_is_described_on_a_page():
     assert [name for name in __main__.bench.BENCHES if f"bench {name}" not in text] == []
 
 
-class Model(LightningModule):
-    def __init__(self) -> None:
+MODEL = """
+import lightning as L, torch
+
+class Model(L.LightningModule):
+    def __init__(self):
         super().__init__()
         self.net = torch.nn.Linear(20, 2)
 
@@ -110,15 +112,17 @@ class Model(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
+model, data = Model(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 20)), 4)
+before = model.net.weight.clone()
+"""
+
 
 @pytest.mark.trainer
-def test_the_first_lines_of_the_readme_train(tmp_path, monkeypatch):
-    """As they are typed, but on one device: four would start this test again as a script."""
-    monkeypatch.chdir(tmp_path)
+def test_the_first_lines_of_the_readme_train(tmp_path):
+    """As they are typed, but on one device: four would start the script again."""
     (code,) = blocks(ROOT / "README.md", "python")
     assert "devices=4" in code
-    model, data = Model(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 20)), 4)
-    before = model.net.weight.clone()
     quick = "devices=1, accelerator='cpu', max_steps=2, logger=False, enable_checkpointing=False"
-    exec(code.replace("devices=4", quick), {"model": model, "data": data})
-    assert not torch.equal(model.net.weight, before)
+    path = tmp_path / "first.py"
+    path.write_text(f"{MODEL}\n{code.replace('devices=4', quick)}\nprint((model.net.weight != before).any().item())")
+    assert script(path, log=tmp_path / "log", folder=tmp_path).rstrip().endswith("True")
