@@ -322,7 +322,7 @@ class _Alone(TopKState):
 
     def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
         self.config, self.rank, self.world, self.local = config.dense, 0, 1, 1
-        self._companions, self.voting = 1, False
+        self._companions, self.voting, self._epoch = 1, False, lambda: 0
         self.telemetry, self.residuals = Telemetry(1), Residuals()
         self.buckets = BucketSettings(self.config, 1, 1)
         self._say = Announcer(announce or LOGGER.info, 0)
