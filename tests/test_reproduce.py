@@ -23,6 +23,7 @@ from lightning_topk.lab.papers import (
     bound,
     convergence,
     counterexample,
+    curves,
     distribution,
     learning,
     saving,
@@ -32,6 +33,7 @@ from lightning_topk.lab.papers import (
 )
 from lightning_topk.lab.papers.powersgd import PowerSGD
 from lightning_topk.lab.report import Panel, Result
+from lightning_topk.planning import quality
 from lightning_topk.planning.volume import volume
 from lightning_topk.runtime.autotune import TRIALS
 
@@ -94,7 +96,8 @@ def test_simulated_gradients_are_autograds():
     mlp = training.Problem("mlp", seed=0)
     batches = torch.tensor([[0, 1, 2], [3, 4, 5]])
     images, labels = data.digits().examples, data.digits().labels
-    for batch, gradient in zip(batches, mlp.gradients(mlp.start, batches), strict=True):
+    unused = torch.Generator()
+    for batch, gradient in zip(batches, mlp.gradients(mlp.start, batches, unused), strict=True):
         mlp.net.zero_grad()
         torch.nn.functional.cross_entropy(mlp.net(images[batch]), labels[batch]).backward()
         expected = torch.cat([p.grad.flatten() for p in mlp.parameters])
@@ -118,6 +121,21 @@ def test_a_resnet_learns_from_a_folder_of_images(images):
     before, _ = resnet.evaluate(resnet.start)
     run = training.train("resnet20", TopKConfig(ratio=0.1), 2, 25, training.Optimizer(0.05), 0, 5, images=images)
     assert run.loss < before
+
+
+def test_images_are_moved_and_mirrored_and_stay_themselves():
+    image = 1 + torch.arange(2 * 6 * 6.0).view(1, 2, 6, 6)
+    many = data.crop_and_flip(image.expand(500, -1, -1, -1), torch.Generator().manual_seed(0))
+    padded = torch.nn.functional.pad(image[0], (4, 4, 4, 4))
+    whole = {
+        (down, right, mirrored): part.flip(-1) if mirrored else part
+        for down in range(9)
+        for right in range(9)
+        for mirrored in (False, True)
+        for part in [padded[:, down : down + 6, right : right + 6]]
+    }
+    seen = {next(place for place, part in whole.items() if torch.equal(part, one)) for one in many}
+    assert len(seen) > 120, "few of the 162 places were drawn"
 
 
 @pytest.mark.slow
@@ -201,10 +219,10 @@ def test_predicted_bytes_are_those_that_leave_the_interface():
 
 def test_an_interrupted_experiment_goes_on_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(learning, "TASKS", (learning.Task("mlp", 2, 10, 0.1),))
-    monkeypatch.setattr(learning, "run_all", alone)
+    monkeypatch.setattr(training, "run_all", alone)
     first = learning.run(out=tmp_path, seeds=1)
     assert len((tmp_path / "learning.jsonl").read_text().splitlines()) == len(learning.METHODS)
-    monkeypatch.setattr(learning, "run_all", lambda jobs, *_: {} if not jobs else pytest.fail(f"again: {list(jobs)}"))
+    monkeypatch.setattr(training, "run_all", lambda jobs, *_: {} if not jobs else pytest.fail(f"again: {list(jobs)}"))
     assert learning.run(out=tmp_path, seeds=1).tables == first.tables
     (rows,) = first.tables.values()
     saving = {row["method"]: float(row["saving"].rstrip("x")) for row in rows}
@@ -214,7 +232,7 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(monkeypatch, tmp_pat
     one = "PowerSGD 1"
     only = learning.run(out=tmp_path, models=["mlp"], methods=[one], seeds=1)
     assert [row["method"] for row in next(iter(only.tables.values()))] == ["dense", one]
-    monkeypatch.setattr(learning, "run_all", alone)
+    monkeypatch.setattr(training, "run_all", alone)
     known = {**learning.METHODS, one: learning.Method(rank=3)}
     other = learning.run(out=tmp_path, models=["mlp"], methods=[one], seeds=1, known=known)
     assert other.tables != only.tables, "a run of other settings passed for this"
@@ -223,6 +241,43 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(monkeypatch, tmp_pat
     assert [title.split(", ")[1] for title in titles] == ["3 workers", "4 workers"]
     with pytest.raises(ValueError, match="there is no nothing here: models are mlp, methods dense"):
         learning.run(out=tmp_path, methods=["nothing"])
+
+
+def test_saving_curves_go_on_where_they_stopped_and_show_what_there_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(curves, "LEARNERS", tuple(curves.Learner("mlp", kind, 0.05, 5) for kind in ("SGD", "AdamW")))
+    monkeypatch.setattr(training, "run_all", alone)
+    few = partial(curves.run, savings=(200, 10), lengths=(8, 4), out=tmp_path)
+    first = few(seeds=1)
+    lines = (tmp_path / "saving-curves.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 2 * 3, "each learner and length, dense and with two savings"
+    assert "4 steps" in lines[0], "short runs come first"
+    table = next(iter(first.tables.values()))
+    assert [row["steps"] for row in table] == [4, 8]
+    assert table[0]["10x"].endswith("(1 seed)")
+    assert list(first.panels[0].curves) == list(first.panels[0].errors) == ["4 steps", "8 steps"]
+    monkeypatch.setattr(training, "run_all", lambda jobs, *_: {})
+    assert few(seeds=3).tables == first.tables, "what is missing is left out"
+    (mine,) = curves.run(models=["mlp"], optimizers=["SGD"], lengths=(4,), savings=(10,), out=tmp_path).tables.values()
+    assert mine == [{key: table[0][key] for key in ("steps", "dense", "10x")}]
+    with pytest.raises(ValueError, match="there is no Adam here: there are AdamW, SGD, mlp"):
+        curves.run(optimizers=["Adam"])
+
+
+def test_no_run_begins_when_the_time_is_over(tmp_path):
+    jobs = {str(number): partial(dict, loss=1.0) for number in range(40)}
+    found = training.resume(jobs, "test", tmp_path / "test.jsonl", minutes=0)
+    assert 1 <= len(found) < 40
+    assert len((tmp_path / "test.jsonl").read_text().splitlines()) == len(found)
+
+
+def test_the_law_of_sends_is_found_and_predicts():
+    truth = {"easy": 5.0, "hard": 80.0}
+    samples = {name: [(n, (s / n) ** 1.2) for n in (3, 10, 30, 100, 300)] for name, s in truth.items()}
+    law = quality.fit(samples)
+    assert law.exponent == pytest.approx(1.2, rel=0.05)
+    assert law.sends == pytest.approx(truth, rel=0.1)
+    assert law.typical == pytest.approx(20, rel=0.1)
+    assert (law.least, law.most) == (law.sends["easy"], law.sends["hard"])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +296,8 @@ def test_invalid_options_of_the_experiment_are_refused_in_words(monkeypatch, tmp
 
 @pytest.mark.parametrize("model", ["char lstm", "gpt"])
 def test_models_of_text_learn_from_pythons_documentation(monkeypatch, model):
-    few = data.Data(*(part[::20] for part in vars(data.documentation()).values()))
+    parts = (part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor))
+    few = data.Data(*parts)
     monkeypatch.setattr(training, "documentation", lambda: few)
     start = training.Problem(model, seed=0)
     assert start.data.examples.shape[1:] == start.data.labels.shape[1:] == (64,)
@@ -282,7 +338,7 @@ def test_power_sgd_is_exact_on_matrices_of_its_rank_and_on_vectors():
     torch.testing.assert_close(total + lossy.residual.mean(0), given, atol=1e-4, rtol=1e-4)  # error feedback
 
 
-def alone(jobs, title, note):
+def alone(jobs, title, note, *_):
     """Runs jobs in this process, where a test's patches are in force."""
     for key, job in jobs.items():
         note(key, job())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 CHARACTERS, LENGTH = 128, 64
@@ -22,13 +23,14 @@ class Data:
     """Examples and their labels, to train on and held out.
 
     Images ``[N, C, H, W]`` float32 with labels ``[N]`` int64; or text ``[N, T]`` int64 with the characters that follow,
-    ``[N, T]`` int64.
+    ``[N, T]`` int64. ``augment`` changes examples before a model learns from them.
     """
 
     examples: Tensor
     labels: Tensor
     held_examples: Tensor
     held_labels: Tensor
+    augment: Callable[[Tensor, torch.Generator], Tensor] = lambda examples, generator: examples
 
 
 @cache
@@ -72,16 +74,37 @@ def contexts() -> Data:
 
 @cache
 def image_folder(folder: Path) -> Data:
-    """All images of a folder, see :func:`folders`, resized to 32 x 32; convolutions are fastest with channels last."""
+    """All images of a folder, see :func:`folders`, resized to 32 x 32, and augmented by :func:`crop_and_flip`."""
     from torchvision.transforms import v2  # type: ignore[import-untyped]
 
     normal = v2.Normalize([0.5] * 3, [0.25] * 3)
     transform = v2.Compose([v2.Resize((32, 32)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normal])
-    parts = []
+    parts: list[Tensor] = []
     for name, part in zip(("train", "test"), folders(folder, transform, transform), strict=True):
-        images, labels = zip(*tqdm(part, desc=f"reading {name}"), strict=True)
-        parts += [torch.stack(images).contiguous(memory_format=torch.channels_last), torch.tensor(labels)]
-    return Data(*parts)
+        images, numbers = zip(*tqdm(part, desc=f"reading {name}"), strict=True)
+        # Convolutions are fastest with channels last.
+        parts += [torch.stack(images).contiguous(memory_format=torch.channels_last), torch.tensor(numbers)]
+    examples, labels, held_examples, held_labels = parts
+    return Data(examples, labels, held_examples, held_labels, crop_and_flip)
+
+
+def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Images moved by up to four pixels each way, every second one mirrored (He et al. 2016, section 4.2).
+
+    Args:
+        images: ``[N, C, H, W]`` float32.
+        generator: Source of the random numbers.
+
+    Returns:
+        Images of the same shape, channels last.
+    """
+    count, _, height, width = images.shape
+    padded = nn.functional.pad(images, (4, 4, 4, 4))
+    down, right = torch.randint(0, 9, (2, count, 1), generator=generator)
+    mirrored = torch.rand(count, 1, generator=generator) < 0.5
+    rows, columns = down + torch.arange(height), torch.arange(width)
+    columns = right + torch.where(mirrored, columns.flip(0), columns)
+    return padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def folders(root: Path, transform: Any, held_transform: Any) -> tuple[Any, Any]:

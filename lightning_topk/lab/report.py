@@ -52,6 +52,7 @@ class Panel:
         ylog: Whether the vertical axis is logarithmic.
         ylabel: Label of the vertical axis, with its unit.
         level: A height to mark, such as an aim.
+        errors: Standard errors of a curve's heights, by its label.
     """
 
     title: str
@@ -61,6 +62,7 @@ class Panel:
     ylog: bool = False
     ylabel: str = ""
     level: float | None = None
+    errors: dict[str, Sequence[float]] = field(default_factory=dict)
 
 
 COLOURS = {
@@ -209,9 +211,12 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
         axis.remove()
     for axis, panel in zip(axes.flat, panels, strict=False):
         others = iter(OTHERS * len(panel.curves))
+        lines = []
         for label, (x, y) in panel.curves.items():
             colour = COLOURS.get(label) or next(others)
-            axis.plot(x, y, color=colour, linewidth=1.6, marker="." if len(x) < 12 else None)
+            lines += axis.plot(x, y, color=colour, linewidth=1.6, marker="." if len(x) < 12 else None)
+            if label in panel.errors:
+                axis.errorbar(x, y, panel.errors[label], color=colour, linestyle="", linewidth=0.8, capsize=2)
         axis.set_title(panel.title, loc="left", fontsize="medium")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
         for scale, name in ((axis.xaxis, "x" * panel.xlog), (axis.yaxis, "y" * panel.ylog)):
@@ -225,7 +230,7 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e5e5e5", linewidth=0.6)
         axis.set_axisbelow(True)
-        _label_ends(axis, panel)
+        _label_ends(axis, panel, lines)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -234,11 +239,11 @@ GAP = 0.065
 """Least distance of two labels beside a panel, as a share of its height."""
 
 
-def _label_ends(axis: Any, panel: Panel) -> None:
+def _label_ends(axis: Any, panel: Panel, lines: Sequence[Any]) -> None:
     """Writes the label of each curve beside the panel, as near to the height of its end as others allow."""
     to_axes = axis.transScale + axis.transLimits
     ends = []
-    for line, label in zip(axis.get_lines(), panel.curves, strict=False):
+    for line, label in zip(lines, panel.curves, strict=True):
         x, y = line.get_xdata()[-1], line.get_ydata()[-1]
         height = to_axes.transform((x, y))[1]
         axis.plot(x, y, "o", color=line.get_color(), markersize=3.5)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 import os
+import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -46,12 +48,13 @@ class Problem:
         large = len(self.start) > 200_000 or model in TEXT
         self._vectorised = not large and not any(isinstance(part, nn.LSTM) for part in self.net.modules())
 
-    def gradients(self, theta: Tensor, batches: Tensor) -> list[Tensor]:
+    def gradients(self, theta: Tensor, batches: Tensor, generator: torch.Generator) -> list[Tensor]:
         """The gradient of each worker.
 
         Args:
             theta: The parameters, ``[d]`` float32.
             batches: The numbers of each worker's training examples, ``[W, B]`` int64.
+            generator: Source of the random numbers of the data's augmentation.
 
         Returns:
             W tensors ``[d]`` float32.
@@ -63,7 +66,7 @@ class Problem:
         found = []
         for batch in batches:
             weights = [weight.requires_grad_() for weight in self._weights(theta.detach())]
-            loss = self._loss(weights, images[batch], labels[batch])
+            loss = self._loss(weights, self.data.augment(images[batch], generator), labels[batch])
             found.append(torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, weights)]))
         return found
 
@@ -201,7 +204,7 @@ def train(
     run, last = Run(float("inf"), 0.0, 0.0, 0.0), optimizer.lr
     for step in tqdm(range(steps), desc=f"{workers} workers", unit="step", leave=False, disable=not points):
         batches = torch.randint(examples, (workers, batch), generator=generator)
-        gradients = problem.gradients(theta, batches)
+        gradients = problem.gradients(theta, batches, generator)
         if observe is not None:
             run.seen.append(observe(ranks, gradients))
         rate = optimizer.rate(step / steps)
@@ -225,7 +228,10 @@ def train(
 
 
 def run_all(
-    jobs: Mapping[K, Callable[[], T]], title: str, note: Callable[[K, T], None] = lambda key, result: None
+    jobs: Mapping[K, Callable[[], T]],
+    title: str,
+    note: Callable[[K, T], None] = lambda key, result: None,
+    minutes: float = math.inf,
 ) -> dict[K, T]:
     """Runs jobs in processes of one thread each, as many at a time as there are cores.
 
@@ -233,19 +239,52 @@ def run_all(
         jobs: What to run, by name. Jobs travel by pickle: use :func:`functools.partial`.
         title: Title of the progress bar.
         note: Called in this process with each name and result, as they come.
+        minutes: Time after which no job is begun.
 
     Returns:
-        The results by name, in the order of ``jobs``.
+        The results by name, in the order of ``jobs``; without those that were not begun.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    end = time.monotonic() + 60 * minutes
     with ProcessPoolExecutor(cores, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         pending = {pool.submit(job): name for name, job in jobs.items()}
         try:
             found = {}
             for done in tqdm(as_completed(pending), total=len(pending), desc=title, unit="run"):
-                found[pending[done]] = done.result()
-                note(pending[done], done.result())
+                if not done.cancelled():
+                    found[pending[done]] = done.result()
+                    note(pending[done], done.result())
+                if time.monotonic() > end:
+                    for job in pending:
+                        job.cancel()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return {name: found[name] for name in jobs}
+    return {name: found[name] for name in jobs if name in found}
+
+
+def resume(
+    jobs: Mapping[str, Callable[[], dict[str, float]]], title: str, path: Path, minutes: float = math.inf
+) -> dict[str, dict[str, float]]:
+    """Runs the jobs that a file does not have, and appends to it what they measured, as they end.
+
+    Args:
+        jobs: What to run, by key.
+        title: Title of the progress bar.
+        path: A file of one JSON object a line, with its ``"key"``.
+        minutes: Time after which no job is begun.
+
+    Returns:
+        What was measured, by key, also by other jobs of the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = {entry["key"]: entry for entry in map(json.loads, lines)}
+
+    def note(key: str, measured: dict[str, float]) -> None:
+        found[key] = {"key": key, **measured}
+        with path.open("a") as file:
+            file.write(json.dumps(found[key]) + "\n")
+
+    run_all({key: job for key, job in jobs.items() if key not in found}, title, note, minutes)
+    return found

@@ -7,6 +7,7 @@ Each trains, measures or counts through the exchange that a cluster runs, and re
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_topk.lab.papers import (
     bound,
     convergence,
     counterexample,
+    curves,
     distribution,
     learning,
     operators,
@@ -35,7 +37,7 @@ CLAIMS = {
     "speedup": speedup.run,
 }
 """The papers' claims by name."""
-EXPERIMENTS = {"learning": learning.run}
+EXPERIMENTS: dict[str, Callable[..., Result]] = {"learning": learning.run, "saving-curves": curves.run}
 """Experiments with our own settings, which take long: ``--all`` leaves them out."""
 
 

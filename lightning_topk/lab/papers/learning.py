@@ -22,7 +22,7 @@ from lightning_topk.config import SAVING, TopKConfig, check_count
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.lab.papers.powersgd import PowerSGD
 from lightning_topk.lab.report import Panel, Result, spread
-from lightning_topk.lab.training import Optimizer, run_all, train
+from lightning_topk.lab.training import Optimizer, resume, train
 from lightning_topk.saving import TOLERANCE
 from lightning_topk.simulate import Cluster
 
@@ -213,24 +213,13 @@ def _runs(
     tasks: Sequence[Task], methods: Mapping[str, Method], seeds: int, data: Path | None, path: Path
 ) -> dict[str, dict[str, float]]:
     """All runs by their key: those of the file, and those that are missing in it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = {entry["key"]: entry for entry in map(json.loads, lines)}
     jobs: dict[str, Callable[[], dict[str, float]]] = {
         _key(task, name, method, seed): partial(_train, task, method, seed, data)
         for seed in range(seeds)
         for task in tasks
         for name, method in methods.items()
     }
-    jobs = {key: job for key, job in jobs.items() if key not in found}
-
-    def note(key: str, measured: dict[str, float]) -> None:
-        found[key] = {"key": key, **measured}
-        with path.open("a") as file:
-            file.write(json.dumps(found[key]) + "\n")
-
-    run_all(jobs, "learning", note)
-    return found
+    return resume(jobs, "learning", path)
 
 
 def _train(task: Task, method: Method, seed: int, data: Path | None) -> dict[str, float]:

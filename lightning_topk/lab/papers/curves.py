@@ -1,0 +1,269 @@
+"""How far can you go: final quality over saving, for runs of several lengths, models and optimizers.
+
+Every run is held against dense training of as many steps with the same seed, batches and hyper-parameters. Runs are
+appended to ``saving-curves.jsonl`` as they end, the most useful first; an interrupted command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.lab.models import MODELS, TEXT
+from lightning_topk.lab.report import Panel, Result
+from lightning_topk.lab.training import Optimizer, resume, train
+from lightning_topk.planning.quality import fit
+from lightning_topk.saving import settled
+
+WORKERS = 8
+SAVINGS = (50, 200, 1000, 25, 100, 400, 10)
+"""Savings, the most useful first."""
+LENGTHS = (300, 1000, 3000, 10_000)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model and the hyper-parameters that suit dense training of it; the learning rate falls along half a cosine.
+
+    Attributes:
+        model: A key of :data:`lightning_topk.lab.models.MODELS`.
+        optimizer: ``"SGD"``, with momentum 0.9, or ``"AdamW"``; text is clipped at a norm of 1.
+        lr: Peak learning rate.
+        batch: Examples of each worker in a step.
+    """
+
+    model: str
+    optimizer: str
+    lr: float
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """The model and the optimizer."""
+        return f"{self.model}, {self.optimizer}"
+
+    @property
+    def text(self) -> bool:
+        """Whether the loss on held-out text counts; else accuracy."""
+        return self.model in TEXT
+
+    def stepped(self) -> Optimizer:
+        """The optimizer."""
+        clip_norm = 1.0 if self.text else None
+        return Optimizer(self.lr, 0.9, adamw=self.optimizer == "AdamW", cosine=True, clip_norm=clip_norm)
+
+
+LEARNERS = (
+    Learner("wide mlp", "SGD", 0.1, 10),
+    Learner("wide mlp", "AdamW", 0.01, 10),
+    Learner("cnn", "SGD", 0.1, 10),
+    Learner("cnn", "AdamW", 0.01, 10),
+    Learner("char lstm", "AdamW", 0.02, 4),
+    Learner("gpt", "AdamW", 0.01, 4),
+    Learner("char lstm", "SGD", 1.0, 4),
+    Learner("gpt", "SGD", 0.3, 4),
+)
+IMAGES = (
+    Learner("convnet", "SGD", 0.05, 16),
+    Learner("convnet", "AdamW", 0.003, 16),
+    Learner("resnet20", "SGD", 0.1, 16),
+)
+
+
+def run(
+    data: Path | None = None,
+    models: Sequence[str] = (),
+    optimizers: Sequence[str] = (),
+    savings: Sequence[float] = SAVINGS,
+    lengths: Sequence[int] = LENGTHS[:3],
+    seeds: int = 3,
+    minutes: float = math.inf,
+    *,
+    out: Path = Path("reproduced"),
+) -> Result:
+    """Measures final quality over saving, by the length of the run, the model and the optimizer.
+
+    Args:
+        data: Folder of images, such as CIFAR-10, to train a small convnet and ResNet-20 on instead of digits and text:
+            train/<class>/*, test/<class>/*. Takes hours.
+        models: Only these models.
+        optimizers: Only these optimizers: SGD, AdamW.
+        savings: How many times fewer bytes than a ring all-reduce, each against dense training.
+        lengths: Steps of a run.
+        seeds: Runs of each.
+        minutes: Time after which no run is begun; the result then has what there is.
+        out: Folder of ``saving-curves.jsonl``.
+
+    Raises:
+        ValueError: There is no such model or optimizer, or a number is not positive.
+    """
+    check_count("seeds", seeds)
+    for steps in lengths:
+        check_count("lengths", steps)
+    here = LEARNERS if data is None else IMAGES
+    chosen = [
+        each
+        for each in here
+        if (not models or each.model in models) and (not optimizers or each.optimizer in optimizers)
+    ]
+    known = {each.model for each in here} | {"SGD", "AdamW"}
+    if unknown := {*models, *optimizers} - known:
+        raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(sorted(known))}.")
+    plan = sorted(
+        (
+            (learner, steps, saving, seed)
+            for saving in (0.0, *savings)  # zero is dense training
+            for learner in chosen
+            for steps in lengths
+            for seed in range(seeds)
+        ),
+        key=lambda each: each[1] * (each[3] + 1),
+    )
+    jobs = {_key(*each): partial(_train, *each, data) for each in plan}
+    found = resume(jobs, "saving-curves", out / "saving-curves.jsonl", minutes)
+    result = Result(
+        "saving-curves",
+        "what quality costs, as a function of saving and of the length of the run",
+        f"{WORKERS} simulated workers, saving= with all else at its default; peak learning rates that suit dense "
+        "training, falling to zero along half a cosine. Gap to dense training of the same seed, batches and steps: "
+        "points of accuracy on held-out images, or percent of the loss on held-out text; mean ± standard error.",
+    )
+    points = _gaps(chosen, sorted(lengths), sorted(savings), seeds, found)
+    for learner in chosen:
+        mine = {key: point for key, point in points.items() if key[0] == learner.name}
+        if mine:
+            _enter(result, learner, mine, found, seeds)
+    _enter_law(result, points)
+    return result
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured of a learner at a length and a saving.
+
+    Attributes:
+        gap: Mean distance to dense training of the same seed; positive is worse.
+        error: Its standard error; NaN of a single seed.
+        seeds: Runs.
+        sends: How often an entry is sent during the run: density x steps.
+    """
+
+    gap: float
+    error: float
+    seeds: int
+    sends: float
+
+    def __str__(self) -> str:
+        return f"{self.gap:+.2f}" + (f" ± {self.error:.2f}" if self.seeds > 1 else " (1 seed)")
+
+
+def _key(learner: Learner, steps: int, saving: float, seed: int) -> str:
+    """What a run is known by."""
+    amount = f"saving {saving:g}" if saving else "dense"
+    return f"{learner.name}, lr {learner.lr:g}, batch {learner.batch}, {steps} steps, {amount}, seed {seed}"
+
+
+def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | None) -> dict[str, float]:
+    config = TopKConfig(saving=saving) if saving else TopKConfig().dense
+    ended = train(learner.model, config, WORKERS, steps, learner.stepped(), seed, learner.batch, images=data)
+    sent = ended.uplink_bytes + ended.downlink_bytes
+    return {
+        "loss": min(ended.loss, 1e3),
+        "held": min(ended.held_loss, 1e3),
+        "accuracy": ended.accuracy,
+        "saving": ended.dense_bytes / sent,
+    }
+
+
+@cache
+def density(model: str, saving: float) -> float:
+    """The fraction of the gradient that a worker sends of a model, with a saving."""
+    sizes = [parameter.numel() for parameter in MODELS[model]().parameters()]
+    ratio = settled(TopKConfig(saving=saving).on(WORKERS, 1), sizes, WORKERS).ratio
+    assert isinstance(ratio, float)
+    return ratio
+
+
+def _gaps(
+    learners: Sequence[Learner],
+    lengths: Sequence[int],
+    savings: Sequence[float],
+    seeds: int,
+    found: Mapping[str, Mapping[str, float]],
+) -> dict[tuple[str, int, float], Point]:
+    """What there is of each learner, length and saving."""
+    points = {}
+    for learner in learners:
+        for steps in lengths:
+            for saving in savings:
+                gaps = []
+                for seed in range(seeds):
+                    ours, dense = (found.get(_key(learner, steps, amount, seed)) for amount in (saving, 0.0))
+                    if ours is not None and dense is not None:
+                        gaps.append(
+                            100 * (ours["held"] / dense["held"] - 1)
+                            if learner.text
+                            else dense["accuracy"] - ours["accuracy"]
+                        )
+                if gaps:
+                    error = stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+                    sends = density(learner.model, saving) * steps
+                    points[learner.name, steps, saving] = Point(mean(gaps), error, len(gaps), sends)
+    return points
+
+
+def _enter(
+    result: Result,
+    learner: Learner,
+    points: Mapping[tuple[str, int, float], Point],
+    found: Mapping[str, Mapping[str, float]],
+    seeds: int,
+) -> None:
+    """Enters the table and the curves of a learner."""
+    unit = "% of the loss on held-out text" if learner.text else "points of accuracy"
+    panel = Panel(learner.name, "saving, times fewer bytes", xlog=True, ylabel=f"gap to dense, {unit}", level=0.0)
+    rows = []
+    for steps in sorted({key[1] for key in points}):
+        of_length = {key[2]: point for key, point in points.items() if key[1] == steps}
+        dense = [found[key] for seed in range(seeds) if (key := _key(learner, steps, 0.0, seed)) in found]
+        quality = mean(each["held" if learner.text else "accuracy"] for each in dense)
+        row: dict[str, Any] = {"steps": steps, "dense": f"{quality:.3f}" if learner.text else f"{quality:.2f} %"}
+        rows.append(row | {f"{saving:g}x": str(point) for saving, point in of_length.items()})
+        savings, shown = [*of_length], [*of_length.values()]
+        label = f"{steps:,} steps"
+        panel.curves[label] = (savings, [point.gap for point in shown])
+        panel.errors[label] = [0.0 if math.isnan(point.error) else point.error for point in shown]
+    result.tables[f"{learner.name}, lr {learner.lr:g}, batch {learner.batch} a worker: gap to dense, {unit}"] = rows
+    result.panels.append(panel)
+
+
+def _enter_law(result: Result, points: Mapping[tuple[str, int, float], Point]) -> None:
+    """Enters the law that the points follow, and how well it predicts a learner that it has not seen."""
+    samples = {
+        name: [(point.sends, point.gap) for key, point in points.items() if key[0] == name]
+        for name in dict.fromkeys(key[0] for key in points)
+    }
+    samples = {name: pairs for name, pairs in samples.items() if len(pairs) >= 3}
+    if len(samples) < 3:
+        return
+    law = fit(samples)
+    rows = []
+    for name in samples:
+        others = fit({other: pairs for other, pairs in samples.items() if other != name})
+        rows.append(
+            {
+                "learner": name,
+                "sends for a gap of 1": law.sends[name],
+                "predicted from the others": others.typical,
+                "off by": f"{max(others.typical / law.sends[name], law.sends[name] / others.typical):.1f}x",
+            }
+        )
+    title = f"gap = (sends for a gap of 1 / sends) ^ {law.exponent:.2f}, sends = density x steps"
+    result.tables[title] = rows
+    result.tables["over all learners"] = [{"typical": law.typical, "least": law.least, "most": law.most}]
