@@ -16,7 +16,7 @@ from PIL import Image
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.ops import reference
-from lightning_topk.lab.papers.learning import METHODS, TASKS, _key
+from lightning_topk.lab.papers.learning import METHODS, TASKS, Task, _key
 from lightning_topk.simulate import Cluster
 
 ROOT = Path(__file__).parent.parent
@@ -126,6 +126,35 @@ def test_handing_over_own_shards_loses_nothing(variants, world):
     kept[place[place > 0] - 1] += rows[place > 0]
     given = sum(torch.stack(gradients).mean(0) for gradients in steps)
     torch.testing.assert_close(delivered + kept, given, atol=1e-4, rtol=1e-4)
+
+
+def test_demo_keeps_what_it_does_not_send_and_sends_what_it_says(monkeypatch):
+    newer = loaded(monkeypatch, "examples/recipes", "newer")
+    shapes = [(96, 50), (7,)]
+    numel, world = 96 * 50 + 7, 3
+    cluster = newer.DecoupledMomentum(
+        TopKConfig().dense, world, numel, sizes=(4800, 7), saving=10, shapes=shapes, decay=1.0
+    )
+    for gradients in drawn(world, numel):
+        before = [gradient + kept for gradient, kept in zip(gradients, cluster.momenta or 3 * [0], strict=True)]
+        (delivered, *_), sent = cluster.step(gradients), sum(before) - sum(cluster.momenta)
+        assert torch.equal(delivered, sent.sign())
+        for whole, kept in zip(before, cluster.momenta, strict=True):  # a projection
+            torch.testing.assert_close(whole.square().sum(), kept.square().sum() + (whole - kept).square().sum())
+    dense = 12 * 2 * (world - 1) * 4 * numel / world
+    assert 10 < dense / cluster.sent_bytes["uplink"][0] < 11
+
+
+def test_local_steps_without_loss_are_dense_training_and_send_what_they_say(monkeypatch):
+    newer = loaded(monkeypatch, "examples/recipes", "newer")
+    task = Task("mlp", 2, 12, 0.1)
+    dense = METHODS["dense"].train(task, 0, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(newer.LocalSteps, "config", lambda self, task: TopKConfig(ratio=1.0, wire="fp32"))
+        every_step = newer.LocalSteps(every=1, lr=1.0, momentum=0.0).train(task, 0, None)
+    assert every_step.held_loss == pytest.approx(dense.held_loss, rel=1e-4)
+    few = newer.LocalSteps(saving=50, every=4).train(task, 0, None)
+    assert few.dense_bytes / (few.uplink_bytes + few.downlink_bytes) == pytest.approx(50, rel=0.05)
 
 
 def test_ef21_with_all_entries_delivers_the_averaged_gradient(variants):

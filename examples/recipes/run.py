@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from newer import DeMo, LocalSteps
 from variants import RATIO, Adaptive, Decaying, Differences, OwnShards, Tried, cosine, geometric
 
 from lightning_topk.lab.commands import add_options, finish
@@ -63,6 +64,15 @@ TRIED: dict[str, Method] = {
     "momentum correction": changed(momentum=0.9, keeps_momentum=False, beta1=0.0),
     "momentum correction unmasked": changed(momentum=0.9, momentum_masking=False, keeps_momentum=False, beta1=0.0),
     "EF21-SGDM": changed(partial(Differences, new=0.1), keeps_momentum=False),
+    # Newer ones, with learning rates of their own.
+    **{f"DeMo, lr {lr:g}": DeMo(lr=lr) for lr in (3e-4, 1e-3, 3e-3)},
+    **{
+        f"{every} local steps, outer lr {lr:g}, momentum {momentum:g}": LocalSteps(
+            every=every, lr=lr, momentum=momentum
+        )
+        for every in (4, 15)
+        for lr, momentum in ((1.0, 0.0), (0.7, 0.9), (0.4, 0.8))
+    },
 }
 """By name."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +12,9 @@ from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.wire import WireName
 from lightning_topk.lab.commands import add_command, call, need
 from lightning_topk.lab.report import markdown
-from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, sentence, table
+from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, saving_at, sentence, table
 from lightning_topk.planning.costs import CPU, GPU, Links, bytes_per_second, load_costs
+from lightning_topk.planning.quality import sentence as quality
 from lightning_topk.planning.sharded import sharded_forecast, sharded_table
 
 
@@ -62,6 +64,7 @@ def run(
     server_ratio: float | None = None,
     wire: WireName | None = None,
     compute_ms: float = 0.0,
+    steps: int | None = None,
     bucket_cap_mb: float = 25,
     device: Literal["cpu", "cuda"] = "cuda",
     costs: Path | None = None,
@@ -81,6 +84,7 @@ def run(
         server_ratio: Fraction that servers send, with ratios. Default: that of the workers.
         wire: Format of values. Default: int4.
         compute_ms: Time of forward, backward and optimizer, milliseconds.
+        steps: Steps of the run, to be told what can be saved in it without losing quality.
         bucket_cap_mb: Size of DDP's buckets, MiB.
         device: Where gradients live.
         costs: File of constants. Default: the one that ``bench costs`` wrote.
@@ -103,10 +107,14 @@ def run(
     amounts = [{"ratio": each, **servers} for each in ratio]
     amounts += [{"saving": each} for each in saving or (() if ratio else (SAVING, 4 * SAVING))]
     compute = compute_ms / 1000
-    found = forecasts(sizes, hardware, amounts, compute, TopKConfig(wire=wire), bucket_cap_mb)
+    base = TopKConfig(wire=wire)
+    found = forecasts(sizes, hardware, amounts, compute, base, bucket_cap_mb)
+    words = (
+        "" if steps is None else f"\n\n{quality(steps, partial(saving_at, sizes=sizes, hardware=hardware, base=base))}"
+    )
     unsure = "With constants that were not measured here: " if hardware.costs in (CPU, GPU) else ""
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
         f"inside.\nTimes are predictions; constants: {hardware.costs.source}.\n\n"
-        f"{markdown(table(found, compute))}\n\n{unsure}{sentence(found, compute, bucket_cap_mb)}"
+        f"{markdown(table(found, compute))}\n\n{unsure}{sentence(found, compute, bucket_cap_mb)}{words}"
     )

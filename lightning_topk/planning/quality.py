@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
@@ -63,3 +63,26 @@ def _with_exponent(exponent: float, samples: Mapping[str, Sequence[Sample]]) -> 
         distance, sends[name] = min(near)
         total += distance
     return total, Law(exponent, sends)
+
+
+MEASURED = Law(1.0, {"none": 100.0})
+"""What ``python -m lightning_topk reproduce saving-curves`` found, see examples/guides/learning.md."""
+
+
+def sentence(steps: int, saving_at: Callable[[float], float], law: Law = MEASURED) -> str:
+    """What can be saved in a run without losing more than a point of accuracy, or a percent of the loss.
+
+    Args:
+        steps: Steps of the run.
+        saving_at: How many times fewer bytes than all-reduce are sent at a density.
+        law: What is known.
+    """
+
+    def saving(sends: float) -> str:
+        return f"saving={float(f'{saving_at(sends / steps):.2g}'):g}" if sends < steps else "dense training"
+
+    return (
+        f"In {steps:,} steps, {saving(law.typical)} should end within a point of accuracy or 1 % of the loss of dense "
+        f"training. That is the middle of {len(law.sends)} models and optimizers that were measured: the easiest takes "
+        f"{saving(law.least)}, the hardest {saving(law.most)}."
+    )

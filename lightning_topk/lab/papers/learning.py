@@ -22,7 +22,7 @@ from lightning_topk.config import SAVING, TopKConfig, check_count
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.lab.papers.powersgd import PowerSGD
 from lightning_topk.lab.report import Panel, Result, spread
-from lightning_topk.lab.training import Optimizer, resume, train
+from lightning_topk.lab.training import Optimizer, Run, resume, train
 from lightning_topk.saving import TOLERANCE
 from lightning_topk.simulate import Cluster
 
@@ -112,6 +112,30 @@ class Method:
     def optimizer(self, task: Task) -> Optimizer:
         """The optimizer of a task."""
         return task.optimizer
+
+    def train(self, task: Task, seed: int, data: Path | None) -> Run:
+        """Trains a task.
+
+        Args:
+            task: The task.
+            seed: Seed of the parameters and the batches.
+            data: Folder of images; None for digits and text.
+        """
+        config, optimizer, cluster = self.config(task), self.optimizer(task), self.cluster(task)
+        return train(
+            task.model, config, task.workers, task.steps, optimizer, seed, task.batch, images=data, cluster=cluster
+        )
+
+    def measured(self, task: Task, seed: int, data: Path | None) -> dict[str, float]:
+        """What is kept of a run, see :meth:`train`."""
+        ended = self.train(task, seed, data)
+        return {
+            "loss": min(ended.loss, 1e3),
+            "held": min(ended.held_loss, 1e3),
+            "accuracy": ended.accuracy,
+            "bytes": (ended.uplink_bytes + ended.downlink_bytes) * task.steps,
+            "dense": ended.dense_bytes * task.steps,
+        }
 
 
 METHODS: dict[str, Method] = {
@@ -214,26 +238,12 @@ def _runs(
 ) -> dict[str, dict[str, float]]:
     """All runs by their key: those of the file, and those that are missing in it."""
     jobs: dict[str, Callable[[], dict[str, float]]] = {
-        _key(task, name, method, seed): partial(_train, task, method, seed, data)
+        _key(task, name, method, seed): partial(method.measured, task, seed, data)
         for seed in range(seeds)
         for task in tasks
         for name, method in methods.items()
     }
     return resume(jobs, "learning", path)
-
-
-def _train(task: Task, method: Method, seed: int, data: Path | None) -> dict[str, float]:
-    config, optimizer, cluster = method.config(task), method.optimizer(task), method.cluster(task)
-    ended = train(
-        task.model, config, task.workers, task.steps, optimizer, seed, task.batch, images=data, cluster=cluster
-    )
-    return {
-        "loss": min(ended.loss, 1e3),
-        "held": min(ended.held_loss, 1e3),
-        "accuracy": ended.accuracy,
-        "bytes": (ended.uplink_bytes + ended.downlink_bytes) * task.steps,
-        "dense": ended.dense_bytes * task.steps,
-    }
 
 
 def _quality(task: Task, runs: list[dict[str, float]]) -> float:
