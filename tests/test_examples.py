@@ -16,7 +16,7 @@ from PIL import Image
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.ops import reference
-from lightning_topk.lab.papers.learning import METHODS, TASKS, Task, _key
+from lightning_topk.lab.papers.learning import METHODS, TASKS, Task, run_key
 from lightning_topk.simulate import Cluster
 
 ROOT = Path(__file__).parent.parent
@@ -106,12 +106,12 @@ def test_every_rejected_method_is_documented(monkeypatch):
 
 def test_a_run_that_was_tried_is_known_again_by_another_process(monkeypatch, variants):
     script = loaded(monkeypatch, "examples/recipes", "run")
-    first = {name: (method, _key(TASKS[0], name, method, 0)) for name, method in script.TRIED.items()}
+    first = {name: (method, run_key(TASKS[0], name, method, 0)) for name, method in script.TRIED.items()}
     importlib.reload(variants)
     again = importlib.reload(script).TRIED  # functions at other addresses, as in another process
     course = "cosine from 0.12"
     assert first[course][0].course.func is not again[course].course.func
-    assert [name for name, (_, key) in first.items() if _key(TASKS[0], name, again[name], 0) != key] == []
+    assert [name for name, (_, key) in first.items() if run_key(TASKS[0], name, again[name], 0) != key] == []
 
 
 @pytest.mark.parametrize("world", [2, 3])

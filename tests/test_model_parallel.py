@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from test_features import InThisProcess
 from test_gloo import every_rank
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topk import CompressionMonitor, TopKModelParallelStrategy
@@ -287,6 +287,36 @@ def with_fabric(rank: int, world: int, folder: str, whole: bool) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_fabric_trains_saves_and_loads_a_sharded_model(groups, tmp_path, whole):
     groups(4).run(with_fabric, str(tmp_path), whole)
+
+
+def set_up_twice(rank: int, world: int) -> None:
+    warnings.simplefilter("ignore")
+
+    def parallelize(model, mesh):
+        return model if isinstance(model, FSDPModule) else fully_shard(model, mesh=mesh["data_parallel"])
+
+    strategy = FabricStrategy(parallelize, ratio=0.05, local_world_size=2)
+    strategy.cluster_environment = InThisProcess(rank, world)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    net = nn.Linear(12, 30)
+    for _ in range(2):
+        model = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        (state,) = strategy.topk_states
+        for _ in range(2):
+            optimizer.zero_grad()
+            fabric.backward(model(torch.randn(4, 12)).square().mean())
+            optimizer.step()
+        assert state.residuals.progress.steps == 2
+        assert state.exchanged
+    rows = every_rank(net.weight.to_local().detach().flatten())
+    state.close()
+    assert torch.equal(rows[0], rows[2])
+
+
+def test_a_module_that_fabric_sets_up_again_is_exchanged_by_the_new_state_alone(groups):
+    groups(4).run(set_up_twice)
 
 
 def refused(rank: int, world: int) -> list[str]:

@@ -134,7 +134,7 @@ def run(
         "training, falling to zero along half a cosine. Gap to dense training of the same seed, batches and steps: "
         "points of accuracy on held-out images, or percent of the loss on held-out text; mean ± standard error.",
     )
-    points = _gaps(chosen, sorted(lengths), sorted(savings), seeds, found)
+    points = gaps(chosen, sorted(lengths), sorted(savings), seeds, found)
     for learner in chosen:
         mine = {key: point for key, point in points.items() if key[0] == learner.name}
         if mine:
@@ -190,7 +190,7 @@ def density(model: str, saving: float) -> float:
     return ratio
 
 
-def _gaps(
+def gaps(
     learners: Sequence[Learner],
     lengths: Sequence[int],
     savings: Sequence[float],

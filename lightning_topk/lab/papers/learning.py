@@ -206,7 +206,9 @@ def run(
         "Saving: bytes that a rank sends over the whole run, against a ring all-reduce.",
     )
     for task in tasks:
-        rows = {name: [found[_key(task, name, each, seed)] for seed in range(seeds)] for name, each in chosen.items()}
+        rows = {
+            name: [found[run_key(task, name, each, seed)] for seed in range(seeds)] for name, each in chosen.items()
+        }
         result.tables[task.title] = [
             {
                 "method": name,
@@ -226,7 +228,7 @@ def run(
     return result
 
 
-def _key(task: Task, name: str, method: Method, seed: int) -> str:
+def run_key(task: Task, name: str, method: Method, seed: int) -> str:
     """What a run is known by: another method of the same name is another run."""
     words = re.sub(r" at 0x[0-9a-f]+", "", repr([method, method.config(task).summary()]))  # of functions
     made = hashlib.sha1(words.encode()).hexdigest()[:8]
@@ -238,7 +240,7 @@ def _runs(
 ) -> dict[str, dict[str, float]]:
     """All runs by their key: those of the file, and those that are missing in it."""
     jobs: dict[str, Callable[[], dict[str, float]]] = {
-        _key(task, name, method, seed): partial(method.measured, task, seed, data)
+        run_key(task, name, method, seed): partial(method.measured, task, seed, data)
         for seed in range(seeds)
         for task in tasks
         for name, method in methods.items()

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Writes the tables of the README and the guides from the runs in examples/reproduced: no figure there is typed.
+
+A table stands under a comment that names it: ``<!-- table: race -->``. ``--check`` writes nothing, and exits with
+status 1 where a page is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from lightning_topk.lab.bench.race import RACERS
+from lightning_topk.lab.papers import curves
+from lightning_topk.lab.papers.learning import METHODS, OURS, TASKS, Task, run_key
+from lightning_topk.lab.report import markdown, spread
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = ROOT / "examples" / "reproduced"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+LINKS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s"}
+WORDS = {
+    "saving 50": "**`saving=50`**",
+    "saving 150": "`saving=150`",
+    "saving 400": "`saving=400`",
+    "ratio 0.001": "`ratio=0.001`",
+    "auto": '`topology="auto"`',
+}
+
+
+def runs(name: str) -> list[dict[str, Any]]:
+    """The runs of a file."""
+    return [json.loads(line) for line in (RUNS / name).read_text().splitlines()]
+
+
+def race(name: str = "race.jsonl") -> str:
+    """Seconds to the aim by link, and the steps and bytes that they take."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs(name):
+        _, _, rate, racer, _ = run["key"]
+        found.setdefault((racer, rate), []).append(run)
+    rows = []
+    for racer in (each for each in RACERS if (each, "1gbit") in found):
+        row = {"": WORDS.get(racer, racer)}
+        for rate, words in LINKS.items():
+            here = found[racer, rate]
+            seconds = [run["curve"][-1][0] for run in here]
+            gave_up = "> " * (not all(run["reached"] for run in here))
+            row[words] = gave_up + spread(seconds, ".1f")
+            if racer != "DDP":
+                dense = median(run["curve"][-1][0] for run in found["DDP", rate])
+                row[words] += f" ({dense / median(seconds):.2f}x)"
+        last = [run["curve"][-1][1] for run in found[racer, "1gbit"]]
+        sent = [run["sent"] / run["curve"][-1][1] / 1e6 for run in found[racer, "1gbit"]]
+        rows.append(row | {"steps": spread(last, ".0f"), "MB a host and step": f"{mean(sent):.3g}"})
+    return markdown(rows)
+
+
+def learning(peers: bool = True) -> str:
+    """Final quality of the default, dense training and peers after 300 steps."""
+    found = {run["key"]: run for run in runs("learning.jsonl")}
+    names = {"char lstm": "character LSTM", "gpt": "small GPT", "lstm": "LSTM by rows", "cnn": "CNN"}
+
+    def quality(task: Task, name: str) -> list[dict[str, float]]:
+        return [found[run_key(task, name, METHODS[name], seed)] for seed in range(3)]
+
+    def shown(task: Task, name: str) -> str:
+        measured = [run["held" if task.text else "accuracy"] for run in quality(task, name)]
+        return spread(measured, ".3f") if task.text else spread(measured, ".2f") + " %"
+
+    rows = []
+    for task in (each for each in TASKS if each.steps == 300):
+        dense, ours = (mean(r["held" if task.text else "accuracy"] for r in quality(task, n)) for n in ("dense", OURS))
+        gap = 100 * (ours / dense - 1) if task.text else dense - ours
+        words = f"{abs(gap):.1f} %" if task.text else f"{abs(gap):.2f}"
+        words = words + (" behind" if gap > 0 else " ahead")
+        row = {
+            "model, simulated workers": f"{names.get(task.model, task.model.replace('mlp', 'MLP'))}, {task.workers}",
+            "dense": shown(task, "dense"),
+            "`saving=50`": shown(task, OURS),
+            "difference": f"**{words}**" if gap > 1 else words,
+        }
+        for peer in ("unidirectional", "all-gather") if peers else ():
+            row[peer] = shown(task, peer)
+        power = quality(task, "PowerSGD 1")
+        row["PowerSGD 1 (its saving)"] = f"{shown(task, 'PowerSGD 1')} ({power[0]['dense'] / power[0]['bytes']:.0f}x)"
+        rows.append(row)
+    return markdown(rows)
+
+
+def saving_curves() -> str:
+    """The gap to dense training, by model, optimizer, length and saving."""
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    rows = []
+    learners = (*curves.LEARNERS, *curves.IMAGES)
+    savings = sorted(curves.SAVINGS)
+    points = curves.gaps(learners, curves.LENGTHS, savings, 3, found)
+    for learner in learners:
+        for steps in curves.LENGTHS:
+            mine = {saving: points.get((learner.name, steps, saving)) for saving in savings}
+            if any(mine.values()):
+                unit = "% of the loss" if learner.text else "points"
+                cells = {f"{saving:g}x": str(point or "") for saving, point in mine.items()}
+                rows.append({"model, optimizer": f"{learner.name} ({unit})", "steps": f"{steps:,}"} | cells)
+    return markdown(rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "race": race,
+    "race-images": lambda: race("race-images.jsonl"),
+    "learning": learning,
+    "learning-short": lambda: learning(peers=False),
+    "saving-curves": saving_curves,
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the runs have them."""
+    pattern = r"(<!-- table: ([\w-]+) -->\n\n)(?:\|.*\n)*"
+    return re.sub(pattern, lambda found: f"{found[1]}{TABLES[found[2]]()}\n", text)
+
+
+def main() -> None:
+    """Writes the tables, or checks them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check, old = parser.parse_args().check, []
+    for page in PAGES:
+        text = page.read_text()
+        if filled(text) != text:
+            old.append(page.name)
+            if not check:
+                page.write_text(filled(text))
+    if check and old:
+        sys.exit(f"not up to date: {', '.join(old)}. Run python .ci/tables.py.")
+
+
+if __name__ == "__main__":
+    main()
