@@ -53,7 +53,7 @@ class TopKState(ExchangeState):
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of
             a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         announce: Is called on rank 0 with what a user should know: settings without effect, Adam's beta1, what was
-            chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level INFO.
+            chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level WARNING.
         **settings: Arguments of :class:`lightning_topk.TopKConfig`.
 
     Raises:
@@ -325,7 +325,7 @@ class _Alone(TopKState):
         self._companions, self.voting, self._epoch = 1, False, lambda: 0
         self.telemetry, self.residuals = Telemetry(1), Residuals()
         self.buckets = BucketSettings(self.config, 1, 1)
-        self._say = Announcer(announce or LOGGER.info, 0)
+        self._say = Announcer(announce or LOGGER.warning, 0)
         for message in remarks(config, self.config, 1, has_optimizers=True):
             self._say(message)
 

@@ -21,6 +21,13 @@ from lightning_topk.lightning.fabric import TopKStrategy
 from lightning_topk.runtime.lanes import IDLE, ThreadLane
 
 
+def test_what_a_user_should_know_is_seen_without_any_setting_of_the_log(capfd, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest has some
+    monkeypatch.setattr(logging, "lastResort", logging._StderrHandler(logging.WARNING))
+    attach(nn.Linear(3, 3), ratio=0.1).close()
+    assert "nothing is sent and nothing is compressed" in capfd.readouterr().err
+
+
 def test_a_bare_module_of_one_process_is_trained_alone():
     said: list[str] = []
     net = nn.Linear(3, 3)

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import shlex
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
 def test_every_command_is_described_on_a_page():
     text = "\n".join(page.read_text() for page in PAGES)
     assert [name for name in __main__.bench.BENCHES if f"bench {name}" not in text] == []
+
+
+def test_tables_are_those_of_the_committed_runs():
+    source = spec_from_file_location("tables", ROOT / ".ci" / "tables.py")
+    tables = module_from_spec(source)
+    source.loader.exec_module(tables)
+    named = [name for page in tables.PAGES for name in re.findall(r"<!-- table: ([\w-]+) -->", page.read_text())]
+    assert sorted(named) == sorted(tables.TABLES), "a table that no page shows, or that there is not"
+    old = [page.name for page in tables.PAGES if tables.filled(page.read_text()) != page.read_text()]
+    assert not old, "run python .ci/tables.py"
 
 
 MODEL = """

@@ -169,12 +169,6 @@ class LocalSteps(Method):
                 outer.step()
                 for copy in copies:
                     copy.copy_(theta)
-        run = Run(float("inf"), 0.0, 0.0, 0.0)
-        if theta.isfinite().all():
-            run.loss, run.accuracy = problem.evaluate(theta)
-            run.held_loss = problem.held_loss(theta)
-        run.uplink_bytes, run.downlink_bytes = (
-            sum(cluster.sent_bytes[way]) / task.workers / task.steps for way in ("uplink", "downlink")
-        )
-        run.dense_bytes = 2 * (task.workers - 1) * 4 * len(theta) / task.workers
+        run = Run()
+        run.conclude(problem, theta, cluster, task.steps)
         return run

@@ -119,15 +119,33 @@ class Run:
         curve: Step, training loss and accuracy in percent, at the ``points``.
     """
 
-    loss: float
-    accuracy: float
-    uplink_bytes: float
-    downlink_bytes: float
+    loss: float = float("inf")
+    accuracy: float = 0.0
+    uplink_bytes: float = 0.0
+    downlink_bytes: float = 0.0
     dense_bytes: float = 0.0
     held_loss: float = float("inf")
     union: list[int] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     curve: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def conclude(self, problem: Problem, theta: Tensor, ranks: Cluster, steps: int) -> None:
+        """Enters final qualities and the bytes of all steps.
+
+        Args:
+            problem: What was trained.
+            theta: Its parameters at the end, ``[d]``.
+            ranks: The workers.
+            steps: Steps of the run.
+        """
+        if theta.isfinite().all():
+            self.loss, self.accuracy = problem.evaluate(theta)
+            self.held_loss = problem.held_loss(theta)
+        workers = len(ranks.endpoints)
+        self.uplink_bytes, self.downlink_bytes = (
+            sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink")
+        )
+        self.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
 
 
 @dataclass(frozen=True)
@@ -201,7 +219,7 @@ def train(
         lend_beta1([stepped], beta1, ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
-    run, last = Run(float("inf"), 0.0, 0.0, 0.0), optimizer.lr
+    run, last = Run(), optimizer.lr
     for step in tqdm(range(steps), desc=f"{workers} workers", unit="step", leave=False, disable=not points):
         batches = torch.randint(examples, (workers, batch), generator=generator)
         gradients = problem.gradients(theta, batches, generator)
@@ -217,13 +235,7 @@ def train(
         stepped.step()
         if points and (step + 1) % max(1, steps // points) == 0:
             run.curve.append((step + 1, *problem.evaluate(theta)))
-    if theta.isfinite().all():
-        run.loss, run.accuracy = problem.evaluate(theta)
-        run.held_loss = problem.held_loss(theta)
-    run.uplink_bytes, run.downlink_bytes = (
-        sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink")
-    )
-    run.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
+    run.conclude(problem, theta, ranks, steps)
     return run
 
 

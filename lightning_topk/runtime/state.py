@@ -85,7 +85,7 @@ class ExchangeState:
         """Whether the ranks tell each other in every step which parameters they used."""
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the same for each parameter, and their time."""
-        self._say = Announcer(announce or LOGGER.info, self.rank)
+        self._say = Announcer(announce or LOGGER.warning, self.rank)
         self._epoch = epoch or (lambda: 0)
         self._optimizers = Optimizers(optimizers, scaler, self.config, self.residuals, self._say)
         self._exchanger = Exchanger(self.residuals, self.groups, timeout)

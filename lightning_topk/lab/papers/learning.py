@@ -82,7 +82,11 @@ TASKS = (
     Task("char lstm", 8, 3000, 0.02, batch=4, within=0.01),
     Task("gpt", 8, 3000, 0.01, batch=4, within=0.01),
 )
-IMAGES = (Task("resnet20", 8, 1000, 0.02, batch=16, within=0.5), Task("vgg", 20, 100, 0.02))
+IMAGES = (
+    Task("convnet", 8, 3000, 0.05, batch=16, within=0.5),
+    Task("resnet20", 8, 1000, 0.02, batch=16, within=0.5),
+    Task("vgg", 20, 100, 0.02),
+)
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ def run(
     """Holds saving=50 against dense training and its peers, with the user's hyper-parameters.
 
     Args:
-        data: Folder of images, such as CIFAR-10, to train ResNet-20 and a VGG on instead of digits and text:
+        data: Folder of images, such as CIFAR-10, to train a convnet, ResNet-20 and a VGG on instead of digits and text:
             train/<class>/*, test/<class>/*. Takes hours.
         models: Only these models.
         methods: Only these methods, and dense.
