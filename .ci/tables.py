@@ -23,7 +23,11 @@ from lightning_topk.lab.report import markdown, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "examples" / "guides").glob("*.md")),
+    ROOT / "examples" / "recipes" / "README.md",
+]
 LINKS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s"}
 WORDS = {
     "saving 50": "**`saving=50`**",
@@ -111,12 +115,29 @@ def saving_curves() -> str:
     return markdown(rows)
 
 
+def recipes() -> str:
+    """Loss on held-out data of all that was tried, after 300 steps with the first seed."""
+    sys.path.append(str(ROOT / "examples" / "recipes"))
+    from run import TRIED
+
+    found = {run["key"]: run for run in runs("learning.jsonl")}
+    names = {"wide mlp": "wide MLP", "cnn": "CNN", "char lstm": "character LSTM", "gpt": "small GPT"}
+    tasks = [task for task in TASKS if task.model in names and (task.steps, task.workers) == (300, 8)]
+    rows = []
+    for method, tried in (METHODS | TRIED).items():
+        here = [found[run_key(task, method, tried, 0)] for task in tasks]
+        cells = {names[task.model]: f"{run['held']:.3f}" for task, run in zip(tasks, here, strict=True)}
+        rows.append({"method": f"`{method}`"} | cells | {"saving": f"{here[-1]['dense'] / here[-1]['bytes']:.0f}x"})
+    return markdown(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "race": race,
     "race-images": lambda: race("race-images.jsonl"),
     "learning": learning,
     "learning-short": lambda: learning(peers=False),
     "saving-curves": saving_curves,
+    "recipes": recipes,
 }
 
 

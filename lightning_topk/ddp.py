@@ -53,7 +53,7 @@ class TopKState(ExchangeState):
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of
             a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         announce: Is called on rank 0 with what a user should know: settings without effect, Adam's beta1, what was
-            chosen with ``topology="auto"`` or ``ratio="auto"``. Default: the logger ``lightning_topk``, at level WARNING.
+            chosen with ``topology="auto"`` or ``ratio="auto"``. Default: warnings of the logger ``lightning_topk``.
         **settings: Arguments of :class:`lightning_topk.TopKConfig`.
 
     Raises:
