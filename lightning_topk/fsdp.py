@@ -22,7 +22,7 @@ It is the hierarchical topology with FSDP's shards for its parts: residuals are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -61,12 +61,14 @@ class ShardState(ExchangeState):
     AFTER_CLOSE = "attach the model again, or its replicas would go different ways"
     PEER = "replica"
 
-    def __init__(self, units: Sequence[Unit], replicas: dist.ProcessGroup, **arguments: Any) -> None:
+    def __init__(
+        self, units: Sequence[Unit], frozen: Collection[str], replicas: dist.ProcessGroup, **arguments: Any
+    ) -> None:
         self.node_size = dist.get_world_size() // dist.get_world_size(replicas)
         """Ranks of a node."""
         super().__init__(process_group=replicas, local_world_size=1, companions=self.node_size, **arguments)
         self.device = units[0].device
-        self._units, self._replicas = units, replicas
+        self._units, self._frozen, self._replicas = units, frozen, replicas
         self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
@@ -198,7 +200,7 @@ class ShardState(ExchangeState):
         Raises:
             ValueError: The entry is damaged, or of another model.
         """
-        super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._units))
+        super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._units, self._frozen))
 
 
 # ------------------------------------------------------------------------------------------------ attach
@@ -264,6 +266,7 @@ def attach(
     with device_of(model):
         state = ShardState(
             units,
+            {name for name, parameter in model.named_parameters() if not parameter.requires_grad},
             replicas,
             config=config,
             timeout=timeout,

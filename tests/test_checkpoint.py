@@ -9,6 +9,7 @@ import threading
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk import ExponentialWarmup, TopKStrategy
 from lightning_topk.ddp import attach
 from lightning_topk.runtime.checkpoint import KEY
+from lightning_topk.runtime.residuals import Progress, Residuals
 
 MODES = {
     "several_buckets": {"bucket_cap_mb": 0.001},
@@ -241,6 +243,40 @@ def taken_over(rank: int, world: int, topology: str) -> dict[str, list[float]]:
 def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(groups, topology):
     for found in groups(2).run(taken_over, topology):
         assert found == dict.fromkeys(found, 10.0)
+
+
+def kept_by_one_server(rank: int, world: int) -> None:
+    """When buckets are regrouped, the only server is the only rank to which something is left as a worker."""
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net, **MODES["several_buckets"])
+    state = attach(ddp, ratio=0.05, topology="single_server", error_feedback="server")
+    for step in range(2):
+        loss_of(ddp, "several_buckets", rank, step).backward()
+    state.residuals.settle()  # as when the model is wrapped again
+    loss_of(ddp, "several_buckets", rank, 2).backward()
+    left = undelivered(state, net, world)
+    for mode in ("mean", "full"):
+        entry = [state.state_dict(mode)]
+        dist.broadcast_object_list(entry)
+        state.load_state_dict(entry[0])
+        torch.testing.assert_close(undelivered(state, net, world), left, atol=1e-6, rtol=1e-5)
+    state.close()
+    assert left.any()
+
+
+def test_a_checkpoint_is_whole_where_one_rank_alone_keeps_something(groups):
+    groups(3).run(kept_by_one_server)
+
+
+def test_another_model_begins_with_the_first_step():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    residuals = Residuals()
+    residuals.retain(first.parameters())
+    residuals.progress.steps, residuals.progress.buckets = 7, (tuple(first.parameters()),)
+    residuals.retain(first.parameters())
+    assert residuals.progress.steps == 7
+    residuals.retain(second.parameters())
+    assert residuals.progress == Progress()
 
 
 def test_a_checkpoint_in_mode_full_holds_twice_the_tensors_of_mode_mean(groups):

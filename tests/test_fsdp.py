@@ -690,6 +690,65 @@ def test_residuals_of_shards_are_saved_and_go_on_on_other_nodes_and_ranks(groups
             groups(nodes * local).run(loaded, nodes, local, str(tmp_path), full, momentum)
 
 
+def reduced_in(rank: int, world: int) -> None:
+    """FSDP reduces in another dtype than the parameters': a run that resumes keeps its saving and its residuals."""
+    for dtype in (torch.bfloat16, torch.float16):
+        options = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
+        net, state = made(2, 2, saving=4, options=options)
+        for step in range(3):
+            loss_of(net, rank, step).backward()
+        ratios = [state.buckets.config_of(bucket).ratio for bucket in state.residuals.progress.buckets]
+        left, entry = undelivered(state, net), [state.full_state_dict()]
+        dist.broadcast_object_list(entry)
+        state.close()
+        net, state = made(2, 2, saving=4, options=options)
+        state.load_state_dict(entry[0])
+        torch.testing.assert_close(undelivered(state, net), left)
+        loss_of(net, rank, 3).backward()
+        again = [state.buckets.config_of(bucket).ratio for bucket in state.residuals.progress.buckets]
+        state.close()
+        assert again == ratios
+    net, state = made(1, 4, ratio=0.05, options=options)
+    before = [unit.later_divided_by(member) for unit in state._units for member in unit.names]
+    loss_of(net, rank, 0).backward()
+    assert before == [unit.later_divided_by(member) for unit in state._units for member in unit.names] != [1.0] * 7
+    state.close()
+
+
+def test_a_resumed_run_reduces_in_the_dtype_of_the_first_one(groups):
+    groups(4).run(reduced_in)
+
+
+def frozen_since(rank: int, world: int, folder: str) -> None:
+    net, state = made(2, 2, ratio=0.05)
+    for step in range(3):
+        loss_of(net, rank, step).backward()
+    dcp.save({"topk": state}, checkpoint_id=folder)
+    entry = [state.full_state_dict()]
+    dist.broadcast_object_list(entry)
+    state.close()
+    for whole in (False, True):
+        frozen = Net()
+        frozen.branch.requires_grad_(False)
+        net, state = made(2, 2, frozen, ratio=0.05)
+        if whole:
+            state.load_state_dict(entry[0])
+        else:
+            dcp.load({"topk": state}, checkpoint_id=folder)
+        found = state.full_state_dict()["parameters"]
+        loss_of(net, rank, 3).backward()
+        state.close()
+        if rank == 0:
+            expected = {name: sides for name, sides in entry[0]["parameters"].items() if "branch" not in name}
+            assert found.keys() == expected.keys()
+            for name, sides in expected.items():
+                torch.testing.assert_close(found[name]["worker"]["residual"], sides["worker"]["residual"])
+
+
+def test_a_sharded_run_goes_on_when_layers_were_frozen_since(groups, tmp_path):
+    groups(4).run(frozen_since, str(tmp_path))
+
+
 def from_ddp(rank: int, world: int) -> None:
     """The residuals of a DDP model go on in a sharded one."""
     from torch.nn.parallel import DistributedDataParallel

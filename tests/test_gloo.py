@@ -336,6 +336,45 @@ def test_all_ranks_choose_the_same_and_lose_nothing(groups, settings, local, mod
         assert {topology for topology, _ in first} <= {"sharded", "dense"}
 
 
+def chosen_after_a_checkpoint(rank: int, world: int) -> None:
+    """What a checkpoint kept is delivered by all-reduce; then the ranks of a node become one worker."""
+    from lightning_topk.runtime import autotune
+
+    def trial(config, bucket, groups, meter, uncompressed=(), step=0):
+        return 1.0 if config.topology == "hierarchical" else 2.0
+
+    def begun(**settings):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Net(), **MODES["several_buckets"])
+        return ddp, attach(ddp, ratio=0.05, local_world_size=2, **settings)
+
+    ddp, state = begun()
+    for step in range(3):
+        loss_of(ddp, "several_buckets", rank, step).backward()
+    left, entry = undelivered(state, ddp.module, world), [state.state_dict()]
+    dist.broadcast_object_list(entry)
+    state.close()
+    ddp, state = begun(topology="auto")
+    state.load_state_dict(entry[0])
+    computed, received = [left * world], []
+    with mock.patch.object(autotune, "trial", trial), mock.patch.object(autotune, "PATIENCE", 100):
+        for step in range(6):
+            computed.append(local_gradient(ddp.module, "several_buckets", rank, step))
+            ddp.zero_grad()
+            loss_of(ddp, "several_buckets", rank, step).backward()
+            received.append(gradient(ddp.module))
+    topologies = {state.buckets.config_of(bucket).topology for bucket in state.residuals.progress.buckets}
+    kept = undelivered(state, ddp.module, world)
+    state.close()
+    assert topologies == {"hierarchical"}
+    produced = left + mean_over_ranks(sum_of(computed[1:]))
+    torch.testing.assert_close(sum_of(received) + kept, produced, atol=1e-6, rtol=1e-5)
+
+
+def test_a_resumed_run_may_choose_that_nodes_are_workers(groups):
+    groups(4).run(chosen_after_a_checkpoint)
+
+
 @pytest.mark.parametrize("way", ["dense", "sharded", "hierarchical"])
 def test_whatever_topology_is_chosen_loses_nothing(groups, way):
     groups(4).run(forced, way)

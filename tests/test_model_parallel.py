@@ -224,6 +224,22 @@ class Manual(Model):
         optimizer.step()
 
 
+def another_model(rank: int, world: int) -> None:
+    warnings.simplefilter("ignore")
+    strategy = TopKModelParallelStrategy(local_world_size=2, ratio=0.05)
+    strategy.cluster_environment = InThisProcess(rank, world)
+    for model, steps in ((first := Model(), 2), (first, 4), (Model(), 2)):
+        trainer = L.Trainer(
+            devices=world, strategy=strategy, **{**QUIET, "enable_checkpointing": False, "max_steps": 2}
+        )
+        trainer.fit(model)
+        assert strategy._residuals.progress.steps == steps
+
+
+def test_a_strategy_that_trains_another_model_keeps_nothing_of_the_first(groups):
+    groups(4).run(another_model)
+
+
 def by_hand(rank: int, world: int) -> None:
     trainer, _ = fit(rank, world, Manual(), ratio=0.05)
     steps = trainer.strategy._last.residuals.progress.steps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -128,6 +129,7 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
         self._last: ShardState | None = None  # the same, and after fit
         self._replicas: DeviceMesh | None = None
         self._residuals = Residuals()
+        self._trained: Callable[[], Any] = lambda: None  # the module whose residuals they are
 
     @override
     def setup_environment(self) -> None:
@@ -161,6 +163,8 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.model is not None
+        if self._trained() is not trainer.lightning_module:  # another model has no use for the residuals of the last
+            self._residuals, self._trained = Residuals(), weakref.ref(trainer.lightning_module)
         self.topk_state = self._last = attach(
             self.model,
             self.config,

@@ -79,7 +79,7 @@ class BucketSettings:
         config = self.chosen.get(bucket, self.config.dense) if self.config.automatic else self._rest
         if config.saving is None:
             return config
-        key = bucket, config.topology
+        key = bucket, config.topology, bucket[0].dtype  # that of FSDP's stand-ins may change
         if key not in self._settled:
             sizes, skipped = [p.numel() for p in bucket], self.uncompressed_in(bucket)
             self._settled[key] = settled(

@@ -21,7 +21,7 @@ row holds the piece of its rank and zeros elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -46,6 +46,8 @@ EMPTY: dict[str, Any] = {
 }
 """The entry of a run before its first step."""
 Mode = Literal["mean", "full"]
+KEPT = ("residual", "velocity")
+"""What a worker may keep of a parameter."""
 SETTINGS = ("ratio", "saving", "wire", "topology", "error_feedback")
 """What is said to have changed, when a run goes on."""
 
@@ -74,12 +76,12 @@ def collect(
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts = residuals.memories()
     parameters: dict[str, Any] = {}
-    for parameter, name in names.items():
-        if parameter not in parts:
-            continue
+    known = {parameter: name for parameter, name in names.items() if parameter in parts}
+    for (parameter, name), keys in zip(known.items(), _kept_anywhere(parts, known, device, group), strict=True):
         worker, server = parts[parameter]
         workers = None if mode == "full" else world // residuals.pieces.counts.get(parameter, 1)
-        kept = {key: _gather(part.to(device), group, workers) for key, part in worker.items()}
+        nothing = torch.zeros(parameter.numel(), dtype=torch.promote_types(parameter.dtype, torch.float32))
+        kept = {key: _gather(worker.get(key, nothing).to(device), group, workers) for key in keys}
         served = {key: _gather(part.to(device), group, 1) for key, part in server.items()}
         if rank == 0:
             parameters[name] = {"worker": kept, "server": served}
@@ -98,6 +100,18 @@ def collect(
         "settings": settings_of(config),
         "parameters": parameters,
     }
+
+
+def _kept_anywhere(
+    parts: Mapping[Tensor, Any], parameters: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None
+) -> list[list[str]]:
+    """What some rank's worker keeps of each parameter: a rank that keeps nothing of it sends zeros. A collective."""
+    rows = [[key in parts[parameter][0] for key in KEPT] for parameter in parameters]
+    if not rows:
+        return []
+    anywhere = torch.tensor(rows, dtype=torch.uint8, device=device)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+    return [[key for key, kept in zip(KEPT, row, strict=True) if kept] for row in anywhere.tolist()]
 
 
 def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:

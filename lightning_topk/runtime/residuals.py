@@ -301,16 +301,19 @@ class Residuals:
             self._live[bucket], self._settings[bucket] = end, config
 
     def retain(self, parameters: Iterable[Tensor]) -> None:
-        """Forgets all parameters but these: another model has no use for the residuals of the last."""
+        """Forgets all parameters but these: another model has no use for the residuals of the last, and begins anew."""
         keep = set(parameters)
+        known = {*self._worker, *self._server, *(parameter for bucket in self.progress.buckets for parameter in bucket)}
+        if known and keep.isdisjoint(known):
+            self.progress = Progress()
         self._live = {bucket: end for bucket, end in self._live.items() if keep.issuperset(bucket)}
         self._settings = {bucket: config for bucket, config in self._settings.items() if bucket in self._live}
         self._undo = {bucket: undo for bucket, undo in self._undo.items() if bucket in self._live}
         progress = self.progress
         progress.buckets = tuple(bucket for bucket in progress.buckets if keep.issuperset(bucket))
-        for known in (self._worker, self._server, self.pieces.counts):
-            for parameter in known.keys() - keep:
-                del known[parameter]
+        for memory in (self._worker, self._server, self.pieces.counts):
+            for parameter in memory.keys() - keep:
+                del memory[parameter]
 
     def dissolve(self, parameters: set[Tensor]) -> None:
         """Takes apart the endpoints that hold any of these parameters; their next exchange makes new ones."""
@@ -321,6 +324,8 @@ class Residuals:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # made on one stream, perhaps, and still in use on this one when it is freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                if isinstance(link.memory, Leftover) and not link.memory.residual.any():  # it was delivered
+                    self._worker.update({parameter: {} for parameter in bucket})
             del self._settings[bucket]
             self.pieces.scatter(self._server, bucket, server_memory(self._live.pop(bucket)))
 

@@ -13,7 +13,7 @@ Put together, they are an entry of that module: one file, with which a model wit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,10 @@ def about(residuals: Residuals, units: Sequence[Unit], config: TopKConfig, world
         "world_size": world,
         "steps": residuals.progress.steps,
         "rates": list(residuals.progress.learning_rates),
-        "buckets": [[names[member] for member in bucket] for bucket in residuals.progress.buckets],
+        "buckets": [
+            [names[member] for member in bucket if member in names]  # others were frozen since
+            for bucket in residuals.progress.buckets
+        ],
         "settings": settings_of(config),
     }
 
@@ -112,8 +115,14 @@ def _join(shards: DTensor) -> Tensor:
     return joined
 
 
-def of_this_rank(entry: Any, units: Sequence[Unit]) -> Any:
-    """The entry that is this rank's part of another one, sharded or whole; as it is where it is damaged."""
+def of_this_rank(entry: Any, units: Sequence[Unit], frozen: Collection[str] = ()) -> Any:
+    """The entry that is this rank's part of another one, sharded or whole; as it is where it is damaged.
+
+    Args:
+        entry: The entry.
+        units: The model's.
+        frozen: Names of its parameters that are not trained, for whose residuals there is no use.
+    """
     if isinstance(entry, Mapping) and "about" in entry:
         names = {name for side in SIDES for parts in entry[side].values() for name in parts}
         parameters = {
@@ -123,7 +132,9 @@ def of_this_rank(entry: Any, units: Sequence[Unit]) -> Any:
         entry = {**json.loads(entry["about"]), "parameters": parameters}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("parameters"), Mapping):
         return entry
-    mine = dict(entry["parameters"])
+    mine = {name: sides for name, sides in entry["parameters"].items() if name not in frozen}
+    if frozen and isinstance(entry.get("buckets"), list):
+        entry = {**entry, "buckets": [[n for n in bucket if n not in frozen] for bucket in entry["buckets"]]}
     for unit in units:
         for member, name in unit.names.items():
             if isinstance(mine.get(name), Mapping):
