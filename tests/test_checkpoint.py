@@ -251,9 +251,9 @@ def kept_by_one_server(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(net, **MODES["several_buckets"])
     state = attach(ddp, ratio=0.05, topology="single_server", error_feedback="server")
     for step in range(2):
-        loss_of(ddp, "several_buckets", rank, step).backward()
+        loss_of(ddp, rank, step).backward()
     state.residuals.settle()  # as when the model is wrapped again
-    loss_of(ddp, "several_buckets", rank, 2).backward()
+    loss_of(ddp, rank, 2).backward()
     left = undelivered(state, net, world)
     for mode in ("mean", "full"):
         entry = [state.state_dict(mode)]

@@ -225,15 +225,11 @@ class Manual(Model):
 
 
 def another_model(rank: int, world: int) -> None:
-    warnings.simplefilter("ignore")
-    strategy = TopKModelParallelStrategy(local_world_size=2, ratio=0.05)
-    strategy.cluster_environment = InThisProcess(rank, world)
-    for model, steps in ((first := Model(), 2), (first, 4), (Model(), 2)):
-        trainer = L.Trainer(
-            devices=world, strategy=strategy, **{**QUIET, "enable_checkpointing": False, "max_steps": 2}
-        )
-        trainer.fit(model)
-        assert strategy._residuals.progress.steps == steps
+    trainer, model = fit(rank, world, ratio=0.05, max_steps=2)
+    for each, most, steps in ((model, 4, 4), (Model(), 6, 2)):
+        trainer.fit_loop.epoch_loop.max_steps = most
+        trainer.fit(each)
+        assert trainer.strategy._last.residuals.progress.steps == steps
 
 
 def test_a_strategy_that_trains_another_model_keeps_nothing_of_the_first(groups):

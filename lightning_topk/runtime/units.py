@@ -45,7 +45,8 @@ class Unit:
                 continue
             name, size = names[sharded], parameter.padded_sharded_param_size.numel()
             if name not in known or known[name].numel() != size:
-                dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or sharded.dtype
+                policy = parameter.mp_policy
+                dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
                 known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size).requires_grad_()
             self.stand_ins[known[name]], self.names[known[name]] = parameter, name
         self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
