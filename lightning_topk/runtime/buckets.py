@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
@@ -26,7 +27,7 @@ class BucketSettings:
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self._local = config, world, local
         self._rest = config  # with the saving of what is compressed
-        self._settled: dict[tuple[Bucket, str], TopKConfig] = {}
+        self._settled: dict[tuple[Bucket, str, torch.dtype], TopKConfig] = {}
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names; empty if they are not known."""
         self.chosen: dict[Bucket, TopKConfig] = {}
