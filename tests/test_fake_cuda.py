@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from streams import needs_fakes
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +26,7 @@ from lightning_topk.core.link import NOTHING, Measure, aggregate, deliver
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
 from lightning_topk.systems import presets
 
+pytestmark = needs_fakes
 CUDA = torch.device("cuda", 0)
 WORLD, LOCAL = 4, 2
 SIZES = (40_000, 7, 0, 25_001)

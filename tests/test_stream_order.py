@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from streams import Gpu, Launch, Stream
+from streams import Gpu, Launch, Stream, needs_fakes
 from test_fake_cuda import CUDA, LOCAL, WORLD, reply_to
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,6 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_topk import ddp
 from lightning_topk.core import exchange, ops
 from lightning_topk.runtime import drive, lanes
+
+pytestmark = needs_fakes
 
 SIZES = (30_000, 300, 20_000, 17)
 SETTINGS: dict[str, dict[str, Any]] = {

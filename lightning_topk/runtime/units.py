@@ -157,6 +157,9 @@ def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
     Raises:
         ValueError: Replicas are exchanged by FSDP itself, modules have several meshes, or parameters are not sharded.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a backward pass that failed may have left parameters gathered
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     units, seen = [], set()
     for name, module in model.named_modules():
