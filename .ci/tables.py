@@ -125,9 +125,11 @@ def recipes() -> str:
     tasks = [task for task in TASKS if task.model in names and (task.steps, task.workers) == (300, 8)]
     rows = []
     for method, tried in (METHODS | TRIED).items():
-        here = [found[run_key(task, method, tried, 0)] for task in tasks]
-        cells = {names[task.model]: f"{run['held']:.3f}" for task, run in zip(tasks, here, strict=True)}
-        rows.append({"method": f"`{method}`"} | cells | {"saving": f"{here[-1]['dense'] / here[-1]['bytes']:.0f}x"})
+        here = {task: found[key] for task in tasks if (key := run_key(task, method, tried, 0)) in found}
+        if here:
+            cells = {names[task.model]: f"{here[task]['held']:.3f}" if task in here else "" for task in tasks}
+            last = [*here.values()][-1]
+            rows.append({"method": f"`{method}`"} | cells | {"saving": f"{last['dense'] / last['bytes']:.0f}x"})
     return markdown(rows)
 
 

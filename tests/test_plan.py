@@ -194,13 +194,13 @@ def test_the_plan_command_prints_a_table_and_a_recommendation(monkeypatch, capsy
     assert re.search(r"sharded, saving 50 +\|.*\| 50\.0x", out)
     assert re.search(r"allgather, saving 200 +\|.*\| 200\.0x", out)
     run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--steps", "10000")
-    found = re.findall(
-        r"saving=(\S+) should end within a point|takes saving=(\S+),|hardest (?:saving=)?(.+)\.$",
-        capsys.readouterr().out,
-        re.M,
+    words = (
+        r"saving=(\S+) would keep the hardest .* the middle one allows saving=(\S+), the easiest saving=(\S+)\. The law"
     )
-    typical, easiest, hardest = (float(value) for value in map("".join, found))
-    assert easiest > typical > hardest
+    hardest, middle, easiest = (float(value) for value in re.search(words, capsys.readouterr().out).groups())
+    assert hardest < middle < easiest
+    run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--steps", "10")
+    assert "dense training would keep the hardest" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="one rank exchanges nothing"):
         run(monkeypatch, "plan", "--params", "25e6", "--nodes", "1")
     for words, message in (

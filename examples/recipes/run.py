@@ -59,6 +59,7 @@ TRIED: dict[str, Method] = {
     "AdamW's own beta1": Method({"beta1": 0.9}),
     "SGD's momentum 0.8": Tried(momentum=0.8),
     "SGD's momentum 0.5": Tried(momentum=0.5),
+    "SGD's momentum 0": Tried(momentum=0.0),
     "dense, SGD's momentum 0.5": Tried({"topology": "dense"}, momentum=0.5),
     "dense, no momentum": Tried({"topology": "dense"}, keeps_momentum=False),
     "momentum correction": changed(momentum=0.9, keeps_momentum=False, beta1=0.0),

@@ -18,7 +18,7 @@ from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, resume, train
-from lightning_topk.planning.quality import fit
+from lightning_topk.planning.quality import Sample, fit
 from lightning_topk.saving import settled
 
 WORKERS = 8
@@ -243,19 +243,23 @@ def _enter(
     result.panels.append(panel)
 
 
+def samples(points: Mapping[tuple[str, int, float], Point]) -> dict[str, list[Sample]]:
+    """Sends and gaps of each learner that has three points or more."""
+    found: dict[str, list[Sample]] = {}
+    for (name, _, _), point in points.items():
+        found.setdefault(name, []).append((point.sends, point.gap))
+    return {name: pairs for name, pairs in found.items() if len(pairs) >= 3}
+
+
 def _enter_law(result: Result, points: Mapping[tuple[str, int, float], Point]) -> None:
     """Enters the law that the points follow, and how well it predicts a learner that it has not seen."""
-    samples = {
-        name: [(point.sends, point.gap) for key, point in points.items() if key[0] == name]
-        for name in dict.fromkeys(key[0] for key in points)
-    }
-    samples = {name: pairs for name, pairs in samples.items() if len(pairs) >= 3}
-    if len(samples) < 3:
+    known = samples(points)
+    if len(known) < 3:
         return
-    law = fit(samples)
+    law = fit(known)
     rows = []
-    for name in samples:
-        others = fit({other: pairs for other, pairs in samples.items() if other != name})
+    for name in known:
+        others = fit({other: pairs for other, pairs in known.items() if other != name})
         rows.append(
             {
                 "learner": name,
