@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of the README and the guides from the runs in examples/reproduced: no figure there is typed.
+"""Writes the tables of the README and the guides that come from the runs in examples/reproduced.
 
 A table stands under a comment that names it: ``<!-- table: race -->``. ``--check`` writes nothing, and exits with
 status 1 where a page is not up to date.

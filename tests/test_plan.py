@@ -195,7 +195,7 @@ def test_the_plan_command_prints_a_table_and_a_recommendation(monkeypatch, capsy
     assert re.search(r"allgather, saving 200 +\|.*\| 200\.0x", out)
     run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--steps", "10000")
     words = (
-        r"saving=(\S+) would keep the hardest .* the middle one allows saving=(\S+), the easiest saving=(\S+)\. The law"
+        r"saving=(\S+) would keep the hardest .* a typical one allows saving=(\S+), the easiest saving=(\S+)\. The law"
     )
     hardest, middle, easiest = (float(value) for value in re.search(words, capsys.readouterr().out).groups())
     assert hardest < middle < easiest

@@ -46,7 +46,9 @@ class Problem:
         self.start = torch.cat([p.detach().flatten() for p in self.parameters])
         # vmap does not support LSTMs, and is slower for large models.
         large = len(self.start) > 200_000 or model in TEXT
-        self._vectorised = not large and not any(isinstance(part, nn.LSTM) for part in self.net.modules())
+        self._vectorised = (
+            data is None and not large and not any(isinstance(part, nn.LSTM) for part in self.net.modules())
+        )
 
     def gradients(self, theta: Tensor, batches: Tensor, generator: torch.Generator) -> list[Tensor]:
         """The gradient of each worker.

@@ -97,6 +97,6 @@ def sentence(steps: int, saving_at: Callable[[float], float], law: Law = MEASURE
     return (
         f"In {steps:,} steps, {saving(law.most)} would keep the hardest of {len(law.sends)} measured models and "
         "optimizers within a point of accuracy or 1 % of the loss of dense training, by a rough law of their runs; "
-        f"the middle one allows {saving(law.typical)}, the easiest {saving(law.least)}. The law was measured in runs "
+        f"a typical one allows {saving(law.typical)}, the easiest {saving(law.least)}. The law was measured in runs "
         f"of up to {LONGEST:,} steps, and is a guess beyond: try a part of your run first."
     )
