@@ -22,10 +22,96 @@ def declare(commands: Any) -> None:
     """Declares ``plan``."""
     parser = add_command(commands, "plan", run)
     parser.set_defaults(main=show)
-    words = ""
-    if steps is not None:
-        found_at = partial(saving_at, sizes=sizes, hardware=hardware, base=base, bucket_cap_mb=bucket_cap_mb)
-        words = f"\n\n{quality(steps, found_at)}"
+    words = (
+        "shard the model over the ranks of a node by FSDP2; uses --params, --nodes, --gpus-per-node, --inter, --saving"
+    )
+    parser.add_argument("--fsdp", action="store_true", help=words)
+    parser.add_argument("--memory", default="80gbyte", metavar="SIZE", help="memory of a GPU, with --fsdp")
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Prints the plan."""
+    if arguments.model is not None:
+        need("torchvision", "examples")
+    print(_sharded(arguments) if arguments.fsdp else call(arguments))
+
+
+def _sharded(arguments: argparse.Namespace) -> str:
+    """What a sharded model sends and keeps."""
+    parameters = sum(parameter_sizes(arguments.model, arguments.module, arguments.params))
+    nodes, ranks = arguments.nodes, arguments.gpus_per_node
+    amounts = arguments.saving or (SAVING, 4 * SAVING)
+    ways = [TopKConfig().dense, *(TopKConfig(saving=saving, wire=arguments.wire) for saving in amounts)]
+    found = [sharded_forecast(parameters, nodes, ranks, way) for way in ways]
+    speed, memory = bytes_per_second(arguments.inter), bytes_per_second(arguments.memory)
+    return (
+        f"{parameters:,} parameters, float32, gathered in bfloat16; {nodes} nodes of {ranks} ranks, {arguments.inter} "
+        f"between. A GPU has {arguments.memory}; activations need room too.\n\n"
+        f"{markdown(sharded_table(found, speed, memory))}"
+    )
+
+
+def run(
+    nodes: int,
+    gpus_per_node: int = 1,
+    model: str | None = None,
+    module: str | None = None,
+    params: int | None = None,
+    inter: str = "10gbit",
+    intra: str = "300gbyte",
+    saving: Sequence[float] = (),
+    ratio: Sequence[float] = (),
+    server_ratio: float | None = None,
+    wire: WireName | None = None,
+    compute_ms: float = 0.0,
+    steps: int | None = None,
+    bucket_cap_mb: float = 25,
+    device: Literal["cpu", "cuda"] = "cuda",
+    costs: Path | None = None,
+) -> str:
+    """Predicts bytes, times and memory of every topology, before the run, and recommends one.
+
+    Args:
+        nodes: Number of nodes.
+        gpus_per_node: Ranks on each node.
+        model: A name of torchvision's, such as resnet50.
+        module: A class such as mine.models.Net, called without arguments.
+        params: Parameters of the model, such as 25e6.
+        inter: Speed of a node's network.
+        intra: Speed of a rank's link inside its node.
+        saving: How many times fewer bytes than all-reduce to send. Default: 50 and 200, or the ratios.
+        ratio: Fractions that workers send, instead.
+        server_ratio: Fraction that servers send, with ratios. Default: that of the workers.
+        wire: Format of values. Default: int4.
+        compute_ms: Time of forward, backward and optimizer, milliseconds.
+        steps: Steps of the run, to be told what can be saved in it without losing quality.
+        bucket_cap_mb: Size of DDP's buckets, MiB.
+        device: Where gradients live.
+        costs: File of constants. Default: the one that ``bench costs`` wrote.
+
+    Raises:
+        ValueError: A setting is invalid, or there is one rank only.
+    """
+    sizes = parameter_sizes(model, module, params)
+    if nodes < 1 or gpus_per_node < 1 or nodes * gpus_per_node < 2:
+        raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"--bucket-cap-mb {bucket_cap_mb:g} must be positive.")
+    if not compute_ms >= 0:
+        raise ValueError(f"--compute-ms {compute_ms:g} must not be negative.")
+    if server_ratio is not None and not ratio:
+        raise ValueError("--server-ratio needs --ratio: a saving decides what workers and servers send.")
+    links = Links(bytes_per_second(inter), bytes_per_second(intra))
+    hardware = Hardware(nodes, gpus_per_node, links, load_costs(device, costs))
+    servers = {} if server_ratio is None else {"server_ratio": server_ratio}
+    amounts = [{"ratio": each, **servers} for each in ratio]
+    amounts += [{"saving": each} for each in saving or (() if ratio else (SAVING, 4 * SAVING))]
+    compute = compute_ms / 1000
+    base = TopKConfig(wire=wire)
+    found = forecasts(sizes, hardware, amounts, compute, base, bucket_cap_mb)
+    words = (
+        "" if steps is None else f"\n\n{quality(steps, partial(saving_at, sizes=sizes, hardware=hardware, base=base))}"
+    )
     unsure = "With constants that were not measured here: " if hardware.costs in (CPU, GPU) else ""
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
