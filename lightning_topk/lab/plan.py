@@ -109,9 +109,10 @@ def run(
     compute = compute_ms / 1000
     base = TopKConfig(wire=wire)
     found = forecasts(sizes, hardware, amounts, compute, base, bucket_cap_mb)
-    words = (
-        "" if steps is None else f"\n\n{quality(steps, partial(saving_at, sizes=sizes, hardware=hardware, base=base))}"
-    )
+    words = ""
+    if steps is not None:
+        at = partial(saving_at, sizes=sizes, hardware=hardware, base=base, bucket_cap_mb=bucket_cap_mb)
+        words = f"\n\n{quality(steps, at)}"
     unsure = "With constants that were not measured here: " if hardware.costs in (CPU, GPU) else ""
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
