@@ -55,7 +55,9 @@ class TopKConfig:
             gradients, when backward is done, as the papers do.
         momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
             optimizer's own must then be 0.
-        momentum_masking: Whether momentum is zeroed where it was sent.
+        momentum_masking: Whether the momentum of an entry ends when the entry is sent: that of ``momentum``, on the
+            worker (Lin et al. 2018); or, where ``momentum`` is 0, that of torch's SGD, when the entry is delivered.
+            Default: True with ``momentum``, else False.
         beta1: The first beta with which torch's Adam and AdamW step, in [0, 1). ``param_groups`` are restored after
             each step, and a group keeps its own if all of it is in ``dense_parameters``. Default: 0 with ``saving``,
             else their own.
@@ -84,7 +86,7 @@ class TopKConfig:
     error_feedback: bool | Side = True
     scope: Literal["bucket", "model"] = "bucket"
     momentum: float = 0.0
-    momentum_masking: bool = True
+    momentum_masking: bool | None = None
     beta1: float | None = None
     clip_norm: float | None = None
     lr_ratio: bool = False
@@ -144,6 +146,11 @@ class TopKConfig:
         if self.beta1 is not None:
             return self.beta1 if self.compresses else None
         return 0.0 if self.saving is not None and self.averages else None
+
+    @property
+    def masks_momentum(self) -> bool:
+        """Whether the momentum of torch's SGD ends where an entry is delivered."""
+        return bool(self.momentum_masking) and not self.momentum and self.compresses
 
     @property
     def wire_name(self) -> str:
@@ -231,8 +238,10 @@ def _check_values(config: TopKConfig) -> None:
         _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "of 1 or more", remedy)
     if config.server_ratio is not None:
         _check_ratio("server_ratio", config.server_ratio)
-    for name in ("bidirectional", "momentum_masking", "lr_ratio"):
+    for name in ("bidirectional", "lr_ratio"):
         _check_bool(name, getattr(config, name))
+    if config.momentum_masking is not None:
+        _check_bool("momentum_masking", config.momentum_masking)
     if not isinstance(config.error_feedback, bool):
         check_name("error_feedback", config.error_feedback, ("worker", "server"), ", True or False")
     if not isinstance(config.selector, Selector):
@@ -281,6 +290,11 @@ def _check_combinations(config: TopKConfig) -> None:
         )
     if config.lr_ratio and config.error_feedback is False:
         raise ValueError("lr_ratio=True scales residuals, but error_feedback=False keeps none. Leave one of them out.")
+    if config.masks_momentum and config.automatic:
+        raise ValueError(
+            f"momentum_masking=True ends the momentum of what is delivered, and with topology={config.topology!r}, "
+            f"ratio={config.ratio!r} whole gradients may be. Pass a topology and a ratio or saving, or leave it out."
+        )
     if not config.momentum:
         return
     uncompressed = {

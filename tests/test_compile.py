@@ -110,8 +110,7 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("arch", "aligned"), [(80, False), (90, True)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_without_spills_and_moves_16_bytes_at_a_time(tmp_path, name, arch, aligned):
     usage, code = assembled(name, arch, aligned, tmp_path)

@@ -62,6 +62,7 @@ TRIED: dict[str, Method] = {
     "SGD's momentum 0": Tried(momentum=0.0),
     "dense, SGD's momentum 0.5": Tried({"topology": "dense"}, momentum=0.5),
     "dense, no momentum": Tried({"topology": "dense"}, keeps_momentum=False),
+    "SGD's momentum, masked": changed(momentum_masking=True),
     "momentum correction": changed(momentum=0.9, keeps_momentum=False, beta1=0.0),
     "momentum correction unmasked": changed(momentum=0.9, momentum_masking=False, keeps_momentum=False, beta1=0.0),
     "EF21-SGDM": changed(partial(Differences, new=0.1), keeps_momentum=False),

@@ -23,6 +23,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.lab.data import Data, digits, documentation, image_folder
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.runtime.beta1 import lend_beta1
+from lightning_topk.runtime.updates import before_update, mask_momentum
 from lightning_topk.simulate import Cluster
 
 K = TypeVar("K", bound=Hashable)
@@ -216,9 +217,13 @@ def train(
     names = [name for name, _ in problem.net.named_parameters()]
     skipped = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
     ranks = cluster(config, workers, len(theta), local=local, sizes=sizes, uncompressed=skipped)
-    beta1 = config.on(workers, local).lent_beta1
-    if beta1 is not None:
-        lend_beta1([stepped], beta1, ranks)
+    here = config.on(workers, local)
+    if here.lent_beta1 is not None:
+        lend_beta1([stepped], here.lent_beta1, ranks)
+    if here.masks_momentum:
+        if skipped:
+            raise ValueError("momentum_masking=True with dense_parameters is not simulated: leave one of them out.")
+        before_update(stepped, mask_momentum)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run, last = Run(), optimizer.lr

@@ -97,7 +97,7 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
         error_feedback: bool | Side = True,
         scope: Literal["bucket", "model"] = "bucket",
         momentum: float = 0.0,
-        momentum_masking: bool = True,
+        momentum_masking: bool | None = None,
         beta1: float | None = None,
         clip_norm: float | None = None,
         lr_ratio: bool = False,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
+from lightning_topk.runtime.updates import before_update
+
 
 class Beta1:
     """Overrides an optimizer's beta1 during each update. Use :meth:`of`: there is one instance per optimizer.
@@ -30,7 +32,8 @@ class Beta1:
         """For each requester, its beta1 and the parameters it applies to; None for all."""
         self._lent: list[tuple[dict[str, Any], Any, Any]] = []
         """Parameter groups whose betas are overridden: the group, its own betas, and the overriding ones."""
-        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_pre_hook(self._give_back)  # after an update that failed, the post hook did not run
+        before_update(optimizer, self._lend)
         optimizer.register_step_post_hook(self._give_back)
         optimizer.register_state_dict_post_hook(self._saved)
 
@@ -45,25 +48,7 @@ class Beta1:
         """The first requested beta1 that differs from a parameter group's own, or None."""
         return next((beta1 for beta1, parameters in self.wanted.values() if _changes(group, beta1, parameters)), None)
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Overrides betas when the update begins: after the closure, which runs whole training steps and may fail."""
-        given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(given):
-            self._lend(optimizer)
-            return None
-
-        def closure() -> Any:
-            self._give_back()
-            loss = given()
-            self._lend(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": closure}
-        return (args[0], closure, *args[2:]), kwargs
-
     def _lend(self, optimizer: Optimizer) -> None:
-        self._give_back()  # after an update that failed, the post hook did not run
         for group in optimizer.param_groups:
             beta1 = self._wanted(group)
             if beta1 is not None:

@@ -335,6 +335,8 @@ def _check_arguments(
         raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
     if config.beta1 is not None:
         raise ValueError(f"beta1={config.beta1!r} is lent to the optimizer: pass optimizer= to attach.")
+    if config.masks_momentum:
+        raise ValueError("momentum_masking=True masks the optimizer's momentum: pass optimizer= to attach.")
     if scaler is not None and scaler.is_enabled():
         raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -36,17 +36,19 @@ class Learner:
         optimizer: ``"SGD"``, with momentum 0.9, or ``"AdamW"``; text is clipped at a norm of 1.
         lr: Peak learning rate.
         batch: Examples of each worker in a step.
+        masked: Whether SGD's momentum ends where an entry is delivered (``momentum_masking=True``).
     """
 
     model: str
     optimizer: str
     lr: float
     batch: int
+    masked: bool = False
 
     @property
     def name(self) -> str:
         """The model and the optimizer."""
-        return f"{self.model}, {self.optimizer}"
+        return f"{self.model}, {self.optimizer}{' masked' * self.masked}"
 
     @property
     def text(self) -> bool:
@@ -71,8 +73,10 @@ LEARNERS = (
 )
 IMAGES = (
     Learner("convnet", "SGD", 0.05, 16),
+    Learner("convnet", "SGD", 0.05, 16, masked=True),
     Learner("convnet", "AdamW", 0.003, 16),
     Learner("resnet20", "SGD", 0.1, 16),
+    Learner("resnet20", "SGD", 0.1, 16, masked=True),
 )
 
 
@@ -166,11 +170,13 @@ class Point:
 def _key(learner: Learner, steps: int, saving: float, seed: int) -> str:
     """What a run is known by."""
     amount = f"saving {saving:g}" if saving else "dense"
-    return f"{learner.name}, lr {learner.lr:g}, batch {learner.batch}, {steps} steps, {amount}, seed {seed}"
+    name = learner.name if saving else replace(learner, masked=False).name  # dense training is the same
+    return f"{name}, lr {learner.lr:g}, batch {learner.batch}, {steps} steps, {amount}, seed {seed}"
 
 
 def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | None) -> dict[str, float]:
-    config = TopKConfig(saving=saving) if saving else TopKConfig().dense
+    masking = True if learner.masked else None
+    config = TopKConfig(saving=saving, momentum_masking=masking) if saving else TopKConfig().dense
     ended = train(learner.model, config, WORKERS, steps, learner.stepped(), seed, learner.batch, images=data)
     sent = ended.uplink_bytes + ended.downlink_bytes
     return {
