@@ -261,7 +261,8 @@ def attach(
             announce=announce,
         )
     try:
-        state.buckets.name({parameter: name for name, parameter in model.module.named_parameters()})
+        ignored: set[str] = model.parameters_to_ignore
+        state.buckets.name({p: name for name, p in model.module.named_parameters() if name not in ignored})
         if isinstance(optimizer, Optimizer):
             state.follow_optimizers()
         model.register_comm_hook(state, topk_hook)

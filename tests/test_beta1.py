@@ -26,6 +26,14 @@ class Derived(AdamW):
         return super().step(closure)
 
 
+class Twice(AdamW):
+    """Evaluates its closure twice."""
+
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
 class Scaled(Adam):
     """Has a step that takes something else first."""
 
@@ -156,6 +164,19 @@ def test_an_update_that_failed_leaves_nothing_behind():
     assert used(optimizer) == [0.9]
 
 
+def test_two_lenders_do_not_lend_on_top_of_each_other():
+    parameter, lenders = nn.Parameter(torch.ones(3)), [Lender(), Lender()]
+    for kind in (Derived, Twice):
+        optimizer = kind([parameter], betas=OWN)
+        AdamW([parameter])  # so that torch calls hooks in AdamW.step, and in that of Derived once more
+        for lender, beta1 in zip(lenders, (0.0, 0.5), strict=True):
+            lend_beta1([optimizer], beta1, lender)
+        for _ in range(2):
+            parameter.grad = torch.ones(3)
+            optimizer.step(closure=lambda: torch.ones(()))
+            assert optimizer.param_groups[0]["betas"] == OWN
+
+
 def test_schedules_and_betas_as_tensors_are_kept():
     parameter, lender = nn.Parameter(torch.ones(3)), Lender()
     optimizer = AdamW([parameter], lr=0.1)
@@ -173,7 +194,7 @@ def test_schedules_and_betas_as_tensors_are_kept():
     optimizer = Adam([parameter], betas=own, capturable=True, foreach=False)
     lend_beta1([optimizer], 0.0, lender)
     group = optimizer.param_groups[0]
-    Beta1.of(optimizer)._lend(optimizer)  # to step with these needs CUDA
+    Beta1.of(optimizer).prepare(optimizer)  # to step with these needs CUDA
     assert group["betas"][0] == 0
     assert isinstance(group["betas"][0], torch.Tensor)
     Beta1.of(optimizer)._give_back()

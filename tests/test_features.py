@@ -279,6 +279,33 @@ def test_with_everything_sent_training_gives_the_weights_of_ddp(groups, name):
     groups(2).run(trained, name, timeout=100)
 
 
+class Moving(Plain):
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr, self.momentum)
+
+
+def masked(rank: int, world: int) -> None:
+    warnings.simplefilter("ignore")
+    weights = []
+    for momentum, masking in ((0.0, None), (0.9, True), (0.9, False)):
+        model, options = Moving(momentum), {"gradient_clip_val": 0.5}
+        trainer = trainer_of(rank, world, "topk", options, {}, ratio=1.0, wire="fp32", momentum_masking=masking)
+        for _ in range(2):  # the second fit has an optimizer of its own
+            trainer.fit(model)
+            trainer.fit_loop.max_epochs += 1
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.allclose(weights[1], weights[2])
+
+
+def test_where_everything_is_delivered_masked_momentum_is_none(groups):
+    groups(2).run(masked, timeout=100)
+
+
 class Groups(Callback):
     """Takes note of the beta1 in the optimizer's groups, before each step and after."""
 

@@ -150,6 +150,7 @@ DTYPES = (
 )
 """What is delivered, and what is given."""
 RECEIVED = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES_RECEIVED = [(16_384, 1, 17), (70_001, 3, 1500), (100_000, 4, 25)]
 
 
 @on_a_device
@@ -199,10 +200,11 @@ def test_momentum_is_added_in_the_same_function(finite, masking, given_as):
 
 @on_a_device
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 3, 1500), (100_000, 4, 25)])
-def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, numel, shards, k):
+@pytest.mark.parametrize("shape", SHAPES_RECEIVED)
+def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, shape):
     from lightning_topk.core.ops import cuda
 
+    numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
     for blow in (1.0, torch.nan):
@@ -211,7 +213,7 @@ def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, numel,
         value = rows.gather(1, index)
         value[-1, -1] *= blow
         payload, _ = codec.encode(index, value)
-        one = ([*WIRES].index(wire) + shards) % len(RECEIVED)
+        one = ([*WIRES].index(wire) + SHAPES_RECEIVED.index(shape)) % len(RECEIVED)
         for dtype in [RECEIVED[one]] if INTERPRETED else RECEIVED:
             _, arrives = codec.read(payload, dtype)
             expected, out = torch.zeros(2, numel, device=DEVICE, dtype=dtype)

@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, RMSprop
 
 from lightning_topk import TopKConfig, attach
 from lightning_topk.lab.training import Optimizer, train
-from lightning_topk.runtime.updates import before_update, has_momentum, mask_momentum
+from lightning_topk.runtime.masking import mask_momentum, stop_masking
+
+
+class Requester:
+    """Somebody who exchanges gradients."""
+
 
 GRADIENTS = torch.tensor([[1.0, 0, 2, 0], [0, 3, 2, 0], [0, 0, 2, -1], [4, 0, 0, 0]])
 
@@ -31,7 +36,8 @@ def literal(gradients, lr, momentum, nesterov=False, decay=0.0):
 def test_masked_sgd_is_the_literal_algorithm(options, way):
     parameter = nn.Parameter(torch.ones(4))
     optimizer = SGD([parameter], lr=0.1, momentum=0.9, **options)
-    handle = before_update(optimizer, mask_momentum)
+    requester = Requester()
+    mask_momentum([optimizer], requester)
     for gradient in GRADIENTS:
 
         def closure(gradient=gradient):
@@ -46,41 +52,76 @@ def test_masked_sgd_is_the_literal_algorithm(options, way):
     wanted = literal(GRADIENTS, 0.1, 0.9, "nesterov" in options, options.get("weight_decay", 0.0))
     torch.testing.assert_close(parameter.detach(), wanted)
 
-    handle.remove()
-    parameter.grad, before = torch.ones(4), optimizer.state[parameter]["momentum_buffer"].clone()
-    optimizer.step()
-    assert (optimizer.state[parameter]["momentum_buffer"] - before * 0.9).abs().min() > 0.5  # 1 came on top of it
+
+def momenta(optimizer, parameters) -> list[list[float]]:
+    return [optimizer.state[p]["momentum_buffer"].tolist() for p in parameters]
 
 
-def test_only_compressed_parameters_lose_momentum():
-    compressed, other, idle = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    optimizer = SGD([{"params": [compressed]}, {"params": [other, idle]}], lr=0.1, momentum=0.9)
-    for parameter in (compressed, other, idle):
-        parameter.grad = torch.ones(2)
+def test_each_requester_masks_the_parameters_that_it_exchanges():
+    one, other, third, idle = parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizer = SGD([{"params": [one]}, {"params": [other, third, idle]}], lr=0.1, momentum=0.5)
+    first, second = Requester(), Requester()
+    assert mask_momentum([optimizer], first, {one, idle}) == mask_momentum([optimizer], second, {other}) == []
+    for step in range(2):
+        for parameter in parameters:
+            parameter.grad = None if step and parameter is idle else torch.ones(2)
+        optimizer.step()
+    assert momenta(optimizer, parameters) == [[1, 1], [1, 1], [1.5, 1.5], [1, 1]]
+    stop_masking([optimizer], first)
+    del second  # it is gone
     optimizer.step()
-    idle.grad = None
-    mask_momentum(optimizer, {compressed, idle})
-    assert [optimizer.state[p]["momentum_buffer"].tolist() for p in (compressed, other, idle)] == [
-        [0, 0],
-        [1, 1],
-        [1, 1],
-    ]
+    assert momenta(optimizer, parameters) == [[1.5, 1.5], [1.5, 1.5], [1.75, 1.75], [1, 1]]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_leaves_momentum_as_it_was(fused):
+    parameter, requester = nn.Parameter(torch.ones(4)), Requester()
+    optimizer = SGD([parameter], lr=0.1, momentum=0.5, fused=fused)
+    mask_momentum([optimizer], requester)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    seen = []
+    for gradient in ([1.0, 0, 2, 0], [torch.inf, 1, 1, 0], [0, 0, 1, 0]):
+        optimizer.zero_grad()
+        scaler.scale((parameter * torch.tensor(gradient)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen += momenta(optimizer, [parameter])
+    assert seen == [[1, 0, 2, 0], [1, 0, 2, 0], [0.5, 0, 1, 0]]
+
+
+def test_momentum_that_is_not_finite_ends_too():
+    parameter, requester = nn.Parameter(torch.ones(2)), Requester()
+    optimizer = SGD([parameter], lr=0.1, momentum=0.5)
+    mask_momentum([optimizer], requester)
+    for gradient in ([torch.inf, 1], [1.0, 0]):
+        parameter.grad = torch.tensor(gradient)
+        optimizer.step()
+    assert momenta(optimizer, [parameter]) == [[1, 0.5]]
 
 
 def test_a_sparse_gradient_is_refused_in_words():
-    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding, requester = nn.Embedding(4, 2, sparse=True), Requester()
     optimizer = SGD(embedding.parameters(), lr=0.1, momentum=0.9)
+    mask_momentum([optimizer], requester)
     embedding(torch.tensor([1])).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match="momentum_masking=True needs dense gradients"):
-        mask_momentum(optimizer)
+        optimizer.step()
 
 
-def test_it_is_sgds_momentum_that_is_masked():
-    parameter = nn.Parameter(torch.ones(2))
-    assert has_momentum(SGD([parameter], lr=0.1, momentum=0.9))
-    assert not has_momentum(SGD([parameter], lr=0.1))
-    assert not has_momentum(Adam([parameter]))
+def test_users_are_told_where_it_has_no_effect():
+    parameter, requester = nn.Parameter(torch.ones(2)), Requester()
+    for optimizer in (RMSprop([parameter], momentum=0.9), Adam([parameter])):
+        (words,) = mask_momentum([optimizer], requester)
+        assert f"applies to torch's SGD only; {type(optimizer).__name__} is unchanged" in words
+    optimizer = SGD([parameter], lr=0.1)
+    (words,) = mask_momentum([optimizer], requester)
+    assert "no effect while the momentum of SGD is 0" in words
+    optimizer.param_groups[0]["momentum"] = 0.5  # as a schedule may
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+    assert momenta(optimizer, [parameter]) == [[1, 1]]
 
 
 def test_what_the_settings_mean():
@@ -142,7 +183,7 @@ def test_momentum_ends_where_entries_are_delivered_until_the_state_is_closed(gro
         assert ranks[0][0] == ranks[1][0]
     ((_, _, said), (_, _, other)) = group.run(trained, {"momentum_masking": True}, 0.0)
     assert len(said) == 1
-    assert "SGD has none" in said[0]
+    assert "no effect while the momentum of SGD is 0" in said[0]
     assert other == []
 
 
@@ -154,3 +195,16 @@ def refused(rank: int, world: int) -> str:
 
 def test_masking_needs_the_optimizer(groups):
     assert "masks the optimizer's momentum" in groups(2).run(refused)[0]
+
+
+def ignoring(rank: int, world: int) -> set[str]:
+    net = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.bias"])
+    state = attach(DistributedDataParallel(net), saving=4)
+    names = {state.names[p] for p in state.buckets.compressed}
+    state.close()
+    return names
+
+
+def test_parameters_that_ddp_ignores_are_none_of_the_compressed_ones(groups):
+    assert groups(2).run(ignoring)[0] == {"0.weight", "0.bias", "1.weight"}

@@ -23,7 +23,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.lab.data import Data, digits, documentation, image_folder
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.runtime.beta1 import lend_beta1
-from lightning_topk.runtime.updates import before_update, mask_momentum
+from lightning_topk.runtime.masking import mask_momentum
 from lightning_topk.simulate import Cluster
 
 K = TypeVar("K", bound=Hashable)
@@ -223,7 +223,7 @@ def train(
     if here.masks_momentum:
         if skipped:
             raise ValueError("momentum_masking=True with dense_parameters is not simulated: leave one of them out.")
-        before_update(stepped, mask_momentum)
+        mask_momentum([stepped], ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run, last = Run(), optimizer.lr

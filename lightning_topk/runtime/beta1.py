@@ -8,47 +8,39 @@ Adam steps with a beta1 of zero. ``param_groups`` are restored after each step.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
+from typing_extensions import override
 
-from lightning_topk.runtime.updates import before_update
+from lightning_topk.runtime.updates import Prepared
 
 
-class Beta1:
-    """Overrides an optimizer's beta1 during each update. Use :meth:`of`: there is one instance per optimizer.
+class Beta1(Prepared):
+    """Overrides an optimizer's beta1 during each update. A request is a beta1, and the parameters or None for all.
 
     Args:
         optimizer: A torch Adam or AdamW.
     """
 
-    _known: ClassVar[WeakKeyDictionary[Optimizer, Beta1]] = WeakKeyDictionary()
-
     def __init__(self, optimizer: Optimizer) -> None:
-        self.wanted: WeakKeyDictionary[Any, tuple[float, Collection[Tensor] | None]] = WeakKeyDictionary()
-        """For each requester, its beta1 and the parameters it applies to; None for all."""
         self._lent: list[tuple[dict[str, Any], Any, Any]] = []
         """Parameter groups whose betas are overridden: the group, its own betas, and the overriding ones."""
         optimizer.register_step_pre_hook(self._give_back)  # after an update that failed, the post hook did not run
-        before_update(optimizer, self._lend)
+        super().__init__(optimizer)
         optimizer.register_step_post_hook(self._give_back)
         optimizer.register_state_dict_post_hook(self._saved)
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> Beta1:
-        """Returns the instance of an optimizer, and creates it if needed."""
-        if optimizer not in cls._known:
-            cls._known[optimizer] = cls(optimizer)
-        return cls._known[optimizer]
 
     def _wanted(self, group: dict[str, Any]) -> float | None:
         """The first requested beta1 that differs from a parameter group's own, or None."""
         return next((beta1 for beta1, parameters in self.wanted.values() if _changes(group, beta1, parameters)), None)
 
-    def _lend(self, optimizer: Optimizer) -> None:
+    @override
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Overrides betas."""
+        self._give_back()  # a step inside a step, or a closure that is called twice
         for group in optimizer.param_groups:
             beta1 = self._wanted(group)
             if beta1 is not None:
@@ -112,9 +104,7 @@ def lend_beta1(
 
 def take_back_beta1(optimizers: Iterable[Optimizer], lender: Any) -> None:
     """Withdraws the request of ``lender``: optimizers step with their own beta1 again, unless others override it."""
-    for optimizer in optimizers:
-        if optimizer in Beta1._known:
-            Beta1.of(optimizer).wanted.pop(lender, None)
+    Beta1.withdraw(optimizers, lender)
 
 
 def _changes(group: dict[str, Any], beta1: float, parameters: Collection[Tensor] | None) -> bool:

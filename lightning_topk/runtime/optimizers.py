@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import Endpoint
 from lightning_topk.runtime.beta1 import lend_beta1, take_back_beta1
 from lightning_topk.runtime.checks import check_momentum
+from lightning_topk.runtime.masking import mask_momentum, stop_masking
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.skipped_steps import Steps, Undo
-from lightning_topk.runtime.updates import before_update, has_momentum, mask_momentum
 
 
 class Optimizers:
@@ -43,7 +41,6 @@ class Optimizers:
         self._given, self._config, self._residuals, self._say = given, config, residuals, say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._followed: list[Optimizer] = []
-        self._masks: list[RemovableHandle] = []
 
     @property
     def scale(self) -> Tensor | None:
@@ -64,7 +61,7 @@ class Optimizers:
         if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
             return
         check_momentum(self._config, now)
-        take_back_beta1(self._followed, self)
+        self.release()
         lent, asked = self._config.lent_beta1, self._config.beta1 is not None
         if lent is not None:
             for message in lend_beta1(now, lent, self, compressed, asked):
@@ -74,36 +71,13 @@ class Optimizers:
                 "lightning_topk: Adam's beta1 averages once more what error feedback has averaged over time. beta1=0 "
                 "often learns better (the guide on learning); beta1= with the optimizer's own says that it is meant."
             )
-        self._mask(now, compressed)
+        if self._config.masks_momentum:
+            for message in mask_momentum(now, self, compressed):
+                self._say(message)
         if self._scaler is not None:
             Steps.of(self._scaler).watch(now)
             self._residuals.forget_steps()
         self._followed = now
-
-    def _mask(self, now: Sequence[Optimizer], compressed: Collection[Tensor] | None) -> None:
-        """Has momentum end where entries are delivered, if the settings ask for it."""
-        self._unmask()
-        if not self._config.masks_momentum:
-            return
-        lender = weakref.ref(self)  # a state that is given up without close() masks no more
-
-        def prepare(optimizer: Optimizer) -> None:
-            if lender() is not None:
-                mask_momentum(optimizer, compressed)
-
-        for optimizer in now:
-            if has_momentum(optimizer):
-                self._masks.append(before_update(optimizer, prepare))
-            else:
-                self._say(
-                    "lightning_topk: momentum_masking=True applies to the momentum of torch's SGD; "
-                    f"{type(optimizer).__name__} has none, and is unchanged."
-                )
-
-    def _unmask(self) -> None:
-        for handle in self._masks:
-            handle.remove()
-        self._masks.clear()
 
     def lr_ratio(self) -> float:
         """The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``.
@@ -138,4 +112,4 @@ class Optimizers:
     def release(self) -> None:
         """Leaves the optimizers' momentum and beta1 to themselves again."""
         take_back_beta1(self._followed, self)
-        self._unmask()
+        stop_masking(self._followed, self)

@@ -106,10 +106,11 @@ class ExchangeState:
         """The lane of gradients on a device.
 
         Raises:
-            RuntimeError: The state was closed, or ``dense_parameters`` are not known by name.
+            RuntimeError: The state was closed, or parameters are to be told apart and their names are not known.
         """
-        if self.config.dense_parameters and not self.names:
-            raise RuntimeError("dense_parameters are found by name; make the state with lightning_topk.attach.")
+        if (self.config.dense_parameters or self.config.masks_momentum) and not self.names:
+            setting = "dense_parameters" if self.config.dense_parameters else "momentum_masking"
+            raise RuntimeError(f"{setting} needs the parameters' names; make the state with lightning_topk.attach.")
         if self.groups is None:
             raise RuntimeError(f"this {type(self).__name__} was closed; {self.AFTER_CLOSE}.")
         if self._lane is None:
@@ -187,7 +188,7 @@ class ExchangeState:
         progress.resumed = max(0, progress.resumed - 1)
 
     def follow_optimizers(self) -> None:
-        """Checks the optimizers when they are new, and lends them a beta1; a backward pass begins with it.
+        """Checks new optimizers, and changes their momentum as the settings say; a backward pass begins with it.
 
         Raises:
             ValueError: An optimizer and the exchange would both apply momentum.

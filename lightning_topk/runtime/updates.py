@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-from torch.optim import SGD, Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
+from typing_extensions import Self
 
 
-def before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Calls ``prepare`` with the optimizer before each update, when gradients are there.
+class Prepared(ABC):
+    """What some want done to an optimizer before each update. Use :meth:`of`: there is one instance per optimizer.
 
     Args:
         optimizer: The optimizer.
-        prepare: Called in ``optimizer.step()``; if that was given a closure, after the closure.
-
-    Returns:
-        A handle; ``remove()`` ends it.
     """
+
+    _known: ClassVar[WeakKeyDictionary[Optimizer, Any]]
+
+    def __init_subclass__(cls) -> None:
+        cls._known = WeakKeyDictionary()
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.wanted: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """What each requester wants, as long as it lives."""
+        _before_update(optimizer, self.prepare)
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Self:
+        """Returns the instance of an optimizer, and creates it if needed."""
+        if optimizer not in cls._known:
+            cls._known[optimizer] = cls(optimizer)
+        found: Self = cls._known[optimizer]
+        return found
+
+    @classmethod
+    def withdraw(cls, optimizers: Iterable[Optimizer], requester: Any) -> None:
+        """Forgets what a requester wants of some optimizers."""
+        for optimizer in optimizers:
+            if optimizer in cls._known:
+                cls.of(optimizer).wanted.pop(requester, None)
+
+    @abstractmethod
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Does what is wanted. Gradients are there; the parameters are still those of the step before."""
+
+
+def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> None:
+    """Calls ``prepare`` in each ``optimizer.step()``; if that was given a closure, after the closure."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -37,33 +66,4 @@ def before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) ->
             return args, {**kwargs, "closure": closure}
         return (args[0], closure, *args[2:]), kwargs
 
-    return optimizer.register_step_pre_hook(hook)
-
-
-@torch.no_grad()
-def mask_momentum(optimizer: Optimizer, parameters: Collection[Tensor] | None = None) -> None:
-    """Zeroes SGD's momentum buffers where gradients are nonzero: what arrives now starts without momentum.
-
-    Momentum goes on for about 1 / (1 - momentum) steps after an entry arrived. An entry that waits longer than that is
-    not affected; one that arrives in every step has no momentum.
-
-    Args:
-        optimizer: A torch SGD, with the gradients that it is to apply.
-        parameters: The compressed parameters, of which all gradients are sums of what waited. Default: all.
-
-    Raises:
-        ValueError: A gradient is sparse.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            buffer, gradient = optimizer.state.get(parameter, {}).get("momentum_buffer"), parameter.grad
-            if buffer is None or gradient is None or not (parameters is None or parameter in parameters):
-                continue
-            if gradient.is_sparse:
-                raise ValueError("momentum_masking=True needs dense gradients, and one is sparse. Leave it out.")
-            buffer.mul_(gradient == 0)
-
-
-def has_momentum(optimizer: Optimizer) -> bool:
-    """Whether it is a torch SGD with momentum, which :func:`mask_momentum` can mask."""
-    return isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups)
+    optimizer.register_step_pre_hook(hook)

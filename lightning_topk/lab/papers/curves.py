@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -25,6 +25,7 @@ WORKERS = 8
 SAVINGS = (50, 200, 1000, 25, 100, 400, 10)
 """Savings, the most useful first."""
 LENGTHS = (300, 1000, 3000, 10_000)
+MASKED = " masked"
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,21 @@ class Learner:
 
     Attributes:
         model: A key of :data:`lightning_topk.lab.models.MODELS`.
-        optimizer: ``"SGD"``, with momentum 0.9, or ``"AdamW"``; text is clipped at a norm of 1.
+        optimizer: ``"SGD"``, with momentum 0.9; ``"SGD masked"``, the same with ``momentum_masking=True``; or
+            ``"AdamW"``. Text is clipped at a norm of 1.
         lr: Peak learning rate.
         batch: Examples of each worker in a step.
-        masked: Whether SGD's momentum ends where an entry is delivered (``momentum_masking=True``).
     """
 
     model: str
     optimizer: str
     lr: float
     batch: int
-    masked: bool = False
 
     @property
     def name(self) -> str:
         """The model and the optimizer."""
-        return f"{self.model}, {self.optimizer}{' masked' * self.masked}"
+        return f"{self.model}, {self.optimizer}"
 
     @property
     def text(self) -> bool:
@@ -73,10 +73,10 @@ LEARNERS = (
 )
 IMAGES = (
     Learner("convnet", "SGD", 0.05, 16),
-    Learner("convnet", "SGD", 0.05, 16, masked=True),
+    Learner("convnet", "SGD masked", 0.05, 16),
     Learner("convnet", "AdamW", 0.003, 16),
     Learner("resnet20", "SGD", 0.1, 16),
-    Learner("resnet20", "SGD", 0.1, 16, masked=True),
+    Learner("resnet20", "SGD masked", 0.1, 16),
 )
 
 
@@ -97,7 +97,7 @@ def run(
         data: Folder of images, such as CIFAR-10, to train a small convnet and ResNet-20 on instead of digits and text:
             train/<class>/*, test/<class>/*. Takes hours.
         models: Only these models.
-        optimizers: Only these optimizers: SGD, AdamW.
+        optimizers: Only these optimizers: SGD, AdamW, or "SGD masked" (momentum_masking=True; images only).
         savings: How many times fewer bytes than a ring all-reduce, each against dense training.
         lengths: Steps of a run.
         seeds: Runs of each.
@@ -116,7 +116,7 @@ def run(
         for each in here
         if (not models or each.model in models) and (not optimizers or each.optimizer in optimizers)
     ]
-    known = {each.model for each in here} | {"SGD", "AdamW"}
+    known = {name for each in here for name in (each.model, each.optimizer)}
     if unknown := {*models, *optimizers} - known:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(sorted(known))}.")
     plan = sorted(
@@ -134,9 +134,10 @@ def run(
     result = Result(
         "saving-curves",
         "what quality costs, as a function of saving and of the length of the run",
-        f"{WORKERS} simulated workers, saving= with all else at its default; peak learning rates that suit dense "
-        "training, falling to zero along half a cosine. Gap to dense training of the same seed, batches and steps: "
-        "points of accuracy on held-out images, or percent of the loss on held-out text; mean ± standard error.",
+        f"{WORKERS} simulated workers, saving= with all else at its default (SGD masked: momentum_masking=True); peak "
+        "learning rates that suit dense training, falling to zero along half a cosine. Gap to dense training of the "
+        "same seed, batches and steps: points of accuracy on held-out images, or percent of the loss on held-out "
+        "text; mean ± standard error.",
     )
     points = gaps(chosen, sorted(lengths), sorted(savings), seeds, found)
     for learner in chosen:
@@ -170,12 +171,12 @@ class Point:
 def _key(learner: Learner, steps: int, saving: float, seed: int) -> str:
     """What a run is known by."""
     amount = f"saving {saving:g}" if saving else "dense"
-    name = learner.name if saving else replace(learner, masked=False).name  # dense training is the same
+    name = learner.name if saving else learner.name.removesuffix(MASKED)  # dense training is the same
     return f"{name}, lr {learner.lr:g}, batch {learner.batch}, {steps} steps, {amount}, seed {seed}"
 
 
 def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | None) -> dict[str, float]:
-    masking = True if learner.masked else None
+    masking = learner.name.endswith(MASKED) or None
     config = TopKConfig(saving=saving, momentum_masking=masking) if saving else TopKConfig().dense
     ended = train(learner.model, config, WORKERS, steps, learner.stepped(), seed, learner.batch, images=data)
     sent = ended.uplink_bytes + ended.downlink_bytes
@@ -250,10 +251,11 @@ def _enter(
 
 
 def samples(points: Mapping[tuple[str, int, float], Point]) -> dict[str, list[Sample]]:
-    """Sends and gaps of each learner that has three points or more."""
+    """Sends and gaps of each learner, at the default settings, that has three points or more."""
     found: dict[str, list[Sample]] = {}
     for (name, _, _), point in points.items():
-        found.setdefault(name, []).append((point.sends, point.gap))
+        if not name.endswith(MASKED):
+            found.setdefault(name, []).append((point.sends, point.gap))
     return {name: pairs for name, pairs in found.items() if len(pairs) >= 3}
 
 
