@@ -162,8 +162,11 @@ def test_what_is_sent_and_kept_in_one_function_is_what_the_steps_send_and_keep(w
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
-    # The interpreter is slow: there each wire meets every shape, and every pair of dtypes, but not all of both.
-    one = (SHAPES.index(shape) + [*WIRES].index(wire)) % len(DTYPES)
+    # The interpreter is slow: there each wire meets half of the shapes and most pairs of dtypes, but not all of both.
+    one, place = SHAPES.index(shape), [*WIRES].index(wire)
+    if INTERPRETED and (one + place) % 2:
+        pytest.skip("the interpreter is slow")
+    one = (one // 2 + place) % len(DTYPES)
     for delivered, given_as in [DTYPES[one]] if INTERPRETED else DTYPES:
         e, x = given("normal", numel)
         e[numel // 2] = torch.finfo(e.dtype).max  # over the limit of most wires

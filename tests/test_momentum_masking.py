@@ -197,6 +197,29 @@ def test_masking_needs_the_optimizer(groups):
     assert "masks the optimizer's momentum" in groups(2).run(refused)[0]
 
 
+def advised(rank: int, world: int) -> list[list[str]]:
+    words = []
+    for settings, momentum, layer in (
+        ({"saving": 20}, 0.9, nn.Conv2d(4, 4, 3)),
+        ({"saving": 20}, 0.0, nn.Conv2d(4, 4, 3)),
+        ({"saving": 20}, 0.9, nn.Linear(12, 12)),
+        ({"saving": 20, "momentum_masking": False}, 0.9, nn.Conv2d(4, 4, 3)),
+        ({"topology": "dense"}, 0.9, nn.Conv2d(4, 4, 3)),
+    ):
+        said: list[str] = []
+        optimizer = SGD(layer.parameters(), lr=0.1, momentum=momentum)
+        attach(DistributedDataParallel(layer), optimizer=optimizer, announce=said.append, **settings).close()
+        words.append([line for line in said if "convolutions" in line])
+    return words
+
+
+def test_masking_is_advised_for_convolutions_where_sgd_has_momentum(groups):
+    said, other = groups(2).run(advised)
+    assert "momentum_masking=True" in said[0][0]
+    assert said[1:] == [[]] * 4
+    assert other == [[]] * 5
+
+
 def ignoring(rank: int, world: int) -> set[str]:
     net = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 2))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.bias"])

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import Endpoint
@@ -74,6 +74,11 @@ class Optimizers:
         if self._config.masks_momentum:
             for message in mask_momentum(now, self, compressed):
                 self._say(message)
+        elif self._config.averages and self._config.momentum_masking is None and _convolves(now, compressed):
+            self._say(
+                "lightning_topk: a model with convolutions and SGD with momentum: it often learns better with "
+                "momentum_masking=True (the guide on learning). momentum_masking=False leaves momentum as it is."
+            )
         if self._scaler is not None:
             Steps.of(self._scaler).watch(now)
             self._residuals.forget_steps()
@@ -113,3 +118,15 @@ class Optimizers:
         """Leaves the optimizers' momentum and beta1 to themselves again."""
         take_back_beta1(self._followed, self)
         stop_masking(self._followed, self)
+
+
+def _convolves(optimizers: Sequence[Optimizer], compressed: Collection[Tensor] | None) -> bool:
+    """Whether an SGD with momentum updates the weight of a compressed convolution: four dimensions or more."""
+    return any(
+        parameter.ndim >= 4 and (compressed is None or parameter in compressed)
+        for optimizer in optimizers
+        if isinstance(optimizer, SGD)
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+    )
