@@ -2,24 +2,25 @@
 """Writes the tables of the README and the guides that come from the runs in examples/reproduced.
 
 A table stands under a comment that names it: ``<!-- table: race -->``. ``--check`` writes nothing, and exits with
-status 1 where a page is not up to date.
+status 1 where a page is not up to date. ``--pictures`` draws saving-curves.svg, too, which needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 from lightning_topk.lab.bench.race import RACERS
 from lightning_topk.lab.papers import curves
 from lightning_topk.lab.papers.learning import METHODS, OURS, TASKS, Task, run_key
-from lightning_topk.lab.report import markdown, spread
+from lightning_topk.lab.report import Result, draw, markdown, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
@@ -115,6 +116,34 @@ def saving_curves() -> str:
     return markdown(rows)
 
 
+def images() -> str:
+    """Accuracy on images, with and without masking of SGD's momentum."""
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    learners = {each.name: each for each in curves.IMAGES}
+    rows = []
+    for model, words in (("convnet", "convnet"), ("resnet20", "ResNet-20")):
+        plain, masked = learners[f"{model}, SGD"], learners[f"{model}, SGD masked"]
+        ways = {"dense": (plain, 0.0), "`saving=50`": (plain, 50.0), "and `momentum_masking=True`": (masked, 50.0)}
+        for steps in curves.LENGTHS:
+            row: dict[str, Any] = {"model": words, "steps": f"{steps:,}"}
+            for way, (learner, saving) in ways.items():
+                keys = (curves.run_key(learner, steps, saving, seed) for seed in range(3))
+                measured = [found[key]["accuracy"] for key in keys if key in found]
+                error = f" ± {stdev(measured) / math.sqrt(len(measured)):.2f}" if len(measured) > 1 else " (1 seed)"
+                row[way] = f"{mean(measured):.2f}{error}" if measured else ""
+            if any(row[way] for way in ways):
+                rows.append(row)
+    return markdown(rows)
+
+
+def draw_saving_curves() -> None:
+    """Draws the gap to dense training over the saving, learner by learner."""
+    result = Result("saving-curves", "", "")
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    curves.enter(result, (*curves.LEARNERS, *curves.IMAGES), curves.LENGTHS, sorted(curves.SAVINGS), 3, found)
+    draw(result.panels, RUNS / "saving-curves.svg")
+
+
 def recipes() -> str:
     """Loss on held-out data of all that was tried, after 300 steps with the first seed."""
     sys.path.append(str(ROOT / "examples" / "recipes"))
@@ -139,6 +168,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "learning-short": lambda: learning(peers=False),
     "saving-curves": saving_curves,
+    "images": images,
     "recipes": recipes,
 }
 
@@ -153,7 +183,11 @@ def main() -> None:
     """Writes the tables, or checks them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
-    check, old = parser.parse_args().check, []
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures, too")
+    options = parser.parse_args()
+    check, old = options.check, []
+    if options.pictures:
+        draw_saving_curves()
     for page in PAGES:
         text = page.read_text()
         if filled(text) != text:

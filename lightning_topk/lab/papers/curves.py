@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.config import SAVING, TopKConfig, check_count
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, resume, train
@@ -129,7 +129,7 @@ def run(
         ),
         key=lambda each: each[1] * (each[3] + 1),
     )
-    jobs = {_key(*each): partial(_train, *each, data) for each in plan}
+    jobs = {run_key(*each): partial(_train, *each, data) for each in plan}
     found = resume(jobs, "saving-curves", out / "saving-curves.jsonl", minutes)
     result = Result(
         "saving-curves",
@@ -139,12 +139,7 @@ def run(
         "same seed, batches and steps: points of accuracy on held-out images, or percent of the loss on held-out "
         "text; mean ± standard error.",
     )
-    points = gaps(chosen, sorted(lengths), sorted(savings), seeds, found)
-    for learner in chosen:
-        mine = {key: point for key, point in points.items() if key[0] == learner.name}
-        if mine:
-            _enter(result, learner, mine, found, seeds)
-    _enter_law(result, points)
+    enter(result, chosen, sorted(lengths), sorted(savings), seeds, found)
     return result
 
 
@@ -164,12 +159,17 @@ class Point:
     seeds: int
     sends: float
 
+    @property
+    def shown_error(self) -> float:
+        """The length of its error bar."""
+        return 0.0 if math.isnan(self.error) else self.error
+
     def __str__(self) -> str:
         return f"{self.gap:+.2f}" + (f" ± {self.error:.2f}" if self.seeds > 1 else " (1 seed)")
 
 
-def _key(learner: Learner, steps: int, saving: float, seed: int) -> str:
-    """What a run is known by."""
+def run_key(learner: Learner, steps: int, saving: float, seed: int) -> str:
+    """What a run is known by in ``saving-curves.jsonl``; zero is dense training."""
     amount = f"saving {saving:g}" if saving else "dense"
     name = learner.name if saving else learner.name.removesuffix(MASKED)  # dense training is the same
     return f"{name}, lr {learner.lr:g}, batch {learner.batch}, {steps} steps, {amount}, seed {seed}"
@@ -211,7 +211,7 @@ def gaps(
             for saving in savings:
                 gaps = []
                 for seed in range(seeds):
-                    ours, dense = (found.get(_key(learner, steps, amount, seed)) for amount in (saving, 0.0))
+                    ours, dense = (found.get(run_key(learner, steps, amount, seed)) for amount in (saving, 0.0))
                     if ours is not None and dense is not None:
                         gaps.append(
                             100 * (ours["held"] / dense["held"] - 1)
@@ -225,7 +225,54 @@ def gaps(
     return points
 
 
-def _enter(
+def enter(
+    result: Result,
+    learners: Sequence[Learner],
+    lengths: Sequence[int],
+    savings: Sequence[float],
+    seeds: int,
+    found: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Enters the tables and the curves of learners, and the law that they follow.
+
+    Args:
+        result: Where.
+        learners: The learners.
+        lengths: Steps of their runs.
+        savings: Savings of their runs.
+        seeds: Runs of each.
+        found: All runs that there are.
+    """
+    points = gaps(learners, lengths, savings, seeds, found)
+    for learner in learners:
+        mine = {key: point for key, point in points.items() if key[0] == learner.name}
+        if mine:
+            _enter_learner(result, learner, mine, found, seeds)
+    for text in (False, True):
+        _enter_lengths(result, [learner for learner in learners if learner.text == text], points, savings)
+    _enter_law(result, points)
+
+
+def _enter_lengths(
+    result: Result,
+    learners: Sequence[Learner],
+    points: Mapping[tuple[str, int, float], Point],
+    savings: Sequence[float],
+) -> None:
+    """Enters the curves of learners over the length of their runs, at the default saving."""
+    saving = SAVING if SAVING in savings else savings[0]
+    unit = "% of the loss on held-out text" if learners and learners[0].text else "points of accuracy"
+    panel = Panel(f"saving={saving:g}", "steps of the run", xlog=True, ylabel=f"gap to dense, {unit}", level=0.0)
+    for learner in learners:
+        mine = {key[1]: point for key, point in points.items() if (key[0], key[2]) == (learner.name, saving)}
+        if len(mine) > 1:
+            panel.curves[learner.name] = ([*mine], [point.gap for point in mine.values()])
+            panel.errors[learner.name] = [point.shown_error for point in mine.values()]
+    if panel.curves:
+        result.panels.append(panel)
+
+
+def _enter_learner(
     result: Result,
     learner: Learner,
     points: Mapping[tuple[str, int, float], Point],
@@ -238,14 +285,14 @@ def _enter(
     rows = []
     for steps in sorted({key[1] for key in points}):
         of_length = {key[2]: point for key, point in points.items() if key[1] == steps}
-        dense = [found[key] for seed in range(seeds) if (key := _key(learner, steps, 0.0, seed)) in found]
+        dense = [found[key] for seed in range(seeds) if (key := run_key(learner, steps, 0.0, seed)) in found]
         quality = mean(each["held" if learner.text else "accuracy"] for each in dense)
         row: dict[str, Any] = {"steps": steps, "dense": f"{quality:.3f}" if learner.text else f"{quality:.2f} %"}
         rows.append(row | {f"{saving:g}x": str(point) for saving, point in of_length.items()})
         savings, shown = [*of_length], [*of_length.values()]
         label = f"{steps:,} steps"
         panel.curves[label] = (savings, [point.gap for point in shown])
-        panel.errors[label] = [0.0 if math.isnan(point.error) else point.error for point in shown]
+        panel.errors[label] = [point.shown_error for point in shown]
     result.tables[f"{learner.name}, lr {learner.lr:g}, batch {learner.batch} a worker: gap to dense, {unit}"] = rows
     result.panels.append(panel)
 
