@@ -102,6 +102,14 @@ def test_every_command_is_described_on_a_page():
     assert [name for name in __main__.bench.BENCHES if f"bench {name}" not in text] == []
 
 
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / ".ci" / "reference" / "index.rst").read_text()
+    modules = ("schedule", "fabric", "metrics", "select")
+    whole = {name for module in modules for name in dir(getattr(lightning_topk, module)) if module in page}
+    missing = [name for name in lightning_topk.__all__ if f"lightning_topk.{name}" not in page and name not in whole]
+    assert missing == ["__version__"]
+
+
 def test_tables_are_those_of_the_committed_runs():
     source = spec_from_file_location("tables", ROOT / ".ci" / "tables.py")
     tables = module_from_spec(source)
