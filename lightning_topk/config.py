@@ -56,8 +56,8 @@ class TopKConfig:
         momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
             optimizer's own must then be 0.
         momentum_masking: Whether the momentum of an entry ends when the entry is sent: that of ``momentum``, on the
-            worker (Lin et al. 2018); or, where ``momentum`` is 0, that of torch's SGD, when the entry is delivered.
-            Default: True with ``momentum``, else False.
+            worker (Lin et al. 2018); or, where ``momentum`` is 0, that of torch's SGD, when the entry is delivered: one
+            that is delivered in every step then moves as without momentum. Default: True with ``momentum``, else False.
         beta1: The first beta with which torch's Adam and AdamW step, in [0, 1). ``param_groups`` are restored after
             each step, and a group keeps its own if all of it is in ``dense_parameters``. Default: 0 with ``saving``,
             else their own.
