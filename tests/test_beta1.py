@@ -31,7 +31,7 @@ class Twice(AdamW):
 
     def step(self, closure=None):
         closure()
-        return super().step(closure)
+        return closure()
 
 
 class Scaled(Adam):
@@ -165,7 +165,7 @@ def test_an_update_that_failed_leaves_nothing_behind():
 
 
 def test_two_lenders_do_not_lend_on_top_of_each_other():
-    parameter, lenders = nn.Parameter(torch.ones(3)), [Lender(), Lender()]
+    parameter, lenders, seen = nn.Parameter(torch.ones(3)), [Lender(), Lender()], []
     for kind in (Derived, Twice):
         optimizer = kind([parameter], betas=OWN)
         AdamW([parameter])  # so that torch calls hooks in AdamW.step, and in that of Derived once more
@@ -173,8 +173,9 @@ def test_two_lenders_do_not_lend_on_top_of_each_other():
             lend_beta1([optimizer], beta1, lender)
         for _ in range(2):
             parameter.grad = torch.ones(3)
-            optimizer.step(closure=lambda: torch.ones(()))
+            optimizer.step(closure=lambda groups=optimizer.param_groups: seen.append(groups[0]["betas"]))
             assert optimizer.param_groups[0]["betas"] == OWN
+    assert set(seen) == {OWN}, "a closure saw what was lent"
 
 
 def test_schedules_and_betas_as_tensors_are_kept():
@@ -197,7 +198,7 @@ def test_schedules_and_betas_as_tensors_are_kept():
     Beta1.of(optimizer).prepare(optimizer)  # to step with these needs CUDA
     assert group["betas"][0] == 0
     assert isinstance(group["betas"][0], torch.Tensor)
-    Beta1.of(optimizer)._give_back()
+    Beta1.of(optimizer).reset()
     assert group["betas"][0] is own[0]
 
 

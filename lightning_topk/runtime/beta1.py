@@ -28,9 +28,8 @@ class Beta1(Prepared):
     def __init__(self, optimizer: Optimizer) -> None:
         self._lent: list[tuple[dict[str, Any], Any, Any]] = []
         """Parameter groups whose betas are overridden: the group, its own betas, and the overriding ones."""
-        optimizer.register_step_pre_hook(self._give_back)  # after an update that failed, the post hook did not run
         super().__init__(optimizer)
-        optimizer.register_step_post_hook(self._give_back)
+        optimizer.register_step_post_hook(lambda *_: self.reset())
         optimizer.register_state_dict_post_hook(self._saved)
 
     def _wanted(self, group: dict[str, Any]) -> float | None:
@@ -40,7 +39,7 @@ class Beta1(Prepared):
     @override
     def prepare(self, optimizer: Optimizer) -> None:
         """Overrides betas."""
-        self._give_back()  # a step inside a step, or a closure that is called twice
+        self.reset()  # a step inside a step prepares twice
         for group in optimizer.param_groups:
             beta1 = self._wanted(group)
             if beta1 is not None:
@@ -49,7 +48,9 @@ class Beta1(Prepared):
                 group["betas"] = lent
                 self._lent.append((group, betas, lent))
 
-    def _give_back(self, *_: Any) -> None:
+    @override
+    def reset(self) -> None:
+        """Restores the groups' own betas."""
         for group, own, lent in self._lent:
             if group["betas"] is lent:
                 group["betas"] = own

@@ -22,6 +22,10 @@ class Masking(Prepared):
     """Zeroes an optimizer's momentum buffers where gradients are nonzero; requesters name their parameters."""
 
     @override
+    def reset(self) -> None:
+        """There is nothing to undo."""
+
+    @override
     @torch.no_grad()
     def prepare(self, optimizer: Optimizer) -> None:
         for parameters in self.wanted.values():

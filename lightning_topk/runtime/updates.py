@@ -26,7 +26,7 @@ class Prepared(ABC):
     def __init__(self, optimizer: Optimizer) -> None:
         self.wanted: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """What each requester wants, as long as it lives."""
-        _before_update(optimizer, self.prepare)
+        _before_update(optimizer, self.reset, self.prepare)
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self:
@@ -44,20 +44,26 @@ class Prepared(ABC):
                 cls.of(optimizer).wanted.pop(requester, None)
 
     @abstractmethod
+    def reset(self) -> None:
+        """Undoes what :meth:`prepare` did, if a failed update left it so, or if a closure is called again."""
+
+    @abstractmethod
     def prepare(self, optimizer: Optimizer) -> None:
         """Does what is wanted. Gradients are there; the parameters are still those of the step before."""
 
 
-def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> None:
-    """Calls ``prepare`` in each ``optimizer.step()``; if that was given a closure, after the closure."""
+def _before_update(optimizer: Optimizer, reset: Callable[[], None], prepare: Callable[[Optimizer], None]) -> None:
+    """Calls ``reset`` and ``prepare`` in each ``optimizer.step()``: before and after its closure, if it has one."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reset()
         given = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(given):
             prepare(optimizer)
             return None
 
         def closure() -> Any:
+            reset()
             loss = given()
             prepare(optimizer)
             return loss

@@ -26,6 +26,7 @@ SAVINGS = (50, 200, 1000, 25, 100, 400, 10)
 """Savings, the most useful first."""
 LENGTHS = (300, 1000, 3000, 10_000)
 MASKED = " masked"
+"""How the name of a learner ends that has its momentum masked."""
 
 
 @dataclass(frozen=True)
