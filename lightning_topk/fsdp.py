@@ -259,10 +259,7 @@ def attach(
     residuals = residuals or Residuals()
     units = units_of(model, residuals.stand_ins)
     _check_group(units, replicas)
-    for unit in units:
-        user = getattr(getattr(unit.hook, "func", None), "__self__", None)
-        if unit.hook is not None and not (isinstance(user, ShardState) and user.groups is None):
-            raise RuntimeError(f"FSDP calls a hook with the gradient of {unit} already. Close the earlier state first.")
+    _check_hooks(units)
     with device_of(model):
         state = ShardState(
             units,
@@ -277,15 +274,11 @@ def attach(
             announce=announce,
         )
         try:
-            copies = _copied_inside(state, units)
             names = {member: name for unit in units for member, name in unit.names.items()}
-            state.buckets.name(names, copies)
+            state.buckets.name(names, _copied_inside(state, units))
             if isinstance(optimizer, Optimizer):
                 state.follow_optimizers()
-            shards = {"the shard that a rank holds": units[0].ranks.index(dist.get_rank())}
-            remedy = "process_group= must be the ranks that hold the same shard, one on each node."
-            check_agreement(shards, remedy, replicas)
-            check_same_model(model, replicas)
+            _check_replicas(model, units, replicas)
         except (RuntimeError, ValueError):
             state.close()
             raise
@@ -295,6 +288,22 @@ def attach(
             unit.watch_use()
             unit.set_hook(partial(state.exchange, unit), state.lane(unit.device).stream)
     return state
+
+
+def _check_hooks(units: Sequence[Unit]) -> None:
+    """Refuses units whose gradients go to another hook."""
+    for unit in units:
+        user = getattr(getattr(unit.hook, "func", None), "__self__", None)
+        if unit.hook is not None and not (isinstance(user, ShardState) and user.groups is None):
+            raise RuntimeError(f"FSDP calls a hook with the gradient of {unit} already. Close the earlier state first.")
+
+
+def _check_replicas(model: torch.nn.Module, units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
+    """Refuses replicas that hold other shards, or that are of other models."""
+    shards = {"the shard that a rank holds": units[0].ranks.index(dist.get_rank())}
+    remedy = "process_group= must be the ranks that hold the same shard, one on each node."
+    check_agreement(shards, remedy, replicas)
+    check_same_model(model, replicas)
 
 
 def _check_config(config: TopKConfig) -> None:

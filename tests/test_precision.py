@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from test_gloo import every_rank, flat_gradient, mean_over_ranks, sum_of, undelivered
-from test_laws import ON_NODES, routes
+from test_laws import ON_NODES, ROUTES, routes
 from test_lightning import Model, fit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +43,9 @@ def spoil(net: nn.Module, how: str) -> list[torch.utils.hooks.RemovableHandle]:
         return grad
 
     return [net[1].weight.register_hook(poison)]
+
+
+MEMORIES = [{"scope": "model"}, {"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}]
 
 
 def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str, settings: dict, fused: bool) -> None:
@@ -88,16 +91,20 @@ def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str,
         torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
 
 
-@routes
-@pytest.mark.parametrize("how", ["inf", "nan", "everywhere"])
+@pytest.mark.parametrize(
+    ("topology", "bidirectional", "how"),
+    [*((*route, "inf") for route in ROUTES), ("sharded", True, "nan"), ("allgather", False, "everywhere")],
+)
 def test_a_skipped_step_leaves_all_residuals_as_they_were(groups, topology, bidirectional, how):
     groups(3).run(skipped, topology, bidirectional, how, {}, False)
 
 
-@routes
 @pytest.mark.parametrize(
-    "settings",
-    [{"scope": "model"}, {"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}],
+    ("topology", "bidirectional", "settings"),
+    [
+        *(("sharded", True, settings) for settings in MEMORIES),
+        *((*route, settings) for route, settings in zip(ROUTES[1:4], MEMORIES, strict=True)),
+    ],
 )
 def test_a_skipped_step_leaves_residuals_in_every_scope_and_memory_and_with_fused_optimizers(
     groups, topology, bidirectional, settings

@@ -78,6 +78,14 @@ COLOURS = {
     "PowerSGD 1": "#56b4e9",
     "PowerSGD 2": "#0072b2",
     "PowerSGD 4": "#3b3b98",
+    "topk": "#0072b2",
+    "uni": "#0072b2",
+    "bidirectional_topk": "#d55e00",
+    "bi": "#d55e00",
+    "gaussiank": "#009e73",
+    "trimmed": "#e69f00",
+    "dgc": "#cc79a7",
+    "randk": "#999999",
 }
 """One colour a method, in every picture; told apart by colour-blind people too (after Okabe and Ito)."""
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b4513", "#3b3b98", "#999999")
@@ -210,7 +218,8 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, panel in zip(axes.flat, panels, strict=False):
-        others = iter(OTHERS * len(panel.curves))
+        taken = {COLOURS[label] for label in panel.curves if label in COLOURS}
+        others = iter([colour for colour in OTHERS if colour not in taken] * len(panel.curves))
         lines = []
         for label, (x, y) in panel.curves.items():
             colour = COLOURS.get(label) or next(others)
@@ -219,10 +228,11 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
                 axis.errorbar(x, y, panel.errors[label], color=colour, linestyle="", linewidth=0.8, capsize=2)
         axis.set_title(panel.title, loc="left", fontsize="medium")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
-        for scale, name in ((axis.xaxis, "x" * panel.xlog), (axis.yaxis, "y" * panel.ylog)):
+        for scale, name, room in ((axis.xaxis, "x" * panel.xlog, 2), (axis.yaxis, "y" * panel.ylog, 5)):
             if name:
                 (axis.set_xscale if name == "x" else axis.set_yscale)("log")
-                scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                low, high = scale.get_view_interval()
+                scale.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 10**room else (1,)))
                 scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
                 scale.set_minor_formatter(NullFormatter())
         if panel.level is not None:

@@ -19,6 +19,7 @@ from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.planning.volume import size
 from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.runtime.telemetry import Report
 from lightning_topk.schedule import LATE
 
 if TYPE_CHECKING:
@@ -140,30 +141,38 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is None or not state.exchanged:
             return
-        if self._steps == 0 and state.world > 1:
-            state.measure_link()
-        report = state.report()
         if self._steps == 0:
             self._since = trainer.global_step - len(trainer.optimizers)
+            if state.world > 1:
+                state.measure_link()
+        report = state.report()
         self._steps += 1
-        self._total.update(**report.bytes)
         dense = state.telemetry.dense_seconds(report)
         if state.config.fixed_topology is not None:  # "auto" does its own comparison
             self._compare(dense, report.seconds, trainer, state.config.at(LATE, LATE).ratio)
+        values = self._every_step(state, report)
+        if state.measure:
+            values |= self._log_step(trainer, state, report, dense)
+        # A call of Lightning's log takes a millisecond, and loggers take values at log steps only.
+        for name in values if state.measure else EVERY_STEP:
+            pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving")
+
+    def _every_step(self, state: ExchangeState, report: Report) -> dict[str, torch.Tensor]:
+        """What is known of a step without waiting or reading data: bytes and densities, of it and of all steps."""
+        self._total.update(**report.bytes)
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
         values = dict(step.compute())
+        sent = values.pop("total_bytes")
         now, before, self._last = time.perf_counter(), self._last, time.perf_counter()
         if self._steps > 1:
-            values["mbit_per_second"] = 8e-6 * values["total_bytes"] / (now - before)
-        if self._steps == SETTLED + COMPARED and values["broadcast_bytes"] > values["total_bytes"]:
-            buffers, gradients = (size(float(values[f"{kind}_bytes"])) for kind in ("broadcast", "total"))
+            values["mbit_per_second"] = 8e-6 * sent / (now - before)
+        if self._steps == SETTLED + COMPARED and values["broadcast_bytes"] > sent:
             rank_zero_info(
-                f"lightning_topk: before each step DDP broadcasts buffers, {buffers} from rank 0, more than the "
-                f"{gradients} of gradients. TopKStrategy(broadcast_buffers=False) leaves that out; each rank then "
-                "keeps its own, such as the statistics of batch norm."
+                f"lightning_topk: before each step DDP broadcasts buffers, {size(float(values['broadcast_bytes']))} "
+                f"from rank 0, more than the {size(float(sent))} of gradients. TopKStrategy(broadcast_buffers=False) "
+                "leaves that out; each rank then keeps its own, such as the statistics of batch norm."
             )
-        del values["total_bytes"]
         values["bound"] = torch.tensor((1 - report.kept / report.elements) ** 2)
         for name, total in self._total.compute().items():
             if name.endswith("_bytes"):
@@ -173,24 +182,34 @@ class CompressionMonitor(Callback):
         self._ratio = report.kept / report.elements
         values["ratio"] = torch.tensor(self._ratio)
         values["average_ratio"] = torch.tensor(self._kept / self._elements)
-        if state.measure:
-            values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
-            values["selected_ratio"] = torch.tensor(report.selected / report.elements)
-            local = torch.cat([report.energy.view(-1), state.residuals.energy()]).to(trainer.strategy.root_device)
-            values |= _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
-            values["exchange_seconds"] = torch.tensor(report.seconds)
-            values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
-            if dense is not None:
-                values["dense_seconds"] = torch.tensor(dense)
-            self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
-            values["average_error"] = torch.tensor(mean(error for error, *_ in self._measured))
-            shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
-            if shown:
-                values |= _by_layer(trainer, state, report.layers, shown)
-                _draw_histograms(trainer, state, shown)
-        # A call of Lightning's log takes a millisecond, and loggers take values at log steps only.
-        for name in values if state.measure else EVERY_STEP:
-            pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving")
+        return values
+
+    def _log_step(
+        self, trainer: Trainer, state: ExchangeState, report: Report, dense: float | None
+    ) -> dict[str, torch.Tensor]:
+        """What is measured at log steps only: errors and residuals, which all ranks reduce, times, and layers.
+
+        Args:
+            trainer: The Trainer.
+            state: The state.
+            report: The step's report.
+            dense: Estimated duration of dense all-reduces in seconds; None if unknown.
+        """
+        local = torch.cat([report.energy.view(-1), state.residuals.energy()]).to(trainer.strategy.root_device)
+        values = _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
+        values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
+        values["selected_ratio"] = torch.tensor(report.selected / report.elements)
+        values["exchange_seconds"] = torch.tensor(report.seconds)
+        values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
+        if dense is not None:
+            values["dense_seconds"] = torch.tensor(dense)
+        self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
+        values["average_error"] = torch.tensor(mean(error for error, *_ in self._measured))
+        shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
+        if shown:
+            values |= _by_layer(trainer, state, report.layers, shown)
+            _draw_histograms(trainer, state, shown)
+        return values
 
     def _compare(self, dense: float | None, seconds: float, trainer: Trainer, end: Any) -> None:
         """Records the duration of a step's exchanges, and warns once if dense all-reduces would be faster.

@@ -29,7 +29,10 @@ def run() -> Result:
         against="published",
     )
     vectors = {**drawn(numel), **trained()}
-    panel = Panel("‖u - TopK(u)‖² / ‖u‖²", "k / d", xlog=True)
+    panels = [
+        Panel(title, "k / d", xlog=True, ylabel="‖u - TopK(u)‖² / ‖u‖²")
+        for title in ("drawn vectors", "g + e in training")
+    ]
     rows, sharp, general = [], {}, {}
     for name, u in vectors.items():
         errors = [error(u, ratio) for ratio in RATIOS]
@@ -37,13 +40,14 @@ def run() -> Result:
         sharp[name] = all(e <= (1 - k) ** 2 * (1 + 1e-6) for e, k in zip(errors, kept, strict=True))
         general[name] = all(e <= (1 - k) * (1 + 1e-6) for e, k in zip(errors, kept, strict=True))
         rows.append({"vector": name, **{f"{r:g}": f"{e:.4f}" for r, e in zip(RATIOS, errors, strict=True)}})
-        panel.curves[name] = (RATIOS, errors)
+        panels[", step" in name].curves[name] = (RATIOS, errors)
     for label, power in (("(1 - k/d)²", 2), ("1 - k/d", 1)):
         limits = [(1 - ratio) ** power for ratio in RATIOS]
         rows.append({"vector": label, **{f"{r:g}": f"{limit:.4f}" for r, limit in zip(RATIOS, limits, strict=True)}})
-        panel.curves[label] = (RATIOS, limits)
+        for panel in panels:
+            panel.curves[label] = (RATIOS, limits)
     result.tables["Relative error by ratio"] = rows
-    result.panels.append(panel)
+    result.panels += panels
     bells = [name for name in vectors if name != "±1"]
     misses = [name for name in bells if not sharp[name]]
     signs = error(vectors["±1"], 0.1)

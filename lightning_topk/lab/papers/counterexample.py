@@ -162,5 +162,7 @@ def run() -> Result:
         ("opposite workers, lr 0.1: the last 100 steps", range(5900, 6000), last),
         ("the thesis's toy, lr 0.01, one seed", range(0, 1000, 5), whole),
     ):
-        result.panels.append(Panel(title, "step", {s: (list(steps), y) for s, y in curves.items()}, ylog=True))
+        panel = Panel(title, "step", ylog=True, ylabel="gap to the least loss")
+        panel.curves = {system: (list(steps), path) for system, path in curves.items()}
+        result.panels.append(panel)
     return result

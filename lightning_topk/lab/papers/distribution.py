@@ -28,7 +28,7 @@ def run() -> Result:
     for model in ("mlp", "cnn", "lstm"):
         pairs = watched(model, config, 4, STEPS)
         for name, side in (("g", 0), ("g + e", 1)):
-            panel = Panel(f"{model}: {name}, in standard deviations", "value / std", ylog=True)
+            panel = Panel(f"{model}: {name}", "value / std", ylog=True, ylabel="probability density")
             for step, pair in zip(STEPS, pairs, strict=True):
                 u = pair[side].double()
                 panel.curves[f"step {step}"] = histogram(u)
@@ -67,10 +67,11 @@ def watched(model: str, config: TopKConfig, workers: int, steps: Sequence[int]) 
 
 
 def histogram(u: Tensor) -> tuple[list[float], list[float]]:
-    """Centres of bins in standard deviations, and the density there."""
+    """Centres of the bins that are not empty, in standard deviations, and the density there."""
     scaled = (u - u.mean()) / u.std()
     density, edges = torch.histogram(scaled, bins=61, range=(-6.0, 6.0), density=True)
-    return ((edges[1:] + edges[:-1]) / 2).tolist(), density.clamp(min=1e-5).tolist()
+    filled = density > 0
+    return ((edges[1:] + edges[:-1]) / 2)[filled].tolist(), density[filled].tolist()
 
 
 def statistics(u: Tensor) -> dict[str, float]:

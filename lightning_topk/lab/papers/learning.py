@@ -224,9 +224,9 @@ def run(
             for name, runs in rows.items()
         ]
         _judge(result, task, rows)
-        quality = "loss on held-out text" if task.text else "accuracy, %"
-        title = f"{quality}: {task.model}, {task.workers} workers, {task.steps} steps"
-        panel = Panel(title, "bytes a rank and run", xlog=True)
+        quality = "loss on held-out text" if task.text else "held-out accuracy, %"
+        title = f"{task.model}, {task.workers} workers, {task.steps} steps"
+        panel = Panel(title, "bytes a rank and run", xlog=True, ylabel=quality)
         panel.curves = {name: ([_mean(runs, "bytes")], [_quality(task, runs)]) for name, runs in rows.items()}
         result.panels.append(panel)
     return result

@@ -69,7 +69,7 @@ def _times(result: Result, device: torch.device, where: str) -> dict[str, float]
         if numel == 10**7:
             passes = {name: took / unit for name, took in taken.items()}
     result.tables["Time"] = rows
-    panel = Panel(f"time on a normal vector ({where})", "d", xlog=True, ylog=True)
+    panel = Panel(f"a normal vector of d entries ({where})", "d", xlog=True, ylog=True, ylabel="seconds")
     panel.curves = {name: (SIZES, curves[name]) for name in SELECTORS}
     result.panels.append(panel)
     return passes

@@ -34,7 +34,7 @@ def run() -> Result:
         "union cannot pass d / k.",
         against="published",
     )
-    panel = Panel("union of selections / k", "workers", xlog=True, ylog=True)
+    panel = Panel("what one server delivers", "workers", xlog=True, ylog=True, ylabel="union of selections / k")
     jobs = {(r, n): partial(_union, model, r, n) for r, (model, counts) in RUNS.items() for n in reversed(counts)}
     sizes = run_all(jobs, "saving")
     unions: dict[float, dict[int, float]] = {}

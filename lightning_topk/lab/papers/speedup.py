@@ -64,8 +64,8 @@ def run() -> Result:
         {"system": system, **{rate: seconds[rate][system] for rate in RATES}} for system in SYSTEMS
     ]
     curves = {system: ([*RATES.values()], [seconds[rate][system] for rate in RATES]) for system in SYSTEMS}
-    title = f"seconds of a step ({'measured' if real else 'modelled'})"
-    result.panels.append(Panel(title, "bit/s", {**curves}, xlog=True, ylog=True))
+    title = f"an exchange of {NUMEL:,} entries, {'measured' if real else 'modelled'}"
+    result.panels.append(Panel(title, "rate of the link, bit/s", {**curves}, xlog=True, ylog=True, ylabel="seconds"))
     for other, published in (("dense", 2.33), ("topk by torch.topk", 3.63), ("dgc", 1.51)):
         seen = seconds["10gbit"][other] / seconds["10gbit"]["gaussiank"]
         result.check(

@@ -87,7 +87,7 @@ def sweep(systems: Mapping[S, Callable[..., Run]], grid: Sequence[float], seeds:
 
 def panel(title: str, tuned: Mapping[str, Tuned]) -> Panel:
     """The losses by learning rate, cut off at 10."""
-    result = Panel(title, "learning rate", xlog=True, ylog=True)
+    result = Panel(title, "learning rate", xlog=True, ylog=True, ylabel="final training loss")
     for name, each in tuned.items():
         result.curves[name] = ([*each.runs], [min(loss, 10.0) for loss in each.losses().values()])
     return result
@@ -132,7 +132,7 @@ def run() -> Result:
         }
         for system, each in tuned.items()
     ]
-    result.panels.append(panel("final training loss", tuned))
+    result.panels.append(panel(f"mean of {SEEDS} seeds", tuned))
     uni, bi, same, widest = (tuned[name] for name in ("uni", "bi", "bi, equal bytes", "bi, server ratio x8"))
     result.check(
         "bi as accurate as uni at equal k, tuned",
