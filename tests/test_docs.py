@@ -151,10 +151,10 @@ before = model.net.weight.clone()
 
 @pytest.mark.trainer
 def test_the_first_lines_of_the_readme_train(tmp_path):
-    """As they are typed, but on one device: four would start the script again."""
+    """As they are typed, but on one node."""
     (code,) = blocks(ROOT / "README.md", "python")
-    assert "devices=4" in code
+    assert "num_nodes=4" in code
     quick = "devices=1, accelerator='cpu', max_steps=2, logger=False, enable_checkpointing=False"
     path = tmp_path / "first.py"
-    path.write_text(f"{MODEL}\n{code.replace('devices=4', quick)}\nprint((model.net.weight != before).any().item())")
+    path.write_text(f"{MODEL}\n{code.replace('num_nodes=4', quick)}\nprint((model.net.weight != before).any().item())")
     assert script(path, log=tmp_path / "log", folder=tmp_path).rstrip().endswith("True")

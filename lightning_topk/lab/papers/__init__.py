@@ -47,7 +47,7 @@ def declare(commands: Any) -> None:
     parser = commands.add_parser("reproduce", help=about, description=f"Measures {about}, and writes a report.")
     add_strict(parser)
     out: dict[str, Any] = {"type": Path, "metavar": "DIR", "help": "folder for files (default: reproduced)"}
-    parser.add_argument("--all", action="store_true", help="all claims, one after the other")
+    parser.add_argument("--all", action="store_true", help="all claims of the papers, one after the other")
     parser.add_argument("--out", default=Path("reproduced"), **out)
     names = parser.add_subparsers(metavar="NAME")
     claims = {name: add_command(names, name, function) for name, function in (CLAIMS | EXPERIMENTS).items()}
