@@ -76,8 +76,8 @@ class Optimizers:
                 self._say(message)
         elif self._config.averages and self._config.momentum_masking is None and _convolves(now, compressed):
             self._say(
-                "lightning_topk: a model with convolutions and SGD with momentum: try momentum_masking=True, with which "
-                "such a model learned better on CIFAR-10 (the guide on learning). momentum_masking=False leaves "
+                "lightning_topk: a model with convolutions and SGD with momentum: try momentum_masking=True, with "
+                "which such a model learned better on CIFAR-10 (the guide on learning). momentum_masking=False leaves "
                 "momentum as it is."
             )
         if self._scaler is not None:
