@@ -115,7 +115,7 @@ class ShardState(ExchangeState):
         # On CPU the hook is waited for. On CUDA only the time after the backward pass is seen: see _end_pass.
         ready = lane.mark() if self.timing and not g.is_cuda else None
         job = self.job(bucket, f"the gradient of {unit}", None)
-        lane.run(partial(self._exchanger.run, Batch([g], [bucket], [job], self.timing, ready), lane))
+        lane.run(self._exchanger.run(Batch([g], [bucket], [job], self.timing, ready), lane))
         self._buckets.append(bucket)
         self.telemetry.meter.bytes["intra_node"] += unit.node_bytes(g)
 
@@ -148,7 +148,7 @@ class ShardState(ExchangeState):
             # What the hook's stream has left to do now was not hidden behind the backward pass.
             batch = Batch([], [], [], timed, lane.mark() if timed else None, tuning)
             with nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream):
-                lane.run(partial(self._exchanger.run, batch, lane))
+                lane.run(self._exchanger.run(batch, lane))
         self.end_pass(buckets)
 
     @override

@@ -171,9 +171,14 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(groups):
 
 def test_an_idle_lane_has_no_thread_and_works_again():
     lane, found = ThreadLane(), []
+
+    def give(number):
+        yield
+        return [torch.tensor(number)]
+
     for number in range(3):
         promised, future = lane.promise()
-        lane.submit(lambda number=number: [torch.tensor(number)], [promised])
+        lane.submit(give(number), [promised])
         found.append(int(future.wait()))
         assert lane._thread is not None
         deadline = time.monotonic() + 20 * IDLE

@@ -81,8 +81,8 @@ def test_a_slow_rank_is_waited_for(groups):
     assert one == other > 0
 
 
-def struck(rank: int, world: int, blow: str) -> tuple[str, float]:
-    """Rank 1 is struck in the exchange of the third step; the others tell what they see, and after how many seconds."""
+def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
+    """Rank 1 is struck in the exchange of the third step; ranks tell what they see, when, and the time of closing."""
     ddp = DistributedDataParallel(net_of_four_layers(), bucket_cap_mb=0.001)
     state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=4))
     perform, count = drive.perform, [0]
@@ -94,6 +94,8 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float]:
                 os.kill(os.getpid(), signal.SIGKILL)
             elif blow == "hangs":
                 time.sleep(9)
+            elif blow == "raises":
+                raise MemoryError("no memory left")
             elif count[0] == 9:
                 request.payload.view(-1)[3] ^= 4
         return perform(request, *args)
@@ -109,29 +111,31 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float]:
             message = str(error)
             break
     took = time.monotonic() - begin
+    begin = time.monotonic()
     state.close()
-    return message, took
+    return message, took, time.monotonic() - begin
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("blow", ["killed", "hangs", "damages"])
+@pytest.mark.parametrize("blow", ["killed", "hangs", "raises", "damages"])
 def test_if_one_rank_fails_the_others_end_in_time_and_name_exchange_bucket_and_timeout(blow):
     group = Group(3)
     for pipe in group._pipes:
         pipe.send_bytes(pickle.dumps((struck, (blow,))))
     answers = {}
-    for rank in (0, 2):
+    for rank in (0, 1, 2) if blow == "raises" else (0, 2):
         assert group._pipes[rank].poll(60), f"rank {rank} hangs"
         answers[rank] = pickle.loads(group._pipes[rank].recv_bytes())
     group.stop()
     for error, answer, _ in answers.values():
         assert error is None, error
-        message, took = answer
-        assert re.search(r"sharded exchange of bucket \d+ \(\d+ elements\) failed on rank [02] of 3", message)
+        message, took, closing = answer
+        assert re.search(r"sharded exchange of bucket \d+ \(\d+ elements\) failed on rank [012] of 3", message)
         assert "timeout of 0:00:04" in message
         assert took < 4 + 6
+        assert closing < 3
     if blow == "damages":
-        assert any("payload from rank 1 was damaged" in message for _, (message, _), _ in answers.values())
+        assert any("payload from rank 1 was damaged" in message for _, (message, *_), _ in answers.values())
 
 
 SCRIPT = """

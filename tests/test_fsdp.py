@@ -264,10 +264,10 @@ class Watched:
         self._state, self._run = state, state._exchanger._exchange
         state._exchanger._exchange = self._watch
 
-    def _watch(self, g, job):
+    def _watch(self, g, job, *others):
         mean = g.double().clone()
         dist.all_reduce(mean, group=self._state._replicas)
-        self._run(g, job)
+        yield from self._run(g, job, *others)
         for parts, before, after in zip(
             job.bucket,
             (mean / self._state.world).split([m.numel() for m in job.bucket]),

@@ -21,7 +21,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
 from lightning_topk.planning.volume import volume
-from lightning_topk.runtime.drive import Meter, dense_cost, drive
+from lightning_topk.runtime.drive import Meter, dense_cost, drive, finish
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import ThreadLane
 from lightning_topk.runtime.residuals import Residuals
@@ -452,7 +452,7 @@ def same_as_simulated(
             given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
             mine = given[rank].clone()
             codecs = make_codecs(config, end, step, selector=end.uplink.selector)
-            drive(exchange(end, mine, codecs, step), groups, Meter())
+            finish(drive(exchange(end, mine, codecs, step), groups, Meter()))
             results.append((mine, simulated.step(given)[rank]))
         for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
             results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
@@ -498,8 +498,15 @@ def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
         received.append(flat_gradient(net).double())
     expected = mean_over_ranks(torch.stack(computed))
     count = len(list(state.residuals.endpoints))
+    state.timing = True
+    begin = time.monotonic()
+    ddp(x).square().mean().backward()
+    took = time.monotonic() - begin
+    report = state.report()
     state.close()
     assert count >= 3
+    assert 0 < report.seconds < took  # what two exchanges do at the same time counts once
+    assert report.exposed_seconds <= report.seconds
     torch.testing.assert_close(torch.stack(received), expected, atol=1e-7, rtol=1e-5)
 
 
@@ -518,9 +525,8 @@ def overlapped(rank: int, world: int) -> None:
     whole, seen = state._exchanger._exchange, []
 
     def noting(*args):
-        result = whole(*args)
+        yield from whole(*args)
         finished.set()
-        return result
 
     state._exchanger._exchange = noting
     # The gradient of the first layer comes last; it waits until some bucket has gone all the way.
@@ -629,10 +635,15 @@ def after_a_failure(rank: int, world: int) -> list[str]:
 
     def fails():
         raise ValueError("first")
+        yield
 
-    for job in (fails, lambda: ran.append(1) or [torch.zeros(1)]):
+    def works():
+        ran.append(1)
+        yield
+
+    for job in (fails, works):
         promised, future = lane.promise()
-        lane.submit(job, [promised])
+        lane.submit(job(), [promised])
         try:
             future.wait()
         except Exception as error:
@@ -812,7 +823,7 @@ def regrouped(rank: int, world: int, topology: str, local: int = 1) -> None:
             codecs = make_codecs(config, end, selector=end.uplink.selector)
             g = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
             mean = mean_over_ranks(g)
-            drive(exchange(end, g, codecs), groups, Meter())
+            finish(drive(exchange(end, g, codecs), groups, Meter()))
             for parts, whole in ((produced, mean), (delivered, g.double())):
                 for i, part in zip(group, whole.split([p.numel() for p in bucket]), strict=True):
                     parts[i] = parts.get(i, 0) + part

@@ -118,9 +118,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
     monkeypatch.setattr(ddp, "GradBucket", Bucket)
 
-    def perform(request, group):
+    def perform(request, group, background):
         reply = reply_to(request, 0)
-        return reply if reply is None else reply.zero_()
+        return reply if reply is None else reply.zero_(), None
 
     monkeypatch.setattr(drive, "perform", perform)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -233,7 +233,7 @@ def test_memories_and_wires_keep_to_the_order_of_streams(gpu, monkeypatch, name)
 def test_a_lane_that_does_not_wait_for_backward_is_noticed(gpu, monkeypatch):
     def careless(lane, job, promised):
         with torch.cuda.stream(lane._stream):
-            for future, result in zip(promised, job(), strict=True):
+            for future, result in zip(promised, drive.finish(job), strict=True):
                 future.set_result(result)
 
     monkeypatch.setattr(lanes.StreamLane, "submit", careless)

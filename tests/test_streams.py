@@ -72,10 +72,60 @@ def test_a_lane_of_a_cpu_says_whether_its_work_has_ended(monkeypatch):
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
     lane, go = lanes.ThreadLane(), threading.Event()
     promised, future = lane.promise()
-    lane.submit(lambda: [torch.tensor(float(go.wait(20)))], [promised])
+
+    def wait():
+        yield
+        return [torch.tensor(float(go.wait(20)))]
+
+    lane.submit(wait(), [promised])
     assert not lane.close()
     go.set()
     assert future.wait() == 1
+
+
+@pytest.mark.parametrize("abreast", [1, 2])
+def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(abreast):
+    """A third job begins when the first has ended; results come in the order of submission."""
+    lane, all_there, log = lanes.ThreadLane(abreast), threading.Event(), []
+
+    def job(name):
+        all_there.wait(20)
+        for step in range(3):
+            log.append(f"{name}{step}")
+            yield
+        return [torch.tensor(float(ord(name)))]
+
+    futures = []
+    for name in "abc":
+        promised, future = lane.promise()
+        lane.submit(job(name), [promised])
+        futures.append(future)
+    all_there.set()
+    assert [int(future.wait()) for future in futures] == [97, 98, 99]
+    assert lane.close()
+    alone = "a0 a1 a2 b0 b1 b2 c0 c1 c2"
+    assert log == (alone if abreast == 1 else "a0 b0 a1 a2 c0 b1 b2 c1 c2").split()
+
+
+def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
+    """Its groups are not destroyed: that would wait for the collective."""
+    lane, both_there = lanes.ThreadLane(abreast=2), threading.Event()
+
+    def job(fails):
+        both_there.wait(20)
+        yield
+        if fails:
+            raise ValueError("first")
+        return [torch.zeros(1)]
+
+    promises = [lane.promise() for _ in range(2)]
+    for (promised, _), fails in zip(promises, (True, False), strict=True):
+        lane.submit(job(fails), [promised])
+    both_there.set()
+    for _, future in promises:
+        with pytest.raises(RuntimeError, match="ValueError: first"):
+            future.wait()
+    assert not lane.close()
 
 
 def test_a_lane_of_a_gpu_comes_before_the_kernels_of_backward():

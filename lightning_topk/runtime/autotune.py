@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import SLACK, TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.runtime.drive import Meter, dense_cost, drive
+from lightning_topk.runtime.drive import Meter, dense_cost, drive, finish
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.saving import settled
 from lightning_topk.schedule import LATE
@@ -113,7 +113,7 @@ def trial(
         dist.barrier(groups.all)
         _wait(like.device)
         begin = time.perf_counter()
-        drive(exchange(end, g, codecs), groups, meter)
+        finish(drive(exchange(end, g, codecs), groups, meter, "an exchange that is timed"))
         _wait(like.device)
         took.append(time.perf_counter() - begin)
     return median(took[1:])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Generator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,9 @@ from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadca
 from lightning_topk.runtime.groups import Groups
 
 LOGGER = logging.getLogger("lightning_topk")
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that yields where it would wait for other ranks: whoever runs it may do something else in between."""
 
 
 class Meter:
@@ -45,8 +50,20 @@ class Meter:
             self.bytes[kind] += count
 
 
-def drive(exchange: Exchange, groups: Groups, meter: Meter, name: str = "an exchange that is timed") -> Outcome:
-    """Runs an exchange to its end over process groups.
+def finish(steps: Steps[T]) -> T:
+    """Runs steps to their end, and returns their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def drive(
+    exchange: Exchange, groups: Groups, meter: Meter, name: str = "an exchange", background: bool = False
+) -> Steps[Outcome]:
+    """Runs an exchange over process groups.
 
     Args:
         exchange: One rank's exchange; every rank drives its own.
@@ -55,6 +72,7 @@ def drive(exchange: Exchange, groups: Groups, meter: Meter, name: str = "an exch
         name: What is exchanged, for the log at level DEBUG: a line for each collective, before it. NCCL's watchdog ends
             the process after a timeout, and names but the group, the collective and its elements (bytes, as payloads
             are uint8).
+        background: Whether collectives run in the background while others' steps are taken; else it never yields.
 
     Returns:
         What became of the exchange.
@@ -71,38 +89,49 @@ def drive(exchange: Exchange, groups: Groups, meter: Meter, name: str = "an exch
         if logged:
             kind, size = type(request).__name__, request.payload.numel()
             LOGGER.debug("%s: %s of %d elements among %s, %s", name, kind, size, request.among, request.direction)
-        reply = perform(request, groups.among(request.among))
+        reply, work = perform(request, groups.among(request.among), background)
+        if work is not None:
+            yield
+            work.wait()
 
 
-def perform(request: Request, group: dist.ProcessGroup) -> Tensor | None:
-    """Performs one request as a collective and returns its reply (see the request's class)."""
+def perform(
+    request: Request, group: dist.ProcessGroup, background: bool = False
+) -> tuple[Tensor | None, dist.Work | None]:
+    """Performs one request as a collective.
+
+    Args:
+        request: The request.
+        group: Who takes part.
+        background: Whether to return while it goes on.
+
+    Returns:
+        Its reply (see the request's class), and what to wait for before the reply is read; None if nothing.
+    """
     payload, rank, world = request.payload, dist.get_rank(group), dist.get_world_size(group)
     if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
         # gloo has most collectives for CPU tensors only: the payload is copied there and back, and the host waits.
-        reply = perform(replace(request, payload=payload.cpu()), group)
-        return None if reply is None else reply.to(payload.device)
+        reply, _ = perform(replace(request, payload=payload.cpu()), group)
+        return None if reply is None else reply.to(payload.device), None
     if isinstance(request, AllToAll):
         received = torch.empty_like(payload)
-        dist.all_to_all_single(received, payload, group=group)
-        return received
+        return received, dist.all_to_all_single(received, payload, group=group, async_op=background)
     if isinstance(request, AllGather):
         received = payload.new_empty(world, len(payload))
-        dist.all_gather_into_tensor(received.view(-1), payload, group=group)
-        return received
+        return received, dist.all_gather_into_tensor(received.view(-1), payload, group=group, async_op=background)
     if isinstance(request, AllReduce):
-        dist.all_reduce(payload, group=group)
-        return payload
+        return payload, dist.all_reduce(payload, group=group, async_op=background)
     root = dist.get_global_rank(group, 0)
     if isinstance(request, Gather):
-        rows = list(payload.new_empty(world, len(payload)).unbind()) if rank == 0 else None
-        dist.gather(payload, rows, dst=root, group=group)
-        return torch.stack(rows) if rows else None
+        rows = payload.new_empty(world, len(payload)) if rank == 0 else None
+        into = None if rows is None else list(rows.unbind())
+        return rows, dist.gather(payload, into, dst=root, group=group, async_op=background)
     assert isinstance(request, Broadcast)
     # A scatter of equal rows: rank 0 itself sends to every other rank, as the parameter server of the papers does. A
     # broadcast would forward through a tree that depends on the backend, so its bytes could not be predicted.
     received = torch.empty_like(payload)
-    dist.scatter(received, [payload] * world if rank == 0 else None, src=root, group=group)
-    return received
+    row = [payload] * world if rank == 0 else None
+    return received, dist.scatter(received, row, src=root, group=group, async_op=background)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import Endpoint, Outcome, exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.runtime.autotune import Choice, choose
-from lightning_topk.runtime.drive import Meter, drive
+from lightning_topk.runtime.drive import Meter, Steps, drive
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
 from lightning_topk.runtime.residuals import Residuals
@@ -152,13 +152,15 @@ class Exchanger:
 
     Args:
         residuals: What the rank keeps.
-        groups: The process groups that carry the exchanges.
+        groups: The process groups that carry the exchanges; with a twin, in turn on one and the other.
         timeout: That of the groups, for error messages.
     """
 
     def __init__(self, residuals: Residuals, groups: Groups, timeout: timedelta) -> None:
         self._residuals, self._timeout = residuals, timeout
-        self._groups: Groups | None = groups
+        self._groups = [groups] if groups.twin is None else [groups, groups.twin]
+        self._begun = 0  # batches
+        self._ended: Any = None  # the last timed one, as a mark of the lane
         self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
         self._finished: SimpleQueue[Exchanged | Timed | Tuned] = SimpleQueue()
 
@@ -173,30 +175,37 @@ class Exchanger:
 
     def close(self) -> None:
         """Lets go of the process groups: their threads run as long as a group is referred to."""
-        self._groups = None
+        self._groups.clear()
 
     @torch.no_grad()
-    def run(self, batch: Batch, lane: Lane) -> Sequence[Tensor]:
+    def run(self, batch: Batch, lane: Lane) -> Steps[Sequence[Tensor]]:
         """Exchanges the gradients of a batch, on the lane, and returns its buffers."""
+        groups = self._groups[self._begun % len(self._groups)]
+        self._begun += 1
         begun = lane.mark() if batch.timed else None
         # Sparse gradients are exchanged as the dense tensors that they stand for, and become sparse again where
         # anything arrives. On a GPU the host waits for that: the size of a sparse tensor depends on data.
         dense = [(buffer.to_dense() if buffer.is_sparse else buffer).view(-1) for buffer in batch.buffers]
         if len(batch.jobs) == len(dense) == 1 and same(batch.jobs[0].bucket, batch.buckets[0]):
-            self._exchange(dense[0], batch.jobs[0])
+            yield from self._exchange(dense[0], batch.jobs[0], groups, lane)
         else:
-            self._regroup(dense, batch)
+            yield from self._regroup(dense, batch, groups, lane)
         results = [
             whole.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
             for buffer, whole in zip(batch.buffers, dense, strict=True)
         ]
         if batch.timed:
-            self._finished.put(Timed(lane, begun, lane.mark(), batch.ready))
+            ended = lane.mark()
+            if lane.abreast > 1 and self._ended is not None:
+                begun = max(begun, self._ended)  # time that two exchanges share counts once
+            self._ended = ended
+            self._finished.put(Timed(lane, begun, ended, batch.ready))
         if batch.tuning is not None:
-            self._tune(batch.tuning)
+            yield  # until no other exchange is in progress
+            self._tune(batch.tuning, groups)
         return results
 
-    def _regroup(self, dense: Sequence[Tensor], batch: Batch) -> None:
+    def _regroup(self, dense: Sequence[Tensor], batch: Batch, groups: Groups, lane: Lane) -> Steps[None]:
         """Exchanges jobs whose buckets are not those of the buffers: gradients are copied together and back."""
         gradient = {
             parameter: piece
@@ -205,21 +214,23 @@ class Exchanger:
         }
         for job in batch.jobs:
             g = torch.cat([gradient[p] for p in job.bucket])
-            self._exchange(g, job)
+            yield from self._exchange(g, job, groups, lane)
             for p, piece in zip(job.bucket, g.split([p.numel() for p in job.bucket]), strict=True):
                 gradient[p].copy_(piece)
 
-    def _exchange(self, g: Tensor, job: Job) -> None:
+    def _exchange(self, g: Tensor, job: Job, groups: Groups, lane: Lane) -> Steps[None]:
         """Exchanges one gradient in place."""
-        assert self._groups is not None
         if g.numel() == 0:
             return
         meter = Meter()
         try:
-            end = self._residuals.endpoint(job.bucket, job.config, lambda: self._make(job), job.lr_ratio, job.guard)
+            end = self._residuals.endpoint(
+                job.bucket, job.config, lambda: self._make(job, groups), job.lr_ratio, job.guard
+            )
             codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
-            outcome = drive(path, self._groups, meter, f"{self._place}, step {job.step}, {job.name}")
+            name = f"{self._place}, step {job.step}, {job.name}"
+            outcome = yield from drive(path, groups, meter, name, background=lane.abreast > 1)
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: the {job.config.topology} exchange of {job.name} ({g.numel()} elements) failed on "
@@ -230,17 +241,15 @@ class Exchanger:
         kept = min(codecs.uplink.kept * end.layout.shards + uncompressed, end.layout.numel)
         self._finished.put(Exchanged(job, outcome, meter, g.nbytes, end.layout.numel, kept, uncompressed))
 
-    def _make(self, job: Job) -> Endpoint:
+    def _make(self, job: Job, groups: Groups) -> Endpoint:
         """The endpoint of a job, with empty memories."""
-        assert self._groups is not None
-        return make_bucket_endpoint(job.config, job.bucket, job.uncompressed, self._groups)
+        return make_bucket_endpoint(job.config, job.bucket, job.uncompressed, groups)
 
-    def _tune(self, tuning: Tuning) -> None:
+    def _tune(self, tuning: Tuning, groups: Groups) -> None:
         """Measures how buckets are best exchanged from now on."""
-        assert self._groups is not None
         meter = Meter()
         try:
-            choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, self._groups, meter)
+            choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, groups, meter)
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: measuring how buckets are best exchanged failed on {self._place}: {error}"

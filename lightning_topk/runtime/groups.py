@@ -28,6 +28,7 @@ class Groups:
         local: Ranks of a node.
         partial: Whether there are other ranks beside these.
         companions: Ranks of this node that exchange as much at the same time, each a shard, in groups like these.
+        twin: Groups of the same ranks, for a second exchange at the same time; None if there are none.
     """
 
     all: dist.ProcessGroup
@@ -36,6 +37,7 @@ class Groups:
     local: int = 1
     partial: bool = False
     companions: int = 1
+    twin: Groups | None = None
 
     @classmethod
     def make(cls, parent: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
@@ -73,8 +75,20 @@ class Groups:
         assert group is not None, who
         return group
 
+    def with_twin(self, timeout: timedelta | None, hierarchy: bool) -> Groups:
+        """These groups with a twin, if they are of all ranks and gloo carries them; a collective, as :meth:`make`.
+
+        NCCL's have none: on a GPU one side stream takes all exchanges.
+        """
+        if self.partial or dist.get_world_size(self.all) == 1 or dist.get_backend(self.all) != "gloo":
+            return self
+        twin = Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy)
+        return replace(self, twin=replace(twin, companions=self.companions))
+
     def destroy(self) -> None:
         """Destroys the groups, unless other ranks are beside them."""
+        if self.twin is not None:
+            self.twin.destroy()
         if not self.partial:  # torch 2.9 would give the next such group the same name
             for group in (self.peers, self.node, self.all):
                 if group is not None:

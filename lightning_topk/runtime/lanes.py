@@ -1,8 +1,10 @@
 """Lanes: where exchanges run, one after the other, beside the backward pass.
 
 Collectives issued from callbacks of several buckets interleave differently on different ranks, and then deadlock or
-pair up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with a process group of its own: on CPU a
-thread, on CUDA a side stream.
+pair up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with process groups of its own: on CUDA a
+side stream, on CPU a thread. The thread may have two exchanges in progress, in turn on one of two sets of groups: it
+computes for one while the bytes of the other are on their way. In each set collectives have the same order on all
+ranks, whatever the timing; and since the thread waits for the older exchange only, that one always gets on.
 """
 
 from __future__ import annotations
@@ -10,28 +12,38 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_topk.runtime.drive import Steps, finish
+
 Future = torch.futures.Future[Tensor]
 
 
 class Lane(Protocol):
-    """Runs jobs one after the other, in the order of submission, beside the caller."""
+    """Runs jobs in the order of submission, beside the caller.
+
+    Attributes:
+        abreast: How many jobs may be in progress at the same time.
+    """
+
+    abreast: int
 
     def promise(self) -> tuple[Future, Future]:
         """Two ends of one result: :meth:`submit` fulfils the first, DDP waits for the second."""
         ...
 
-    def submit(self, job: Callable[[], Sequence[Tensor]], promised: Sequence[Future]) -> None:
+    def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
         """Queues a job; its results, or its error, fulfil the promises."""
         ...
 
-    def run(self, job: Callable[[], Sequence[Tensor]]) -> None:
+    def run(self, job: Steps[Sequence[Tensor]]) -> None:
         """Runs a job at once, for a caller who is in its place already: on CUDA, in :attr:`stream`."""
         ...
 
@@ -49,7 +61,11 @@ class Lane(Protocol):
         ...
 
     def close(self) -> bool:
-        """Ends the lane when the submitted jobs are done. Returns whether that took no more than some seconds."""
+        """Ends the lane when the submitted jobs are done.
+
+        Returns:
+            Whether that took no more than some seconds, and no collective is in progress.
+        """
         ...
 
 
@@ -59,28 +75,85 @@ IDLE = 0.5
 """Seconds after which an idle thread ends; the next job starts another one."""
 
 
-class ThreadLane(Lane):
-    """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit."""
+@dataclass
+class _Submitted:
+    """A job and its promises.
 
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    Attributes:
+        steps: The job.
+        promised: What its results fulfil.
+        begun: Whether it waits for other ranks.
+    """
+
+    steps: Steps[Sequence[Tensor]]
+    promised: Sequence[Future]
+    begun: bool = False
+
+
+class ThreadLane(Lane):
+    """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit.
+
+    Args:
+        abreast: How many jobs may be in progress at the same time.
+    """
+
+    def __init__(self, abreast: int = 1) -> None:
+        self.abreast = abreast
+        self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._error: Exception | None = None
+        self._abandoned = False  # whether an error left a collective in progress
         self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
         self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
+        """Begins a job if there is one and room for it; else takes the first one in progress a step further."""
+        begun: deque[_Submitted] = deque()
         while True:
             try:
-                job = self._jobs.get(timeout=IDLE)
+                if len(begun) == self.abreast:
+                    raise queue.Empty
+                job = self._jobs.get(block=not begun, timeout=IDLE)
             except queue.Empty:
-                with self._lock:
-                    if self._jobs.empty():
-                        self._thread = None
-                        return
+                if begun:
+                    if not self._goes_on(begun[0]):
+                        begun.popleft()
+                elif self._retires():
+                    return
                 continue
             if job is None:
+                while begun:
+                    if not self._goes_on(begun[0]):
+                        begun.popleft()
                 return
-            job()
+            if self._goes_on(job):
+                begun.append(job)
+
+    def _retires(self) -> bool:
+        """Ends the thread if no job has come."""
+        with self._lock:
+            if self._jobs.empty():
+                self._thread = None
+                return True
+        return False
+
+    def _goes_on(self, job: _Submitted) -> bool:
+        """Takes a job a step further; returns whether there is another one. If not, its promises are fulfilled."""
+        try:
+            if self._error is not None:
+                # Another rank may be waiting in the exchange that failed here: the next one would answer it.
+                self._abandoned |= job.begun
+                raise self._error
+            next(job.steps)
+            job.begun = True
+            return True
+        except StopIteration as end:
+            for future, result in zip(job.promised, end.value, strict=True):
+                future.set_result(result)
+        except Exception as error:
+            self._error = error
+            for future in job.promised:
+                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
+        return False
 
     @override
     def promise(self) -> tuple[Future, Future]:
@@ -90,33 +163,19 @@ class ThreadLane(Lane):
         return done, done.then(lambda future: future.value())
 
     @override
-    def submit(self, job: Callable[[], Sequence[Tensor]], promised: Sequence[Future]) -> None:
-        def run() -> None:
-            try:
-                if self._error is not None:
-                    # Another rank may be waiting in the exchange that failed here: the next one would answer it.
-                    raise self._error
-                results = job()
-            except Exception as error:
-                self._error = error
-                for future in promised:
-                    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
-            else:
-                for future, result in zip(promised, results, strict=True):
-                    future.set_result(result)
-
+    def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
         with self._lock:
-            self._jobs.put(run)
+            self._jobs.put(_Submitted(job, promised))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
                 self._thread.start()
 
     @override
-    def run(self, job: Callable[[], Sequence[Tensor]]) -> None:
+    def run(self, job: Steps[Sequence[Tensor]]) -> None:
         if self._error is not None:
-            raise self._error  # as in submit: the next exchange would answer the one that failed here
+            raise self._error  # the next exchange would answer the one that failed here
         try:
-            job()
+            finish(job)
         except Exception as error:
             self._error = error
             raise
@@ -139,10 +198,10 @@ class ThreadLane(Lane):
         with self._lock:
             thread = self._thread
             if thread is None:
-                return True
+                return not self._abandoned
             self._jobs.put(None)
         thread.join(timeout=PATIENCE)
-        return not thread.is_alive()
+        return not thread.is_alive() and not self._abandoned
 
 
 class StreamLane(Lane):
@@ -151,6 +210,8 @@ class StreamLane(Lane):
     Args:
         device: The tensors' device, with its index.
     """
+
+    abreast = 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -163,18 +224,18 @@ class StreamLane(Lane):
         return done, done
 
     @override
-    def submit(self, job: Callable[[], Sequence[Tensor]], promised: Sequence[Future]) -> None:
+    def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
         """Runs a job; its futures record the side stream, so that a wait for them is a wait on the GPU."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for future, result in zip(promised, job(), strict=True):
+            for future, result in zip(promised, finish(job), strict=True):
                 future.set_result(result)
             self._last = torch.cuda.Event()
             self._last.record(self._stream)
 
     @override
-    def run(self, job: Callable[[], Sequence[Tensor]]) -> None:
-        job()
+    def run(self, job: Steps[Sequence[Tensor]]) -> None:
+        finish(job)
         self._last = torch.cuda.Event()
         self._last.record(self._stream)
 
@@ -206,12 +267,16 @@ class StreamLane(Lane):
         return True
 
 
-def lane_for(device: torch.device) -> Lane:
+def lane_for(device: torch.device, abreast: int = 1) -> Lane:
     """The lane for tensors of a device.
+
+    Args:
+        device: The device.
+        abreast: How many jobs may be in progress at the same time on a CPU: as many as there are sets of groups.
 
     Raises:
         TypeError: The device is neither a CPU nor a GPU.
     """
     if device.type not in ("cpu", "cuda"):
         raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
-    return StreamLane(device) if device.type == "cuda" else ThreadLane()
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(abreast)

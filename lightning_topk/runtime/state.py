@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +74,8 @@ class ExchangeState:
             raise
         by_node = self.config.by_node and 1 < self.local < self.world
         self.groups = self.groups.divided(process_group, timeout, self.local, by_node)
+        if self.config.compresses:
+            self.groups = self.groups.with_twin(timeout, by_node)
         timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
         self.residuals = residuals or Residuals()
         self.residuals.settle()  # their endpoints may have been of other settings
@@ -114,7 +115,7 @@ class ExchangeState:
         if self.groups is None:
             raise RuntimeError(f"this {type(self).__name__} was closed; {self.AFTER_CLOSE}.")
         if self._lane is None:
-            self._lane = lane_for(device)
+            self._lane = lane_for(device, abreast=1 if self.groups.twin is None else 2)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
                 self._say(
                     "lightning_topk: compression on the CPU takes several times as long without numba: "
@@ -179,7 +180,7 @@ class ExchangeState:
     def submit(self, batch: Batch, promises: Sequence[Future]) -> None:
         """Queues the jobs of a batch on the lane; their results fulfil the promises."""
         assert self._lane is not None
-        self._lane.submit(partial(self._exchanger.run, batch, self._lane), promises)
+        self._lane.submit(self._exchanger.run(batch, self._lane), promises)
 
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """The last gradients of a backward pass were submitted; ``buckets`` are all that it exchanges."""
