@@ -288,7 +288,7 @@ def test_race_says_who_is_sooner_and_goes_on_where_it_stopped(monkeypatch, tmp_p
 
 
 def raced(rank: int, world: int) -> list[dict[str, object]]:
-    course = race.Course(partial(mlp, DIGIT, 10, (32,)), steps=20, lr=0.1, batch=16, every=10)
+    course = race.Course(partial(mlp, DIGIT, 10, (32,)), steps=20, lr=0.1, batch=16, every=10, heavy=True)
     found = []
     with mock.patch.dict(race.COURSES, small=course):
         for racer, more in (("DDP", {"steps": 20}), ("ratio 0.001", {"aim": 5.0}), ("PowerSGD 2", {"aim": 101.0})):

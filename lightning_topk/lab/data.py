@@ -14,8 +14,6 @@ from tqdm import tqdm
 
 CHARACTERS, LENGTH = 128, 64
 """Most characters that :func:`documentation` tells apart, and the length of its pieces, T."""
-CONTEXT = 16
-"""Characters from which :class:`lightning_topk.lab.models.NextCharacter` predicts the next."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,6 @@ def documentation() -> Data:
     examples, labels = (codes[first : first + count * LENGTH].view(count, LENGTH) for first in (0, 1))
     out = torch.arange(count) % 10 == 0
     return Data(examples[~out], labels[~out], examples[out], labels[out])
-
-
-@cache
-def contexts() -> Data:
-    """The same text as :data:`CONTEXT` characters ``[N, CONTEXT]`` and the one after them ``[N]``."""
-    text = documentation()
-    pieces = [
-        (examples.unfold(1, CONTEXT, 1).reshape(-1, CONTEXT), labels[:, CONTEXT - 1 :].reshape(-1))
-        for examples, labels in ((text.examples, text.labels), (text.held_examples[::20], text.held_labels[::20]))
-    ]
-    return Data(*pieces[0], *pieces[1])
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_topk.lab.data import CHARACTERS, CONTEXT, LENGTH
+from lightning_topk.lab.data import CHARACTERS, LENGTH
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
@@ -110,20 +110,6 @@ class CharLSTM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
         return self.head(self.lstm(self.embedding(x))[0])  # type: ignore[no-any-return]
-
-
-class NextCharacter(nn.Module):
-    """Predicts the next character from a few before it, by an MLP of 11 million parameters (Bengio et al. 2003)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(CHARACTERS, 32)
-        self.layers = mlp((CONTEXT, 32, 1), CHARACTERS, (3000, 3000))
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, CONTEXT]`` to scores ``[B, CHARACTERS]``."""
-        return self.layers(self.embedding(x))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):

@@ -65,31 +65,20 @@ class Panel:
     errors: dict[str, Sequence[float]] = field(default_factory=dict)
 
 
-COLOURS = {
-    "saving 50": "#d55e00",
-    "ours": "#d55e00",
-    "saving 150": "#e69f00",
-    "saving 400": "#b8860b",
-    "ratio 0.001": "#cc79a7",
-    "auto": "#8b4513",
-    "DDP": "#222222",
-    "dense": "#222222",
-    "fp16 hook": "#009e73",
-    "PowerSGD 1": "#56b4e9",
-    "PowerSGD 2": "#0072b2",
-    "PowerSGD 4": "#3b3b98",
-    "topk": "#0072b2",
-    "uni": "#0072b2",
-    "bidirectional_topk": "#d55e00",
-    "bi": "#d55e00",
-    "gaussiank": "#009e73",
-    "trimmed": "#e69f00",
-    "dgc": "#cc79a7",
-    "randk": "#999999",
+METHODS = {
+    "#0072b2": ("PowerSGD 2", "topk", "uni"),
+    "#d55e00": ("saving 50", "ours", "bidirectional_topk", "bi"),
+    "#009e73": ("fp16 hook", "gaussiank"),
+    "#cc79a7": ("ratio 0.001", "dgc"),
+    "#e69f00": ("saving 150", "trimmed"),
+    "#56b4e9": ("PowerSGD 1",),
+    "#8b4513": ("auto",),
+    "#3b3b98": ("PowerSGD 4",),
+    "#999999": ("saving 400", "randk"),
+    "#222222": ("DDP", "dense"),
 }
-"""One colour a method, in every picture; told apart by colour-blind people too (after Okabe and Ito)."""
-OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b4513", "#3b3b98", "#999999")
-"""Colours of other curves, in turn."""
+"""Who has which colour in every picture; told apart by colour-blind people too (after Okabe and Ito)."""
+COLOURS = {method: colour for colour, methods in METHODS.items() for method in methods}
 
 
 def _versions() -> dict[str, str]:
@@ -219,7 +208,7 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
         axis.remove()
     for axis, panel in zip(axes.flat, panels, strict=False):
         taken = {COLOURS[label] for label in panel.curves if label in COLOURS}
-        others = iter([colour for colour in OTHERS if colour not in taken] * len(panel.curves))
+        others = iter([colour for colour in METHODS if colour not in taken] * len(panel.curves))
         lines = []
         for label, (x, y) in panel.curves.items():
             colour = COLOURS.get(label) or next(others)

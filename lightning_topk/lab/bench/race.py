@@ -27,8 +27,8 @@ from lightning_topk.config import check_count, check_name
 from lightning_topk.lab import hosts as emulated
 from lightning_topk.lab.bench.ddp import bucket_cap, sent_bytes
 from lightning_topk.lab.bench.peers import PEERS, Register, ours
-from lightning_topk.lab.data import Data, contexts, digits, image_folder
-from lightning_topk.lab.models import DIGIT, NextCharacter, mlp, small_vgg
+from lightning_topk.lab.data import Data, digits, image_folder
+from lightning_topk.lab.models import DIGIT, mlp, small_vgg
 from lightning_topk.lab.report import Panel, Result, spread
 
 OURS, AUTO = "saving 50", "auto"
@@ -56,7 +56,6 @@ class Course:
         lr: Learning rate of SGD with momentum 0.9.
         batch: Examples of each worker in a step.
         every: Steps between two evaluations.
-        text: Whether the loss counts, on held-out text; else accuracy in percent.
         heavy: Whether the gradient outweighs the computing.
     """
 
@@ -65,29 +64,18 @@ class Course:
     lr: float
     batch: int
     every: int
-    text: bool = False
-    heavy: bool = True
-
-    def data(self, images: str | None) -> Data:
-        """What it learns; of a folder of images if one is given."""
-        return image_folder(Path(images)) if images else contexts() if self.text else digits()
-
-    def reached(self, quality: float, aim: float) -> bool:
-        """Whether a quality is as good as the aim."""
-        return quality <= aim * (1 + NEAR) if self.text else quality >= aim * (1 - NEAR)
+    heavy: bool
 
 
 COURSES = {
-    "digits": Course(partial(mlp, DIGIT, 10, (3136, 3136)), steps=150, lr=0.05, batch=32, every=5),
-    "text": Course(NextCharacter, steps=300, lr=0.1, batch=32, every=10, text=True),
+    "digits": Course(partial(mlp, DIGIT, 10, (3136, 3136)), steps=150, lr=0.05, batch=32, every=5, heavy=True),
+    "images": Course(small_vgg, steps=300, lr=0.02, batch=32, every=20, heavy=False),
 }
-IMAGES = {"images": Course(small_vgg, steps=300, lr=0.02, batch=32, every=20, heavy=False)}
 
 
 def run(
     hosts: int = 2,
     rates: Sequence[str] = tuple(SOONER),
-    courses: Sequence[str] = ("digits",),
     racers: Sequence[str] = (),
     data: Path | None = None,
     seeds: int = 1,
@@ -99,26 +87,24 @@ def run(
     Args:
         hosts: Number of emulated hosts, of one process each.
         rates: Rates of their links, as tc writes them.
-        courses: What is trained: "digits" and "text", MLPs of 10 and 11 million parameters.
         racers: Who takes part. Default: all.
-        data: Folder of images to train a VGG on instead: train/<class>/*, test/<class>/*.
+        data: Folder of images to train a VGG on, instead of an MLP of 10 million parameters on digits:
+            train/<class>/*, test/<class>/*.
         seeds: Runs of each.
         budget: Seconds of training after which a run is given up.
         out: File of the runs.
 
     Raises:
         RuntimeError: Hosts cannot be emulated here.
-        ValueError: A racer, a course or a rate is unknown, or there is one host only.
+        ValueError: A racer or a rate is unknown, or there is one host only.
     """
     check_count("seeds", seeds)
     if hosts < 2:
         raise ValueError("a race takes 2 hosts or more: one exchanges nothing.")
-    known: Mapping[str, Course] = COURSES if data is None else IMAGES
-    names, racers = (courses if data is None else [*IMAGES]), racers or [*RACERS]
-    for name in names:
-        check_name("course", name, known)
-    for name in racers:
-        check_name("racer", name, RACERS)
+    name, racers = "digits" if data is None else "images", racers or [*RACERS]
+    course = COURSES[name]
+    for racer in racers:
+        check_name("racer", racer, RACERS)
     for rate in rates:
         emulated.bits_per_second(rate)
     if not emulated.available():
@@ -129,22 +115,20 @@ def run(
         f"{hosts} emulated hosts of one process and one thread each (network namespaces, tbf), gloo, SGD with momentum "
         f"0.9; {seeds} seeds (mean ± half the range). The aim is what dense training ends with, to {NEAR:.0%}.",
     )
-    runs = _Runs(out, hosts, budget, str(data) if data else None, seeds * len(names) * (1 + len(rates) * len(racers)))
+    runs = _Runs(out, hosts, budget, str(data) if data else None, seeds * (1 + len(rates) * len(racers)))
+    aims = []
     for seed in range(seeds):
-        for name in names:
-            aim = runs.dense(name, known[name].steps, seed)["curve"][-1][2]
-            for rate in rates:
-                for racer in racers:
-                    runs.race(name, rate, racer, seed, aim)
-    for name in names:
-        aims = [runs.dense(name, known[name].steps, seed)["curve"][-1][2] for seed in range(seeds)]
+        aims.append(runs.dense(name, course.steps, seed)["curve"][-1][2])
         for rate in rates:
-            raced = {racer: [runs.found[name, hosts, rate, racer, seed] for seed in range(seeds)] for racer in racers}
-            _enter(result, f"{name}, {rate}", known[name], raced, aims)
-            if known[name].heavy:
-                _judge(result, f"{name}, {rate}", raced, SOONER.get(rate, 1.0))
-            else:
-                _judge_auto(result, f"{name}, {rate}", raced)
+            for racer in racers:
+                runs.race(name, rate, racer, seed, aims[-1])
+    for rate in rates:
+        raced = {racer: [runs.found[name, hosts, rate, racer, seed] for seed in range(seeds)] for racer in racers}
+        _enter(result, f"{name}, {rate}", raced, aims)
+        if course.heavy:
+            _judge(result, f"{name}, {rate}", raced, SOONER.get(rate, 1.0))
+        else:
+            _judge_auto(result, f"{name}, {rate}", raced)
     return result
 
 
@@ -193,8 +177,7 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         left this host.
     """
     racer, images, seed = options["racer"], options["images"], options["seed"]
-    course = (COURSES if images is None else IMAGES)[options["course"]]
-    data = course.data(images)
+    course, data = COURSES[options["course"]], digits() if images is None else image_folder(Path(images))
     torch.manual_seed(seed)
     net = course.model()
     model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer, 25), gradient_as_bucket_view=True)
@@ -202,7 +185,7 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), course.lr, 0.9)
     batches = torch.Generator().manual_seed(world * seed + rank)
     curve: list[tuple[float, int, float]] = []
-    seconds, step, sent, ended = 0.0, 0, sent_bytes(), torch.zeros(())
+    seconds, step, sent, ended, reached = 0.0, 0, sent_bytes(), torch.zeros(()), False
     while not ended:
         dist.barrier()
         begin = time.perf_counter()
@@ -214,11 +197,10 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         dist.barrier()
         seconds, step = seconds + time.perf_counter() - begin, step + course.every
         if rank == 0:
-            curve.append((round(seconds, 3), step, _quality(net, data, course)))
-            done = step >= options.get("steps", math.inf) or seconds >= options["budget"]
-            ended.fill_(done or ("aim" in options and course.reached(curve[-1][2], options["aim"])))
+            curve.append((round(seconds, 3), step, _accuracy(net, data)))
+            reached = curve[-1][2] >= options.get("aim", math.inf) * (1 - NEAR)
+            ended.fill_(reached or step >= options.get("steps", math.inf) or seconds >= options["budget"])
         dist.broadcast(ended, 0)
-    reached = "aim" in options and rank == 0 and course.reached(curve[-1][2], options["aim"])
     sent = sent_bytes() - sent
     if state is not None:
         state.close()
@@ -226,22 +208,17 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _quality(net: nn.Module, data: Data, course: Course) -> float:
-    """Accuracy in percent, or the loss, on held-out data."""
+def _accuracy(net: nn.Module, data: Data) -> float:
+    """Accuracy in percent on held-out data."""
     net.eval()
     scores: Tensor = torch.cat([net(part) for part in data.held_examples.split(500)])
     net.train()
-    if course.text:
-        return float(nn.functional.cross_entropy(scores, data.held_labels))
     return 100 * float((scores.argmax(1) == data.held_labels).float().mean())
 
 
-def _enter(
-    result: Result, where: str, course: Course, raced: Mapping[str, list[dict[str, Any]]], aims: list[float]
-) -> None:
-    """Enters the table and the curves of one course on one kind of link."""
-    what = "loss" if course.text else "accuracy %"
-    result.tables[f"{where}: the aim is {what} {spread(aims, '.3g')}"] = [
+def _enter(result: Result, where: str, raced: Mapping[str, list[dict[str, Any]]], aims: list[float]) -> None:
+    """Enters the table and the curves of one kind of link."""
+    result.tables[f"{where}: the aim is accuracy % {spread(aims, '.3g')}"] = [
         {
             "racer": racer,
             "seconds": spread([run["curve"][-1][0] for run in runs], ".1f")
@@ -250,13 +227,13 @@ def _enter(
             "sooner than DDP": _sooner(raced, "DDP", racer) if "DDP" in raced else "",
             "steps": spread([run["curve"][-1][1] for run in runs], ".0f"),
             "ms a step": 1000 * mean(run["curve"][-1][0] / run["curve"][-1][1] for run in runs),
-            f"final {what}": spread([run["curve"][-1][2] for run in runs], ".3g"),
+            "final accuracy %": spread([run["curve"][-1][2] for run in runs], ".3g"),
             "MB a host and step": mean(run["sent"] / run["curve"][-1][1] for run in runs) / 1e6,
         }
         for racer, runs in raced.items()
     ]
-    aim = mean(aims) * (1 + NEAR if course.text else 1 - NEAR)
-    panel = Panel(where, "seconds of training", xlog=True, ylabel=f"held-out {what}", level=aim)
+    aim = mean(aims) * (1 - NEAR)
+    panel = Panel(where, "seconds of training", xlog=True, ylabel="held-out accuracy %", level=aim)
     for racer, runs in raced.items():
         seconds, _, quality = zip(*runs[0]["curve"], strict=True)
         panel.curves[racer] = (seconds, quality)

@@ -36,7 +36,6 @@ def run(
     numel: int = 25_000_000,
     device: Literal["cpu", "cuda"] = "cpu",
     ratios: Sequence[float] = (0.001, 0.01),
-    threads: int = 1,
 ) -> Result:
     """Times selection and the whole compress step in passes over memory, and measures peak memory.
 
@@ -44,11 +43,9 @@ def run(
         numel: Elements of the gradient.
         device: Where the gradient lives.
         ratios: Kept fractions.
-        threads: Threads of the CPU.
     """
-    torch.set_num_threads(threads)
     where = torch.device(device)
-    name = torch.cuda.get_device_name() if where.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
+    name = torch.cuda.get_device_name() if where.type == "cuda" else "CPU, one thread"
     result = Result(
         "select",
         "exact top-k and the whole compress step cost a few passes over memory",
@@ -116,12 +113,10 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
         g.copy_(x)
         worker()
     whole = best(worker, x.device, lambda: g.copy_(x), repeats=12)
-    naive = best(_naive(x, ratio), x.device, repeats=2)
     result.tables[f"Compress step at {where}"] = [
         {"part": "worker: the whole step", "ms": 1000 * whole, "of add_ + zero_": whole / floor},
         {"part": "server: decode and aggregate", "ms": 1000 * average, "of add_ + zero_": average / floor},
         {"part": "server: the whole step, decoding included", "ms": 1000 * serve, "of add_ + zero_": serve / floor},
-        {"part": "naive worker: torch.topk, int64, scatter", "ms": 1000 * naive, "of add_ + zero_": naive / floor},
     ]
     if x.device.type == "cuda":
         copy = best(lambda: g.copy_(x), x.device)  # reads and writes: 8 B an element
@@ -133,21 +128,6 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
         for who, took, target in zip(("worker", "server"), (whole, serve), STEP[ratio], strict=True):
             statement = f"a {who}'s whole compress step at {where}, in units of add_ + zero_"
             result.check(statement, f"<= {target}", f"{took / floor:.2f}", took / floor <= target)
-
-
-def _naive(x: Tensor, ratio: float) -> Callable[[], None]:
-    """Top-k with error feedback as it is mostly written."""
-    residual, k = torch.zeros_like(x), kept_count(len(x), ratio)
-
-    def work() -> None:
-        a = x + residual
-        index = a.abs().topk(k).indices
-        values = a[index]
-        residual.copy_(a)
-        residual[index] = 0
-        torch.zeros_like(x)[index] = values
-
-    return work
 
 
 def _memory(result: Result, numel: int) -> None:
