@@ -200,7 +200,7 @@ def test_packages_work_together_in_every_order_of_imports():
         check=False,
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert [name for name, *_ in found] == list(CASES), done.stderr
     failed = [f"{name}: exit status {status}\n{said}" for name, status, said in found if status]
     assert not failed, "\n".join(failed)

@@ -57,7 +57,7 @@ class Model(L.LightningModule):
     def training_step(self, batch, index):
         x, y = batch
         self.seen.append(x.clone())
-        return nn.functional.mse_loss(self.net(x), y)
+        return nn.functional.mse_loss(self.net(x).float(), y)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
