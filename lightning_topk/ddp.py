@@ -37,7 +37,7 @@ from lightning_topk.runtime.telemetry import Telemetry
 class TopKState(ExchangeState):
     """The state of the hook of one model: accepts DDP's buckets, queues their exchanges, closes.
 
-    Construct it on every rank at the same point, since it creates a process group. :func:`attach` does so, checks DDP's
+    Construct it on every rank at the same point, since it creates process groups. :func:`attach` does so, checks DDP's
     options, counts DDP's broadcasts and handles parameters that may go unused; prefer it. With a state and the hook
     alone, every parameter must get a gradient in every step.
 

@@ -22,6 +22,7 @@ from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
 from lightning_topk.planning.volume import volume
 from lightning_topk.runtime.drive import Meter, dense_cost, drive, finish
+from lightning_topk.runtime.exchanger import Batch, Job
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import ThreadLane
 from lightning_topk.runtime.residuals import Residuals
@@ -475,9 +476,20 @@ def test_the_simulator_gives_the_same_bits_on_nodes_of_several_ranks(groups, nod
     groups(nodes * local).run(same_as_simulated, "hierarchical", True, WIRES, local)
 
 
+class Empty(nn.Module):
+    """Has a parameter without elements, of a dtype of its own: DDP gives it a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
 def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
+    net = nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)], Empty(), nn.Linear(40, 40), nn.Linear(40, 40))
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
     state = attach(ddp, ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional)
     delays = torch.Generator().manual_seed(rank)
@@ -513,6 +525,20 @@ def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
 @pytest.mark.parametrize(("world", "topology", "bidirectional"), [*((4, *way) for way in ROUTES), (2, "sharded", True)])
 def test_random_delays_neither_deadlock_nor_mix_buckets_up(groups, world, topology, bidirectional):
     groups(world).run(delayed, topology, bidirectional)
+
+
+def nothing_in_turn(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    state = attach(ddp)
+    lane, empty = state.lane(torch.device("cpu")), nn.Parameter(torch.empty(0))
+    batch = Batch([torch.empty(0)], [(empty,)], [Job((empty,), state.config)])
+    assert next(state._exchanger.run(batch, lane), "ended") is None
+    state.close()
+
+
+def test_a_bucket_without_elements_ends_in_its_turn(groups):
+    """Else the batch after the next would begin on groups that are in use, on some ranks earlier than on others."""
+    groups(2).run(nothing_in_turn)
 
 
 def overlapped(rank: int, world: int) -> None:

@@ -239,9 +239,9 @@ def test_a_model_on_some_of_the_ranks_does_not_wait_for_the_others():
 def loopback(monkeypatch):
     """Four ranks, of which the other three would send what this one sends."""
 
-    def perform(request, group):
+    def perform(request, group, background):
         payload = request.payload
-        return payload.expand(4, -1).contiguous() if isinstance(request, AllGather) else payload.clone()
+        return payload.expand(4, -1).contiguous() if isinstance(request, AllGather) else payload.clone(), None
 
     monkeypatch.setattr(drive, "perform", perform)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

@@ -109,11 +109,12 @@ def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(abreast):
 
 def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
     """Its groups are not destroyed: that would wait for the collective."""
-    lane, both_there = lanes.ThreadLane(abreast=2), threading.Event()
+    lane, both_there, collective = lanes.ThreadLane(abreast=2), threading.Event(), mock.Mock()
+    collective.is_completed.side_effect = [False, True]
 
     def job(fails):
         both_there.wait(20)
-        yield
+        yield collective
         if fails:
             raise ValueError("first")
         return [torch.zeros(1)]
@@ -126,6 +127,7 @@ def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
         with pytest.raises(RuntimeError, match="ValueError: first"):
             future.wait()
     assert not lane.close()
+    assert lane.close()
 
 
 def test_a_lane_of_a_gpu_comes_before_the_kernels_of_backward():

@@ -18,8 +18,11 @@ from lightning_topk.runtime.groups import Groups
 
 LOGGER = logging.getLogger("lightning_topk")
 T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""Work that yields where it would wait for other ranks: whoever runs it may do something else in between."""
+Steps = Generator["dist.Work | None", None, T]
+"""Work that yields before it waits: for a collective, or until all that began earlier has ended (None).
+
+Whoever runs it may do something else in between.
+"""
 
 
 class Meter:
@@ -63,7 +66,7 @@ def finish(steps: Steps[T]) -> T:
 def drive(
     exchange: Exchange, groups: Groups, meter: Meter, name: str = "an exchange", background: bool = False
 ) -> Steps[Outcome]:
-    """Runs an exchange over process groups.
+    """The steps of an exchange over process groups.
 
     Args:
         exchange: One rank's exchange; every rank drives its own.
@@ -91,7 +94,7 @@ def drive(
             LOGGER.debug("%s: %s of %d elements among %s, %s", name, kind, size, request.among, request.direction)
         reply, work = perform(request, groups.among(request.among), background)
         if work is not None:
-            yield
+            yield work
             work.wait()
 
 

@@ -1,4 +1,4 @@
-"""The lane's side of a rank: takes jobs, exchanges them in order, and says what became of each.
+"""The lane's side of a rank: takes jobs, begins and ends their exchanges in order, and says what became of each.
 
 An :class:`Exchanger` owns the rank's endpoints. During a backward pass it is used by the lane alone, on CPU by the
 lane's thread. What it learns it puts on a queue, which the caller's side empties between two backward passes. So no
@@ -159,7 +159,7 @@ class Exchanger:
     def __init__(self, residuals: Residuals, groups: Groups, timeout: timedelta) -> None:
         self._residuals, self._timeout = residuals, timeout
         self._groups = [groups] if groups.twin is None else [groups, groups.twin]
-        self._begun = 0  # batches
+        self._batches = 0
         self._ended: Any = None  # the last timed one, as a mark of the lane
         self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
         self._finished: SimpleQueue[Exchanged | Timed | Tuned] = SimpleQueue()
@@ -179,9 +179,10 @@ class Exchanger:
 
     @torch.no_grad()
     def run(self, batch: Batch, lane: Lane) -> Steps[Sequence[Tensor]]:
-        """Exchanges the gradients of a batch, on the lane, and returns its buffers."""
-        groups = self._groups[self._begun % len(self._groups)]
-        self._begun += 1
+        """The exchanges of a batch, step by step on the lane; they return its buffers."""
+        assert self._groups
+        groups = self._groups[self._batches % min(lane.abreast, len(self._groups))]
+        self._batches += 1
         begun = lane.mark() if batch.timed else None
         # Sparse gradients are exchanged as the dense tensors that they stand for, and become sparse again where
         # anything arrives. On a GPU the host waits for that: the size of a sparse tensor depends on data.
@@ -201,7 +202,7 @@ class Exchanger:
             self._ended = ended
             self._finished.put(Timed(lane, begun, ended, batch.ready))
         if batch.tuning is not None:
-            yield  # until no other exchange is in progress
+            yield None  # the pass's last batch: once those before it have ended, nothing else is in progress
             self._tune(batch.tuning, groups)
         return results
 
@@ -219,8 +220,9 @@ class Exchanger:
                 gradient[p].copy_(piece)
 
     def _exchange(self, g: Tensor, job: Job, groups: Groups, lane: Lane) -> Steps[None]:
-        """Exchanges one gradient in place."""
+        """The exchange of one gradient, in place."""
         if g.numel() == 0:
+            yield None  # it ends in its turn: until then its groups are not the next batch's
             return
         meter = Meter()
         try:

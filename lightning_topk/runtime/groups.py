@@ -76,14 +76,13 @@ class Groups:
         return group
 
     def with_twin(self, timeout: timedelta | None, hierarchy: bool) -> Groups:
-        """These groups with a twin, if they are of all ranks and gloo carries them; a collective, as :meth:`make`.
+        """These groups with a twin, if they are of all ranks and gloo's alone; a collective, as :meth:`make`.
 
         NCCL's have none: on a GPU one side stream takes all exchanges.
         """
-        if self.partial or dist.get_world_size(self.all) == 1 or dist.get_backend(self.all) != "gloo":
+        if self.partial or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
             return self
-        twin = Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy)
-        return replace(self, twin=replace(twin, companions=self.companions))
+        return replace(self, twin=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
     def destroy(self) -> None:
         """Destroys the groups, unless other ranks are beside them."""
@@ -93,6 +92,12 @@ class Groups:
             for group in (self.peers, self.node, self.all):
                 if group is not None:
                     dist.destroy_process_group(group)
+
+
+def _only_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo carries all collectives that are possible here."""
+    backends = dist.get_backend_config(group)
+    return "cpu:gloo" in backends and not ("nccl" in backends and torch.cuda.is_available())
 
 
 def _new_group(

@@ -1,10 +1,11 @@
-"""Lanes: where exchanges run, one after the other, beside the backward pass.
+"""Lanes: where exchanges run, in order, beside the backward pass.
 
 Collectives issued from callbacks of several buckets interleave differently on different ranks, and then deadlock or
 pair up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with process groups of its own: on CUDA a
 side stream, on CPU a thread. The thread may have two exchanges in progress, in turn on one of two sets of groups: it
-computes for one while the bytes of the other are on their way. In each set collectives have the same order on all
-ranks, whatever the timing; and since the thread waits for the older exchange only, that one always gets on.
+computes for one while the bytes of the other are on their way. Exchanges end in the order in which they begin, and
+there are as many sets as exchanges in progress: so in each set collectives have the same order on all ranks, whatever
+the timing; and since the thread waits for the older exchange only, that one always gets on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -40,7 +42,7 @@ class Lane(Protocol):
         ...
 
     def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
-        """Queues a job; its results, or its error, fulfil the promises."""
+        """Queues a job; its results, or the first error of any job, fulfil the promises."""
         ...
 
     def run(self, job: Steps[Sequence[Tensor]]) -> None:
@@ -82,12 +84,12 @@ class _Submitted:
     Attributes:
         steps: The job.
         promised: What its results fulfil.
-        begun: Whether it waits for other ranks.
+        collective: What it waits for.
     """
 
     steps: Steps[Sequence[Tensor]]
     promised: Sequence[Future]
-    begun: bool = False
+    collective: dist.Work | None = None
 
 
 class ThreadLane(Lane):
@@ -101,32 +103,29 @@ class ThreadLane(Lane):
         self.abreast = abreast
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._abandoned = False  # whether an error left a collective in progress
+        self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
         self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
-        """Begins a job if there is one and room for it; else takes the first one in progress a step further."""
-        begun: deque[_Submitted] = deque()
-        while True:
-            try:
-                if len(begun) == self.abreast:
-                    raise queue.Empty
-                job = self._jobs.get(block=not begun, timeout=IDLE)
-            except queue.Empty:
-                if begun:
-                    if not self._goes_on(begun[0]):
-                        begun.popleft()
-                elif self._retires():
-                    return
-                continue
-            if job is None:
-                while begun:
-                    if not self._goes_on(begun[0]):
-                        begun.popleft()
-                return
-            if self._goes_on(job):
-                begun.append(job)
+        """Begins the next job if it is there and has room; else takes the oldest one in progress a step further."""
+        in_progress: deque[_Submitted] = deque()
+        closed = False
+        while not closed or in_progress:
+            if not closed and len(in_progress) < self.abreast:
+                try:
+                    job = self._jobs.get(block=not in_progress, timeout=IDLE)
+                except queue.Empty:
+                    if not in_progress and self._retires():
+                        return
+                else:
+                    if job is None:
+                        closed = True
+                    elif self._goes_on(job):
+                        in_progress.append(job)
+                    continue
+            if in_progress and not self._goes_on(in_progress[0]):
+                in_progress.popleft()
 
     def _retires(self) -> bool:
         """Ends the thread if no job has come."""
@@ -141,10 +140,10 @@ class ThreadLane(Lane):
         try:
             if self._error is not None:
                 # Another rank may be waiting in the exchange that failed here: the next one would answer it.
-                self._abandoned |= job.begun
+                if job.collective is not None:
+                    self._abandoned.append(job.collective)
                 raise self._error
-            next(job.steps)
-            job.begun = True
+            job.collective = next(job.steps)
             return True
         except StopIteration as end:
             for future, result in zip(job.promised, end.value, strict=True):
@@ -197,11 +196,11 @@ class ThreadLane(Lane):
     def close(self) -> bool:
         with self._lock:
             thread = self._thread
-            if thread is None:
-                return not self._abandoned
-            self._jobs.put(None)
-        thread.join(timeout=PATIENCE)
-        return not thread.is_alive() and not self._abandoned
+            if thread is not None:
+                self._jobs.put(None)
+        if thread is not None:
+            thread.join(timeout=PATIENCE)
+        return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
 
 
 class StreamLane(Lane):

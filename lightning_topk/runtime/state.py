@@ -35,6 +35,8 @@ from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry
 
 LOGGER = logging.getLogger("lightning_topk")
+_LEFT_OPEN: list[Groups] = []
+"""Groups with a collective in progress after an error: to let go of one, or to destroy it, is to wait for that."""
 
 
 class ExchangeState:
@@ -308,7 +310,9 @@ class ExchangeState:
         self.residuals.forget_steps()
         self._optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
-            self.groups.destroy()  # not under a thread that is still in a collective
+            self.groups.destroy()
+        elif self.groups is not None and not idle:
+            _LEFT_OPEN.append(self.groups)
         self._exchanger.close()
         self._lane = self.groups = None
 
