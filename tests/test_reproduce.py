@@ -189,6 +189,11 @@ def test_the_shape_of_known_vectors():
     assert signs["π² below the line"] < 0.01
 
 
+def test_dense_systems_are_timed_as_torchs_all_reduce():
+    """Not as an exchange of all entries, which takes several times as long."""
+    assert {TopKConfig(**speedup.SYSTEMS[name]).topology for name in speedup.DENSE} == {"dense"}
+
+
 def test_speedups_are_modelled_where_hosts_cannot_be_made(monkeypatch):
     monkeypatch.setattr(hosts, "available", lambda: False)
     monkeypatch.setattr(speedup, "NUMEL", 100_000)

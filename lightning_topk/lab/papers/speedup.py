@@ -34,8 +34,8 @@ class TorchTopK(Selector):
 
 HALF = "fp16 all-reduce"
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "dense": dict(presets["dense"]),
-    HALF: dict(presets["dense"]),
+    "dense": {"topology": "dense", "ratio": 1.0},
+    HALF: {"topology": "dense", "ratio": 1.0},
     "topk by torch.topk": {**presets["topk"], "selector": TorchTopK()},
     **{name: dict(presets[name]) for name in ("topk", "dgc", "gaussiank", "bidirectional_topk")},
 }
