@@ -29,13 +29,16 @@ PAGES = [
     *sorted((ROOT / "examples" / "guides").glob("*.md")),
     ROOT / "examples" / "recipes" / "README.md",
 ]
-LINKS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s"}
+LINKS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 WORDS = {
     "saving 50": "**`saving=50`**",
     "saving 150": "`saving=150`",
     "saving 400": "`saving=400`",
     "ratio 0.001": "`ratio=0.001`",
     "auto": '`topology="auto"`',
+    "ours": "**`saving=50`**",
+    "ours, 0.001": "`ratio=0.001`",
+    "ours, auto": '`topology="auto"`',
 }
 
 
@@ -54,6 +57,8 @@ def race(name: str = "race.jsonl") -> str:
     for racer in (each for each in RACERS if (each, "1gbit") in found):
         row = {"": WORDS.get(racer, racer)}
         for rate, words in LINKS.items():
+            if (racer, rate) not in found:
+                continue
             here = found[racer, rate]
             seconds = [run["curve"][-1][0] for run in here]
             gave_up = "> " * (not all(run["reached"] for run in here))
@@ -64,6 +69,36 @@ def race(name: str = "race.jsonl") -> str:
         last = [run["curve"][-1][1] for run in found[racer, "1gbit"]]
         sent = [run["sent"] / run["curve"][-1][1] / 1e6 for run in found[racer, "1gbit"]]
         rows.append(row | {"steps": spread(last, ".0f"), "MB a host and step": f"{mean(sent):.3g}"})
+    return markdown(rows)
+
+
+def bench(name: str) -> dict[str, list[dict[str, Any]]]:
+    """The tables that a bench wrote by ``--json bench-NAME.json``."""
+    found: dict[str, list[dict[str, Any]]] = json.loads((RUNS / f"bench-{name}.json").read_text())["tables"]
+    return found
+
+
+def steps(*names: str) -> str:
+    """Milliseconds of a step with each peer, and how many times those of the default, by link."""
+    rows: dict[str, dict[str, str]] = {}
+    for name in names:
+        for rate, peers in bench(name).items():
+            for peer in peers:
+                cell = f"{peer['ms a step']:,.0f} ({peer['over ours']:.2g}x)"
+                ahead = peer["over ours"] < 0.99 and "ours" not in peer["peer"] and "exchange" not in peer["peer"]
+                row = rows.setdefault(peer["peer"], {"": WORDS.get(peer["peer"], peer["peer"])})
+                row[LINKS[rate]] = f"**{cell}**" if ahead else cell
+    return markdown([*rows.values()])
+
+
+def compress_step() -> str:
+    """The compress step of a worker and of a server, in units of adding and clearing."""
+    rows = []
+    for title, parts in bench("select").items():
+        if title.startswith("Compress step at "):
+            worker, _, server = (f"{part['of add_ + zero_']:.1f}" for part in parts)
+            where = title.removeprefix("Compress step at ")
+            rows.append({"density": where if "," in where else f"{where}, bf16", "worker": worker, "server": server})
     return markdown(rows)
 
 
@@ -163,6 +198,9 @@ def recipes() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "bench-hosts": lambda: steps("hosts"),
+    "bench-train": lambda: steps("train-100mbit", "train-1gbit"),
+    "bench-select": compress_step,
     "race": race,
     "race-images": lambda: race("race-images.jsonl"),
     "learning": learning,
