@@ -61,6 +61,16 @@ def test_commands_have_the_options_that_are_written(page, capsys):
                 pytest.fail(f"{line}\n{capsys.readouterr().err}")
 
 
+def test_plans_that_are_written_can_be_made(capsys):
+    parser, lines = __main__.make_parser(), "\n".join(block for page in PAGES for block in blocks(page, "sh"))
+    made = [line for line in re.findall(r"lightning_topk (plan .*)", lines) if "mine.models.Net" not in line]
+    for line in made:
+        arguments = parser.parse_args(shlex.split(line, comments=True))
+        arguments.main(arguments)
+        assert "| sharded, saving 50" in capsys.readouterr().out, line
+    assert len(made) >= 2
+
+
 @every_page
 def test_calls_have_the_arguments_that_are_written(page):
     wrong = []
