@@ -197,6 +197,78 @@ def recipes() -> str:
     return markdown(rows)
 
 
+def tried(model: str, steps: int, lr: float, *methods: str, seed: int = 0) -> list[dict[str, Any]]:
+    """The runs of 8 workers with some methods, of those in ``learning.jsonl``."""
+    keys = {run["key"]: json.loads(run["key"]) for run in runs("learning.jsonl")}
+    wanted = [[model, 8, steps, lr, method, seed] for method in methods]
+    return [run for run in runs("learning.jsonl") if [*(key := keys[run["key"]])[:4], *key[6:8]] in wanted]
+
+
+def newer() -> str:
+    """Held-out loss with newer methods, the best of their settings, after 300 steps with the first seed."""
+    local = ("1, momentum 0", "0.7, momentum 0.9", "0.4, momentum 0.8")
+    kinds = {
+        "dense": ["dense"],
+        "`saving=50`": ["saving 50"],
+        "4 local steps with an outer optimizer, 50x": [f"4 local steps, outer lr {each}" for each in local],
+        "DeMo, 50x to 55x": [f"DeMo, lr {lr}" for lr in (0.003, 0.001)],
+        "`saving=150`": ["saving 150"],
+        "15 local steps with an outer optimizer, 109x to 113x": [f"15 local steps, outer lr {each}" for each in local],
+    }
+    models = {"wide MLP": ("wide mlp", 0.1), "CNN": ("cnn", 0.03), "character LSTM": ("char lstm", 0.02)}
+    models["small GPT"] = ("gpt", 0.01)
+    rows = [
+        {"": kind}
+        | {
+            words: f"{min(run['held'] for run in tried(model, 300, lr, *methods)):.3f}"
+            for words, (model, lr) in models.items()
+        }
+        for kind, methods in kinds.items()
+    ]
+    return markdown(rows)
+
+
+def masking() -> str:
+    """Accuracy of the convnet after 1,000 steps with the first seed, with masking and with other ways to that end."""
+    curve = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    learner = next(each for each in curves.IMAGES if each.name == "convnet, SGD masked")
+    ways = {
+        "dense": (0.05, "dense"),
+        "`saving=50`": (0.05, "saving 50"),
+        "**`momentum_masking=True`**": (0.05, None),
+        "`momentum=0.9` in the strategy (DGC, masked), none in the optimizer": (0.05, "momentum correction"),
+        "the same without masking (`momentum_masking=False`)": (0.05, "momentum correction unmasked"),
+        "the optimizer's momentum 0.5 at lr 0.25": (0.05, "SGD's momentum 0.5"),
+        "no momentum, lr 0.5": (0.05, "SGD's momentum 0"),
+        "no momentum, lr 0.05": (0.005, "SGD's momentum 0"),
+        "lr 0.02: dense": (0.02, "dense"),
+        "lr 0.02: `saving=50`": (0.02, "saving 50"),
+        "lr 0.1: `momentum=0.9` in the strategy": (0.1, "momentum correction"),
+    }
+    rows = []
+    for words, (lr, method) in ways.items():
+        run = tried("convnet", 1000, lr, method)[0] if method else curve[curves.run_key(learner, 1000, 50, 0)]
+        rows.append({"": words, "accuracy, %": f"{run['accuracy']:.2f}"})
+    return markdown(rows)
+
+
+def longest() -> str:
+    """Accuracy of the convnet after 10,000 steps, at two learning rates."""
+    curve = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    learners = {each.name: each for each in curves.IMAGES}
+    plain, masked = learners["convnet, SGD"], learners["convnet, SGD masked"]
+    ways = {"dense": (plain, 0.0, "dense", 1), "`saving=50`, masked": (masked, 50.0, "SGD's momentum, masked", 2)}
+    rows = []
+    for words, (learner, saving, method, seeds) in ways.items():
+        keys = (curves.run_key(learner, 10_000, saving, seed) for seed in range(3))
+        at_half = [f"{curve[key]['accuracy']:.2f}" for key in keys if key in curve]
+        at_full = [
+            f"{run['accuracy']:.2f}" for n in range(seeds) for run in tried("convnet", 10_000, 0.1, method, seed=n)
+        ]
+        rows.append({"seeds 0, 1, %": words, "lr 0.05": " ".join(at_half), "lr 0.1": " ".join(at_full)})
+    return markdown(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "bench-hosts": lambda: steps("hosts"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit"),
@@ -207,6 +279,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning-short": lambda: learning(peers=False),
     "saving-curves": saving_curves,
     "images": images,
+    "masking": masking,
+    "longest": longest,
+    "newer": newer,
     "recipes": recipes,
 }
 
