@@ -6,6 +6,8 @@ import copy
 import os
 import threading
 import time
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -487,11 +489,11 @@ class Empty(nn.Module):
         return x + self.weight.sum()
 
 
-def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
+def delayed(rank: int, world: int, topology: str, bidirectional: bool, **settings: Any) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)], Empty(), nn.Linear(40, 40), nn.Linear(40, 40))
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    state = attach(ddp, ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional)
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001, find_unused_parameters=settings.pop("votes", False))
+    state = attach(ddp, ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional, **settings)
     delays = torch.Generator().manual_seed(rank)
 
     def sleep(_: torch.Tensor) -> None:
@@ -525,6 +527,18 @@ def delayed(rank: int, world: int, topology: str, bidirectional: bool) -> None:
 @pytest.mark.parametrize(("world", "topology", "bidirectional"), [*((4, *way) for way in ROUTES), (2, "sharded", True)])
 def test_random_delays_neither_deadlock_nor_mix_buckets_up(groups, world, topology, bidirectional):
     groups(world).run(delayed, topology, bidirectional)
+
+
+@pytest.mark.parametrize(
+    ("topology", "settings"),
+    [
+        ("hierarchical", {"local_world_size": 2}),
+        ("hierarchical", {"local_world_size": 2, "votes": True, "dense_parameters": "*bias"}),
+        ("sharded", {"votes": True, "dense_parameters": "*bias"}),
+    ],
+)
+def test_random_delays_mix_nothing_up_where_an_exchange_makes_several_requests(groups, topology, settings):
+    groups(4).run(partial(delayed, **settings), topology, True)
 
 
 def nothing_in_turn(rank: int, world: int) -> None:
