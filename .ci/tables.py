@@ -12,7 +12,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -48,7 +49,7 @@ def runs(name: str) -> list[dict[str, Any]]:
 
 
 def race(name: str = "race.jsonl") -> str:
-    """Seconds to the aim by link, and the steps and bytes that they take."""
+    """Seconds to the aim by link (median, least and most), and the steps and bytes that they take."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs(name):
         _, _, rate, racer, _ = run["key"]
@@ -61,15 +62,53 @@ def race(name: str = "race.jsonl") -> str:
                 continue
             here = found[racer, rate]
             seconds = [run["curve"][-1][0] for run in here]
-            gave_up = "> " * (not all(run["reached"] for run in here))
-            row[words] = gave_up + spread(seconds, ".1f")
+            row[words] = "> " * (not all(run["reached"] for run in here)) + f"{median(seconds):.1f}"
+            if len(seconds) > 1:
+                row[words] += f" ({min(seconds):.0f} to {max(seconds):.0f})"
             if racer != "DDP":
                 dense = median(run["curve"][-1][0] for run in found["DDP", rate])
-                row[words] += f" ({dense / median(seconds):.2f}x)"
-        last = [run["curve"][-1][1] for run in found[racer, "1gbit"]]
-        sent = [run["sent"] / run["curve"][-1][1] / 1e6 for run in found[racer, "1gbit"]]
-        rows.append(row | {"steps": spread(last, ".0f"), "MB a host and step": f"{mean(sent):.3g}"})
+                row[words] += f", {dense / median(seconds):.2f}x"
+        here = found[racer, "1gbit"]
+        row["steps"] = f"{median(run['curve'][-1][1] for run in here):.0f}"
+        row["ms a step"] = f"{1000 * median(run['curve'][-1][0] / run['curve'][-1][1] for run in here):.0f}"
+        row["MB a host and step"] = f"{median(run['sent'] / run['curve'][-1][1] for run in here) / 1e6:.3g}"
+        rows.append(row)
     return markdown(rows)
+
+
+def race_peers() -> str:
+    """How many times as long as the default each racer takes, by medians; in bold where it is sooner."""
+    rows: dict[str, dict[str, str]] = {}
+    seconds = race_seconds()
+    for (racer, rate), here in seconds.items():
+        if racer == "saving 50" or rate not in LINKS:
+            continue
+        times = median(here) / median(seconds["saving 50", rate])
+        row = rows.setdefault(racer, {"": WORDS.get(racer, racer)})
+        row[LINKS[rate]] = f"**{times:.2f}x**" if times < 0.99 else f"{times:.2f}x"
+    return markdown([rows[racer] for racer in RACERS if racer in rows])
+
+
+def race_short() -> str:
+    """Seconds to the aim of some racers."""
+    seconds = race_seconds()
+    shown = {"saving 50": "`saving=50`", "saving 150": "`saving=150`", "PowerSGD 2": "PowerSGD, rank 2"}
+    shown |= {"fp16 hook": "fp16 hook", "DDP": "DDP"}
+    rows = [
+        {"seconds, median of 3 seeds": LINKS[rate]}
+        | {words: f"{median(seconds[racer, rate]):.0f}" for racer, words in shown.items()}
+        for rate in ("100mbit", "1gbit")
+    ]
+    return markdown(rows)
+
+
+def race_seconds() -> dict[tuple[str, str], list[float]]:
+    """Seconds to the aim, by racer and link."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for run in runs("race.jsonl"):
+        _, _, rate, racer, _ = run["key"]
+        found.setdefault((racer, rate), []).append(run["curve"][-1][0])
+    return found
 
 
 def bench(name: str) -> dict[str, list[dict[str, Any]]]:
@@ -78,9 +117,16 @@ def bench(name: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def steps(*names: str) -> str:
-    """Milliseconds of a step with each peer, and how many times those of the default, by link."""
+def steps(*names: str, also: str = "", words: str = "") -> str:
+    """Milliseconds of a step with each peer, and how many times those of the default, by link.
+
+    Args:
+        *names: The benches.
+        also: One more figure of each peer and link.
+        words: What it is.
+    """
     rows: dict[str, dict[str, str]] = {}
+    more: dict[str, list[str]] = {}
     for name in names:
         for rate, peers in bench(name).items():
             for peer in peers:
@@ -88,18 +134,118 @@ def steps(*names: str) -> str:
                 ahead = peer["over ours"] < 0.99 and "ours" not in peer["peer"] and "exchange" not in peer["peer"]
                 row = rows.setdefault(peer["peer"], {"": WORDS.get(peer["peer"], peer["peer"])})
                 row[LINKS[rate]] = f"**{cell}**" if ahead else cell
-    return markdown([*rows.values()])
+                if figure := peer.get(also):
+                    more.setdefault(peer["peer"], []).append(figure if isinstance(figure, str) else f"{figure:.0f}")
+    return markdown([row | {words: ", ".join(more.get(peer, []))} if words else row for peer, row in rows.items()])
 
 
 def compress_step() -> str:
     """The compress step of a worker and of a server, in units of adding and clearing."""
     rows = []
+    checks = json.loads((RUNS / "bench-select.json").read_text())["checks"]
+    targets = {check["statement"]: f" ({check['expected']})" for check in checks}
+    peaks = {check["statement"].partition("residuals")[2]: check for check in checks if "memory" in check["statement"]}
     for title, parts in bench("select").items():
         if title.startswith("Compress step at "):
             worker, _, server = (f"{part['of add_ + zero_']:.1f}" for part in parts)
             where = title.removeprefix("Compress step at ")
-            rows.append({"density": where if "," in where else f"{where}, bf16", "worker": worker, "server": server})
+            row = {"density": where if "," in where else f"{where}, bf16"}
+            for side, units in (("worker", worker), ("server", server)):
+                target = targets.get(f"a {side}'s whole compress step at {where}, in units of add_ + zero_", "")
+                row[f"{side} (target)"] = units + target
+            peak = peaks.get({"0.001": "", "0.12, int4": " at 0.12, int4"}.get(where, where))
+            rows.append(row | {"peak memory (target)": f"{peak['measured']} ({peak['expected']})" if peak else ""})
     return markdown(rows)
+
+
+def ranks() -> str:
+    """Milliseconds of a step, and the bytes that leave a host, with several ranks on each."""
+    (peers,) = bench("ranks").values()
+    rows = [
+        {
+            "1 Gbit/s between the hosts": {"ours": "ours, sharded"}.get(peer["peer"], peer["peer"]),
+            "ms a step": f"{peer['ms a step']:,.0f}",
+            "bytes a host sends": peer["bytes a host sends"],
+        }
+        for peer in peers
+        if peer["peer"] != "ours, 0.001"  # all of them are
+    ]
+    return markdown(rows)
+
+
+def predicted() -> str:
+    """How far predicted times of exchanges are from those measured."""
+    rows = []
+    for rate, exchanges in bench("model").items():
+        off = [abs(each["predicted ms"] / each["measured ms"] - 1) for each in exchanges]
+        rows.append({"link": LINKS[rate], "median error": f"{median(off):.0%}", "largest": f"{max(off):.0%}"})
+    return markdown(rows)
+
+
+def fsdp() -> str:
+    """Loss, time and bytes with HSDP and with ours."""
+    rows = []
+    for name in ("learn", "large", "small"):
+        for setting, ways in bench(f"fsdp-{name}").items():
+            for way in ways:
+                parameters, _, length = setting.split(", ")
+                row = {"model": parameters, "length": length, "between nodes": way["between nodes"]}
+                sent = way.get("kB that leave a node in a step")
+                row["held-out loss"] = "" if sent else f"{way['held-out loss']:.3f}"
+                row["ms a step"] = f"{way['ms a step']:,.0f}" if sent else ""
+                rows.append(row | {"kB a step that leave a node": f"{sent:,.0f}" if sent else ""})
+    return markdown(rows)
+
+
+def simulated() -> str:
+    """What 1,024 simulated workers learn and send."""
+    result = json.loads((RUNS / "simulate.json").read_text())
+    return markdown(result["tables"]["After the last step"])
+
+
+def positions() -> str:
+    """Bits of a position against their entropy, and bytes of an entry by format, of 4 workers."""
+    rows: dict[str, dict[str, str]] = {}
+    for title, parts in bench("wire").items():
+        density = title.split(" at ")[1].partition(" ")[0].rstrip(":")
+        row = rows.setdefault(density, {"density": density})
+        for part in parts:
+            if part.get("workers") == 4:
+                row["bits a position"] = f"{part['index bits an entry']:.1f} ({part['of entropy']:.2f}x its entropy)"
+            elif "wire" in part:
+                row[f"bytes an entry, {part['wire']}"] = f"{part['bytes an entry']:.2f}"
+    return markdown([*rows.values()])
+
+
+def gpu_bytes() -> str:
+    """Bytes of memory traffic and launches of an exchange, which tests/test_fake_cuda.py counts."""
+    counted = json.loads((RUNS / "gpu-bytes.json").read_text())
+    return markdown(
+        [
+            {
+                "density, wire": f"{row['ratio']:g}, int4" + (", momentum" if row["momentum"] else ""),
+                "gradient": row["dtype"],
+                "bytes, worker sends": str(row["worker"]),
+                "bytes, whole exchange": str(row["exchange"]),
+                "launches": row["launches"],
+            }
+            for row in counted
+        ]
+    )
+
+
+def seeds(values: Sequence[float], style: str, unit: str = "") -> str:
+    """Mean and half the range of several seeds, or the value of one."""
+    if len(values) == 1:
+        return f"{values[0]:{style}}{unit} (1 seed)"
+    return f"{spread([*values], style)}{unit}" if values else ""
+
+
+def filled_only(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table without rows and columns that have nothing but a name."""
+    first, *others = dict.fromkeys(head for row in rows for head in row)
+    there = [head for head in others if any(row.get(head) for row in rows)]
+    return markdown([{head: row.get(head, "") for head in (first, *there)} for row in rows if any(map(row.get, there))])
 
 
 def learning(peers: bool = True) -> str:
@@ -115,13 +261,15 @@ def learning(peers: bool = True) -> str:
         return spread(measured, ".3f") if task.text else spread(measured, ".2f") + " %"
 
     rows = []
-    for task in (each for each in TASKS if each.steps == 300):
+    small = () if peers else (("mlp", 2), ("mlp", 8))
+    for task in (each for each in TASKS if each.steps == 300 and (each.model, each.workers) not in small):
         dense, ours = (mean(r["held" if task.text else "accuracy"] for r in quality(task, n)) for n in ("dense", OURS))
         gap = 100 * (ours / dense - 1) if task.text else dense - ours
         words = f"{abs(gap):.1f} %" if task.text else f"{abs(gap):.2f}"
         words = words + (" behind" if gap > 0 else " ahead")
         row = {
-            "model, simulated workers": f"{names.get(task.model, task.model.replace('mlp', 'MLP'))}, {task.workers}",
+            "model, simulated workers": f"{names.get(task.model, task.model.replace('mlp', 'MLP'))}, {task.workers}"
+            + " (loss)" * task.text,
             "dense": shown(task, "dense"),
             "`saving=50`": shown(task, OURS),
             "difference": f"**{words}**" if gap > 1 else words,
@@ -131,7 +279,24 @@ def learning(peers: bool = True) -> str:
         power = quality(task, "PowerSGD 1")
         row["PowerSGD 1 (its saving)"] = f"{shown(task, 'PowerSGD 1')} ({power[0]['dense'] / power[0]['bytes']:.0f}x)"
         rows.append(row)
-    return markdown(rows)
+    return markdown(rows if peers else rows + convnet())
+
+
+def convnet() -> list[dict[str, str]]:
+    """The rows of the longest runs of the convnet."""
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    rows = []
+    for name, words in (("convnet, SGD", "convnet, 8"), ("convnet, SGD masked", "same, `momentum_masking=True`")):
+        learner, steps = next(each for each in curves.IMAGES if each.name == name), max(curves.LENGTHS)
+        both = [[found.get(curves.run_key(learner, steps, saving, n)) for saving in (0, 50)] for n in range(3)]
+        pairs = [pair for pair in both if all(pair)]
+        dense, ours = ([run["accuracy"] for run in each] for each in zip(*pairs, strict=True))
+        gap = mean(dense) - mean(ours)
+        shown = f"{abs(gap):.2f} {'behind' if gap > 0 else 'ahead'}"
+        row = {"model, simulated workers": f"{words} ({steps:,} steps)", "dense": seeds(dense, ".2f", " %")}
+        row |= {"`saving=50`": seeds(ours, ".2f", " %"), "difference": f"**{shown}**" if gap > 1 else shown}
+        rows.append(row)
+    return rows
 
 
 def saving_curves() -> str:
@@ -148,6 +313,55 @@ def saving_curves() -> str:
                 unit = "% of the loss" if learner.text else "points"
                 cells = {f"{saving:g}x": str(point or "") for saving, point in mine.items()}
                 rows.append({"model, optimizer": f"{learner.name} ({unit})", "steps": f"{steps:,}"} | cells)
+    return filled_only(rows)
+
+
+def how_far() -> str:
+    """The largest saving that ends within 1 point or 1 % of dense training, by model and length of the run."""
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    learners, savings = (*curves.LEARNERS, *curves.IMAGES), sorted(curves.SAVINGS)
+    points = curves.gaps(learners, curves.LENGTHS, savings, 3, found)
+    rows = []
+    for learner in learners:
+        row = {"model, optimizer": learner.name}
+        for steps in curves.LENGTHS:
+            mine = {s: points[key] for s in savings if (key := (learner.name, steps, s)) in points}
+            within = [saving for saving, _ in takewhile(lambda each: each[1].gap <= 1, mine.items())]
+            shown = within[-1] if within else next(iter(mine), 0)
+            words = f"{shown:g}x ({mine[shown]})" if within else f"none ({shown:g}x: {mine[shown]})" if mine else ""
+            row[f"{steps:,} steps"] = words.replace(" (1 seed)", "")
+        if len({*row.values()} - {""}) > 1:
+            rows.append(row)
+    return markdown(rows)
+
+
+def law() -> str:
+    """How often an entry of each model must be sent for a gap of 1, and how well the others predict it."""
+    result = Result("", "", "")
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    curves.enter(result, curves.LEARNERS, curves.LENGTHS, sorted(curves.SAVINGS), 3, found)
+    title, rows = next((title, rows) for title, rows in result.tables.items() if title.startswith("gap = "))
+    exponent = title.partition(" ^ ")[2].partition(",")[0]
+    heads = {"sends for a gap of 1": f"n, where the gap is (n / sends) ^ {exponent}"}
+    return markdown([{heads.get(head, head): cell for head, cell in row.items()} for row in rows])
+
+
+def momentum() -> str:
+    """What models end with after SGD with a momentum of 0.9 and of 0.5, at the same lr / (1 - momentum)."""
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    learners = {each.name: each for each in (*curves.LEARNERS, *curves.IMAGES)}
+    rows = []
+    for model, words in (("char lstm", "character LSTM, loss"), ("gpt", "small GPT, loss"), ("convnet", "convnet, %")):
+        for steps in curves.LENGTHS:
+            row = {"": f"{words}, {steps:,} steps"}
+            for optimizer, value in (("SGD", 0.9), ("SGD 0.5", 0.5)):
+                learner = learners[f"{model}, {optimizer}"]
+                for saving, way in ((0, "dense"), (50, "`saving=50`")):
+                    keys = (curves.run_key(learner, steps, saving, seed) for seed in range(3))
+                    what, style = ("held", ".3f") if learner.text else ("accuracy", ".2f")
+                    row[f"{way}, {value}"] = seeds([found[key][what] for key in keys if key in found], style)
+            if row["`saving=50`, 0.5"]:
+                rows.append(row)
     return markdown(rows)
 
 
@@ -197,35 +411,78 @@ def recipes() -> str:
     return markdown(rows)
 
 
-def tried(model: str, steps: int, lr: float, *methods: str, seed: int = 0) -> list[dict[str, Any]]:
-    """The runs of 8 workers with some methods, of those in ``learning.jsonl``."""
-    keys = {run["key"]: json.loads(run["key"]) for run in runs("learning.jsonl")}
-    wanted = [[model, 8, steps, lr, method, seed] for method in methods]
-    return [run for run in runs("learning.jsonl") if [*(key := keys[run["key"]])[:4], *key[6:8]] in wanted]
+def tried(model: str, steps: int, lr: float, method: str) -> list[dict[str, Any]]:
+    """The runs of 8 workers with a method, of those in ``learning.jsonl``, seed by seed."""
+    found = {}
+    for run in runs("learning.jsonl"):
+        key = json.loads(run["key"])
+        if [*key[:4], key[6]] == [model, 8, steps, lr, method]:
+            found[key[7]] = run
+    return [found[seed] for seed in sorted(found)]
+
+
+TRIED_ON = {
+    "wide MLP": ("wide mlp", 0.1),
+    "CNN": ("cnn", 0.03),
+    "LSTM by rows": ("lstm", 0.1),
+    "character LSTM": ("char lstm", 0.02),
+    "small GPT": ("gpt", 0.01),
+}
+"""Models and their learning rates by the names of the pages."""
+
+
+def compared(ways: Mapping[str, Sequence[str]], models: Sequence[str], what: str = "held") -> str:
+    """What models end with after 300 steps, by way; of several methods the best.
+
+    Args:
+        ways: Names of methods, by the words for them.
+        models: Names of :data:`TRIED_ON`.
+        what: What counts, ``"held"`` (the loss on held-out data) or ``"accuracy"`` (%).
+    """
+    style, sign = (".3f", 1) if what == "held" else (".2f", -1)
+    rows = []
+    for words, methods in ways.items():
+        row = {"": words}
+        for name in models:
+            model, lr = TRIED_ON[name]
+            measured = [[run[what] for run in tried(model, 300, lr, method)] for method in methods]
+            best = min((each for each in measured if each), key=lambda each: sign * mean(each), default=[])
+            row[name] = seeds(best, style)
+        rows.append(row)
+    return filled_only(rows)
 
 
 def newer() -> str:
-    """Held-out loss with newer methods, the best of their settings, after 300 steps with the first seed."""
+    """Held-out loss with newer methods, the best of their settings, after 300 steps."""
     local = ("1, momentum 0", "0.7, momentum 0.9", "0.4, momentum 0.8")
-    kinds = {
+    ways = {
         "dense": ["dense"],
         "`saving=50`": ["saving 50"],
         "4 local steps with an outer optimizer, 50x": [f"4 local steps, outer lr {each}" for each in local],
         "DeMo, 50x to 55x": [f"DeMo, lr {lr}" for lr in (0.003, 0.001)],
+        "EF21-SGDM, 50x": ["EF21-SGDM"],
         "`saving=150`": ["saving 150"],
         "15 local steps with an outer optimizer, 109x to 113x": [f"15 local steps, outer lr {each}" for each in local],
     }
-    models = {"wide MLP": ("wide mlp", 0.1), "CNN": ("cnn", 0.03), "character LSTM": ("char lstm", 0.02)}
-    models["small GPT"] = ("gpt", 0.01)
-    rows = [
-        {"": kind}
-        | {
-            words: f"{min(run['held'] for run in tried(model, 300, lr, *methods)):.3f}"
-            for words, (model, lr) in models.items()
-        }
-        for kind, methods in kinds.items()
-    ]
-    return markdown(rows)
+    return compared(ways, ("wide MLP", "CNN", "character LSTM", "small GPT"))
+
+
+def wires() -> str:
+    """Held-out loss in two formats, by ratio."""
+    ways = {f"{ratio} in {wire}": [f"{ratio} in {wire}"] for ratio in (0.001, 0.01, 0.06) for wire in ("bf16", "int4")}
+    return compared(ways, ("wide MLP", "CNN", "character LSTM"))
+
+
+def beta1() -> str:
+    """Held-out loss of text with AdamW's beta1, and with a beta1 of 0."""
+    ways = {"dense": "dense", "`saving=50`": "saving 50", "`saving=50, beta1=0.9`": "AdamW's own beta1"}
+    return compared({words: [method] for words, method in ways.items()}, ("character LSTM", "small GPT"))
+
+
+def masking_digits() -> str:
+    """Accuracy on digits with and without masking."""
+    ways = {"`saving=50`": ["saving 50"], "and `momentum_masking=True`": ["SGD's momentum, masked"]}
+    return compared(ways, ("LSTM by rows", "wide MLP", "CNN"), what="accuracy")
 
 
 def masking() -> str:
@@ -253,43 +510,63 @@ def masking() -> str:
 
 
 def longest() -> str:
-    """Accuracy of the convnet after 10,000 steps, at two learning rates."""
+    """Accuracy of the convnet after 10,000 steps, by learning rate, seed by seed."""
     curve = {run["key"]: run for run in runs("saving-curves.jsonl")}
     learners = {each.name: each for each in curves.IMAGES}
-    plain, masked = learners["convnet, SGD"], learners["convnet, SGD masked"]
-    ways = {"dense": (plain, 0.0, "dense", 1), "`saving=50`, masked": (masked, 50.0, "SGD's momentum, masked", 2)}
+    ways = {
+        "dense": ("convnet, SGD", 0.0, "dense"),
+        "`saving=50`": ("convnet, SGD", 50.0, "saving 50"),
+        "and `momentum_masking=True`": ("convnet, SGD masked", 50.0, "SGD's momentum, masked"),
+        "masked, `saving=25`": ("", 0.0, "masked, saving 25"),
+        "masked, `lr_ratio=True`": ("", 0.0, "masked, lr ratio"),
+        "`momentum=0.9` in the strategy, none in the optimizer": ("", 0.0, "momentum correction"),
+    }
     rows = []
-    for words, (learner, saving, method, seeds) in ways.items():
-        keys = (curves.run_key(learner, 10_000, saving, seed) for seed in range(3))
-        at_half = [f"{curve[key]['accuracy']:.2f}" for key in keys if key in curve]
-        at_full = [
-            f"{run['accuracy']:.2f}" for n in range(seeds) for run in tried("convnet", 10_000, 0.1, method, seed=n)
-        ]
-        rows.append({"seeds 0, 1, %": words, "lr 0.05": " ".join(at_half), "lr 0.1": " ".join(at_full)})
-    return markdown(rows)
+    for words, (name, saving, method) in ways.items():
+        row = {"": words}
+        for lr in (0.05, 0.1, 0.2):
+            keys = [curves.run_key(learners[name], 10_000, saving, seed) for seed in range(3) if name and lr == 0.05]
+            known = [curve[key] for key in keys if key in curve] or tried("convnet", 10_000, lr, method)
+            row[f"lr {lr}, %"] = ", ".join(f"{run['accuracy']:.2f}" for run in known)
+        rows.append(row)
+    return filled_only(rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "bench-hosts": lambda: steps("hosts"),
-    "bench-train": lambda: steps("train-100mbit", "train-1gbit"),
+    "bench-hosts": lambda: steps("hosts", also="of them exchange", words="ms of a rank's CPU, by link"),
+    "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", words="hidden, by link"),
     "bench-select": compress_step,
+    "bench-wire": positions,
+    "bench-ranks": ranks,
+    "bench-model": predicted,
+    "fsdp": fsdp,
+    "simulate": simulated,
+    "gpu-bytes": gpu_bytes,
     "race": race,
+    "race-short": race_short,
+    "race-peers": race_peers,
     "race-images": lambda: race("race-images.jsonl"),
     "learning": learning,
     "learning-short": lambda: learning(peers=False),
     "saving-curves": saving_curves,
+    "how-far": how_far,
+    "law": law,
     "images": images,
+    "momentum": momentum,
     "masking": masking,
     "longest": longest,
     "newer": newer,
+    "wires": wires,
+    "beta1": beta1,
+    "masking-digits": masking_digits,
     "recipes": recipes,
 }
 
 
 def filled(text: str) -> str:
     """A page with its tables as the runs have them."""
-    pattern = r"(<!-- table: ([\w-]+) -->\n\n)(?:\|.*\n)*"
-    return re.sub(pattern, lambda found: f"{found[1]}{TABLES[found[2]]()}\n", text)
+    pattern = r"(<!-- table: ([\w-]+) -->)\s*(?:\|.*\n)*\n*"
+    return re.sub(pattern, lambda found: f"{found[1]}\n\n{TABLES[found[2]]()}\n\n", text).rstrip("\n") + "\n"
 
 
 def main() -> None:

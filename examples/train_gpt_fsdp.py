@@ -12,6 +12,8 @@ import argparse
 import importlib
 import math
 import os
+import shlex
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,7 +31,7 @@ from lightning_topk.lab import hosts
 from lightning_topk.lab.bench.ddp import sent_bytes
 from lightning_topk.lab.data import documentation
 from lightning_topk.lab.models import GPT
-from lightning_topk.lab.report import markdown
+from lightning_topk.lab.report import Result, markdown
 
 
 def train(options: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
@@ -91,6 +93,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2, help="blocks (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="pieces of text a rank and step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.01, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the result to")
     options = parser.parse_args()
     if options.steps <= 3:
         parser.error(f"--steps {options.steps}: the first 3 are not timed; take more.")
@@ -101,11 +104,15 @@ def main() -> None:
     module = importlib.import_module(Path(__file__).stem)
     emulated = hosts.emulate(options.nodes, options.rate, options.ranks) if options.rate else None
     with emulated or nullcontext(hosts.local(world)) as group:
-        given = {**vars(options), "device": "cuda" if gpus else "cpu"}
+        given = {**vars(options), "json": None, "device": "cuda" if gpus else "cpu"}
         rows = group.run(module.train, given, timeout=24 * 3600, shown=True)[0]
     parameters = sum(parameter.numel() for parameter in GPT(options.width, options.depth).parameters())
-    print(f"{parameters:,} parameters, {options.nodes} nodes of {options.ranks} ranks, {options.steps} steps\n")
-    print(markdown(rows))
+    setting = f"{parameters:,} parameters, {options.nodes} nodes of {options.ranks} ranks, {options.steps} steps"
+    if options.json:
+        command = shlex.join(["python", *sys.argv])
+        result = Result("fsdp", "top-k between nodes of FSDP2", setting, {setting: rows}, command=command)
+        options.json.write_text(result.json())
+    print(f"{setting}\n\n{markdown(rows)}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from groups import torchrun
+from groups import script, torchrun
 from PIL import Image
 
 from lightning_topk.config import TopKConfig
@@ -195,3 +196,12 @@ def test_accelerate_under_torchrun(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses[-1] < losses[0] / 2
     assert "instead of" in output
+
+
+def test_the_gpt_trains_with_hsdp_and_with_ours_and_writes_what_it_measured(tmp_path):
+    arguments = ["--steps", "5", "--width", "16", "--depth", "1", "--batch", "1", "--json", "fsdp.json"]
+    said = script(ROOT / "examples" / "train_gpt_fsdp.py", *arguments, log=tmp_path / "log", folder=tmp_path)
+    ((setting, ways),) = json.loads((tmp_path / "fsdp.json").read_text())["tables"].items()
+    assert setting in said
+    assert [way["between nodes"] for way in ways] == ["HSDP", "saving=50"]
+    assert all(0 < way["held-out loss"] < 6 for way in ways)

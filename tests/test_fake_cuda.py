@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -30,6 +32,8 @@ pytestmark = needs_fakes
 CUDA = torch.device("cuda", 0)
 WORLD, LOCAL = 4, 2
 SIZES = (40_000, 7, 0, 25_001)
+COUNTED = Path(__file__).parents[1] / "examples" / "reproduced" / "gpu-bytes.json"
+"""What an exchange of 25 million entries moves, which the guide shows."""
 TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
 SELECTED = ("topk", "gaussiank", "dgc", "trimmed", "randk")
 WIRES = ("fp32", "bf16", "int8", "int4")
@@ -262,20 +266,12 @@ def test_measuring_waits_for_nothing_before_the_report(fake, monkeypatch, topolo
     assert copies_of(config, measure=Measure(error=True, per_layer=True)) == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "dtype", "worker", "everyone"),
-    [
-        ({"ratio": 0.001}, torch.float32, 21, 27),
-        ({"ratio": 0.06}, torch.float32, 32, 56),
-        ({"ratio": 0.12}, torch.float32, 43, 72),
-        ({"ratio": 0.001}, torch.bfloat16, 15, 24),
-        ({"ratio": 0.001, "momentum": 0.9}, torch.float32, 29, 35),
-    ],
-)
-def test_an_exchange_moves_few_bytes_and_launches_few_kernels(fake, monkeypatch, settings, dtype, worker, everyone):
+@pytest.mark.parametrize("row", json.loads(COUNTED.read_text()), ids=lambda row: f"{row['ratio']} {row['dtype']}")
+def test_an_exchange_moves_the_bytes_and_launches_the_kernels_that_the_guide_says(fake, monkeypatch, row):
     """Bytes for an entry of a bucket of 25 million, by arithmetic: adding and clearing alone take 16."""
     monkeypatch.setattr(ops, "fast", lambda device: fake)
-    config, numel = TopKConfig(**settings), 25_000_000
+    config, numel = TopKConfig(row["ratio"], momentum=row["momentum"]), 25_000_000
+    dtype = getattr(torch, row["dtype"])
     end = make_endpoint(config, make_shape(config, [numel], WORLD), 0, dtype, CUDA)
     codecs, g = make_codecs(config, end, 0, 0, end.uplink.selector), torch.empty(numel, device=CUDA, dtype=dtype)
     with Traffic() as traffic:
@@ -284,9 +280,8 @@ def test_an_exchange_moves_few_bytes_and_launches_few_kernels(fake, monkeypatch,
         reply, _ = end.downlink.send(aggregate(payloads, codecs.uplink, torch.float32, g), codecs.reply)
         deliver(reply.expand(WORLD, -1).contiguous(), codecs.reply, end.layout, g)
     moved, launches = traffic.with_kernels()
-    assert sent / numel <= worker
-    assert moved / numel <= everyone
-    assert launches <= 85  # of them one for each rank's payload
+    counted = {"worker": round(sent / numel, 1), "exchange": round(moved / numel, 1), "launches": launches}
+    assert counted == {name: row[name] for name in counted}, f"enter this into {COUNTED}"
 
 
 def test_copies_and_waits_are_noticed(fake):

@@ -205,19 +205,23 @@ def advised(rank: int, world: int) -> list[list[str]]:
         ({"saving": 20}, 0.9, nn.Linear(12, 12)),
         ({"saving": 20, "momentum_masking": False}, 0.9, nn.Conv2d(4, 4, 3)),
         ({"topology": "dense"}, 0.9, nn.Conv2d(4, 4, 3)),
+        ({"saving": 20}, 0.5, nn.Linear(12, 12)),
+        ({"saving": 20, "momentum_masking": False}, 0.9, nn.Linear(12, 12)),
     ):
         said: list[str] = []
         optimizer = SGD(layer.parameters(), lr=0.1, momentum=momentum)
         attach(DistributedDataParallel(layer), optimizer=optimizer, announce=said.append, **settings).close()
-        words.append([line for line in said if "convolutions" in line])
+        words.append([line for line in said if "momentum" in line])
     return words
 
 
-def test_masking_is_advised_for_convolutions_where_sgd_has_momentum(groups):
+def test_masking_is_advised_for_convolutions_and_less_momentum_for_others_where_sgd_has_much(groups):
     said, other = groups(2).run(advised)
-    assert "momentum_masking=True" in said[0][0]
-    assert said[1:] == [[]] * 4
-    assert other == [[]] * 5
+    (convolves,), none, (heavy,), *rest = said
+    assert "try momentum_masking=True" in convolves
+    assert "momentum of 0.5 at the same lr / (1 - momentum)" in heavy
+    assert [none, *rest] == [[]] * 5
+    assert other == [[]] * 7
 
 
 def ignoring(rank: int, world: int) -> set[str]:

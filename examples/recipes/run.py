@@ -63,6 +63,8 @@ TRIED: dict[str, Method] = {
     "dense, SGD's momentum 0.5": Tried({"topology": "dense"}, momentum=0.5),
     "dense, no momentum": Tried({"topology": "dense"}, keeps_momentum=False),
     "SGD's momentum, masked": changed(momentum_masking=True),
+    "masked, saving 25": Tried({"saving": 25, "momentum_masking": True}),
+    "masked, lr ratio": changed(momentum_masking=True, lr_ratio=True),
     "momentum correction": changed(momentum=0.9, keeps_momentum=False, beta1=0.0),
     "momentum correction unmasked": changed(momentum=0.9, momentum_masking=False, keeps_momentum=False, beta1=0.0),
     "EF21-SGDM": changed(partial(Differences, new=0.1), keeps_momentum=False),

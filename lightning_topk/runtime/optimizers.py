@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -17,6 +17,9 @@ from lightning_topk.runtime.checks import check_momentum
 from lightning_topk.runtime.masking import mask_momentum, stop_masking
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.skipped_steps import Steps, Undo
+
+HEAVY = 0.9
+"""From which momentum of SGD on a smaller one is advised."""
 
 
 class Optimizers:
@@ -74,16 +77,27 @@ class Optimizers:
         if self._config.masks_momentum:
             for message in mask_momentum(now, self, compressed):
                 self._say(message)
-        elif self._config.averages and self._config.momentum_masking is None and _convolves(now, compressed):
+        elif self._config.averages and self._config.momentum_masking is None:
+            self._advise_on_momentum([*_with_momentum(now, compressed)])
+        if self._scaler is not None:
+            Steps.of(self._scaler).watch(now)
+            self._residuals.forget_steps()
+        self._followed = now
+
+    def _advise_on_momentum(self, stepped: Sequence[tuple[float, Tensor]]) -> None:
+        """Says what learned better, of parameters that an SGD with momentum updates."""
+        if any(parameter.ndim >= 4 for _, parameter in stepped):
             self._say(
                 "lightning_topk: a model with convolutions and SGD with momentum: try momentum_masking=True, with "
                 "which such a model learned better on CIFAR-10 (the guide on learning). momentum_masking=False leaves "
                 "momentum as it is."
             )
-        if self._scaler is not None:
-            Steps.of(self._scaler).watch(now)
-            self._residuals.forget_steps()
-        self._followed = now
+        elif any(momentum >= HEAVY for momentum, _ in stepped):
+            self._say(
+                "lightning_topk: SGD's momentum averages once more what error feedback has averaged over time. A "
+                "momentum of 0.5 at the same lr / (1 - momentum) often learns better (the guide on learning). "
+                "momentum_masking=False says that it is meant."
+            )
 
     def lr_ratio(self) -> float:
         """The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``.
@@ -121,13 +135,12 @@ class Optimizers:
         stop_masking(self._followed, self)
 
 
-def _convolves(optimizers: Sequence[Optimizer], compressed: Collection[Tensor] | None) -> bool:
-    """Whether an SGD with momentum updates the weight of a compressed convolution: four dimensions or more."""
-    return any(
-        parameter.ndim >= 4 and (compressed is None or parameter in compressed)
-        for optimizer in optimizers
-        if isinstance(optimizer, SGD)
-        for group in optimizer.param_groups
-        if group["momentum"]
-        for parameter in group["params"]
-    )
+def _with_momentum(
+    optimizers: Sequence[Optimizer], compressed: Collection[Tensor] | None
+) -> Iterator[tuple[float, Tensor]]:
+    """The compressed parameters that an SGD with momentum updates, and that momentum."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            for parameter in group["params"] if group["momentum"] else ():
+                if compressed is None or parameter in compressed:
+                    yield group["momentum"], parameter

@@ -5,6 +5,7 @@ A step is what a training loop does: forward, backward, and SGD's step. Lightnin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from statistics import median_high
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topk.config import check_name
 from lightning_topk.lab import hosts
 from lightning_topk.lab.bench import ddp
 from lightning_topk.lab.bench.peers import ON_NODES, PEERS, checked, named
@@ -32,6 +34,7 @@ def run(
     batch_size: int = 4,
     image_size: int = 64,
     steps: int = 12,
+    peers: Sequence[str] = (),
 ) -> Result:
     """Times whole training steps of a torchvision model, on this host or on emulated ones.
 
@@ -46,9 +49,10 @@ def run(
         batch_size: Images of each worker in a step.
         image_size: Height and width of an image, pixels.
         steps: Steps, of which the first four are not counted.
+        peers: What to time. Default: all that make a difference.
 
     Raises:
-        ValueError: torchvision has no such model, or there are too few steps.
+        ValueError: torchvision has no such model, there is no such peer, or there are too few steps.
         RuntimeError: Hosts cannot be emulated here.
     """
     settings = checked(workers, {"ratio": ratio, "saving": saving, "wire": wire})
@@ -59,6 +63,9 @@ def run(
         raise ValueError(f"torchvision has no model {model!r}; torchvision.models.list_models() names them.")
     if steps <= ddp.WARMUP:
         raise ValueError(f"steps={steps}: the first {ddp.WARMUP} are not counted; take more.")
+    peers = peers or [peer for peer in PEERS if peer not in ON_NODES]
+    for peer in peers:
+        check_name("peer", peer, PEERS)
     if rate and not hosts.available():
         raise RuntimeError("--rate needs root, and ip and tc of iproute2. Leave it out to share this host.")
     link = rate or "loopback"
@@ -75,6 +82,7 @@ def run(
         "bucket_cap_mb": bucket_cap_mb,
         "batch": batch_size,
         "size": image_size,
+        "peers": [*peers],
     }
     with hosts.emulate(workers, rate) if rate else nullcontext(hosts.local(workers)) as group:
         found = ddp.worst(group.run(train, {**options, "steps": steps}, timeout=3600))
@@ -89,9 +97,7 @@ def train(options: dict[str, Any], rank: int, world: int) -> dict[str, dict[str,
     found, counted = {}, options["steps"] - ddp.WARMUP
     images = torch.randn(options["batch"], 3, options["size"], options["size"])
     labels = torch.randint(0, 1000, (options["batch"],))
-    for peer in PEERS:
-        if peer in ON_NODES:
-            continue
+    for peer in options["peers"]:
         net = torchvision.models.get_model(options["model"], weights=None)
         model = DistributedDataParallel(net, bucket_cap_mb=ddp.bucket_cap(peer, options["bucket_cap_mb"]))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

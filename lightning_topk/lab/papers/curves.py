@@ -35,8 +35,9 @@ class Learner:
 
     Attributes:
         model: A key of :data:`lightning_topk.lab.models.MODELS`.
-        optimizer: ``"SGD"``, with momentum 0.9; ``"SGD masked"``, the same with ``momentum_masking=True``; or
-            ``"AdamW"``. Text is clipped at a norm of 1.
+        optimizer: ``"SGD"``, with momentum 0.9; ``"SGD 0.5"``, with momentum 0.5 at the same lr / (1 - momentum);
+            ``"SGD masked"``, with momentum 0.9 and ``momentum_masking=True``; or ``"AdamW"``. Text is clipped at a norm
+            of 1.
         lr: Peak learning rate.
         batch: Examples of each worker in a step.
     """
@@ -58,8 +59,8 @@ class Learner:
 
     def stepped(self) -> Optimizer:
         """The optimizer."""
-        clip_norm = 1.0 if self.text else None
-        return Optimizer(self.lr, 0.9, adamw=self.optimizer == "AdamW", cosine=True, clip_norm=clip_norm)
+        momentum, clip_norm = 0.5 if self.optimizer == "SGD 0.5" else 0.9, 1.0 if self.text else None
+        return Optimizer(self.lr, momentum, adamw=self.optimizer == "AdamW", cosine=True, clip_norm=clip_norm)
 
 
 LEARNERS = (
@@ -71,9 +72,12 @@ LEARNERS = (
     Learner("gpt", "AdamW", 0.01, 4),
     Learner("char lstm", "SGD", 1.0, 4),
     Learner("gpt", "SGD", 0.3, 4),
+    Learner("char lstm", "SGD 0.5", 5.0, 4),
+    Learner("gpt", "SGD 0.5", 1.5, 4),
 )
 IMAGES = (
     Learner("convnet", "SGD", 0.05, 16),
+    Learner("convnet", "SGD 0.5", 0.25, 16),
     Learner("convnet", "SGD masked", 0.05, 16),
     Learner("convnet", "AdamW", 0.003, 16),
     Learner("resnet20", "SGD", 0.1, 16),
@@ -98,7 +102,8 @@ def run(
         data: Folder of images, such as CIFAR-10, to train a small convnet and ResNet-20 on instead of digits and text:
             train/<class>/*, test/<class>/*. Takes hours.
         models: Only these models.
-        optimizers: Only these optimizers: SGD, AdamW, or "SGD masked" (momentum_masking=True; images only).
+        optimizers: Only these optimizers: SGD, "SGD 0.5" (its momentum), AdamW, or "SGD masked"
+            (momentum_masking=True; images only).
         savings: How many times fewer bytes than a ring all-reduce, each against dense training.
         lengths: Steps of a run.
         seeds: Runs of each.
