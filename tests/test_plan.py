@@ -31,6 +31,7 @@ from lightning_topk.planning.costs import (
     step_seconds,
     store_costs,
 )
+from lightning_topk.planning.quality import ENOUGH
 from lightning_topk.planning.sharded import sharded_forecast
 
 FREE = Costs(scan=0, encode=0, decode=0, copy=0, fixed=0, latency=0, byte=0, reduce=0, efficiency=1)
@@ -193,14 +194,16 @@ def test_the_plan_command_prints_a_table_and_a_recommendation(monkeypatch, capsy
     out = capsys.readouterr().out
     assert re.search(r"sharded, saving 50 +\|.*\| 50\.0x", out)
     assert re.search(r"allgather, saving 200 +\|.*\| 200\.0x", out)
+    assert "Use TopKStrategy(saving=50): " in out  # what is faster, and learns less, is not recommended unasked
+    run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--inter", "1gbit", "--saving", "50", "200")
+    assert "Use TopKStrategy(saving=200): " in capsys.readouterr().out
     run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--steps", "10000")
-    words = (
-        r"saving=(\S+) would keep the hardest .* a typical one allows saving=(\S+), the easiest saving=(\S+)\. The law"
-    )
-    hardest, middle, easiest = (float(value) for value in re.search(words, capsys.readouterr().out).groups())
-    assert hardest < middle < easiest
+    words = r"in 10,000 steps, saving=(\S+) sends an entry .* (\S+) times on average\. .* times \(saving=(\S+)\)\."
+    hardest, times, easiest = (float(value) for value in re.search(words, capsys.readouterr().out).groups())
+    assert times == max(ENOUGH.values())
+    assert 100 < hardest < easiest
     run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--steps", "10")
-    assert "dense training would keep the hardest" in capsys.readouterr().out
+    assert "10 steps are few" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="one rank exchanges nothing"):
         run(monkeypatch, "plan", "--params", "25e6", "--nodes", "1")
     for words, message in (

@@ -284,7 +284,9 @@ def test_the_law_of_sends_is_found_and_predicts():
     assert law.exponent == pytest.approx(1.2, rel=0.05)
     assert law.sends == pytest.approx(truth, rel=0.1)
     assert law.typical == pytest.approx(20, rel=0.1)
-    assert (law.least, law.most) == (law.sends["easy"], law.sends["hard"])
+    assert quality.enough(samples["easy"]) == 10
+    assert quality.enough([(10, 0.5), (30, 1.1), (100, -3.0)]) == 100  # a good run with fewer sends may be luck
+    assert quality.enough([(10, 1.5)]) == math.inf
 
 
 @pytest.mark.parametrize(

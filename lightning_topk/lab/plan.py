@@ -79,7 +79,8 @@ def run(
         params: Parameters of the model, such as 25e6.
         inter: Speed of a node's network.
         intra: Speed of a rank's link inside its node.
-        saving: How many times fewer bytes than all-reduce to send. Default: 50 and 200, or the ratios.
+        saving: How many times fewer bytes than all-reduce to send. Default: 50, or the ratios; 200 is shown beside 50,
+            and not recommended unasked, since it costs quality in a short run.
         ratio: Fractions that workers send, instead.
         server_ratio: Fraction that servers send, with ratios. Default: that of the workers.
         wire: Format of values. Default: int4.
@@ -109,6 +110,7 @@ def run(
     compute = compute_ms / 1000
     base = TopKConfig(wire=wire)
     found = forecasts(sizes, hardware, amounts, compute, base, bucket_cap_mb)
+    asked = found if saving or ratio else [each for each in found if each.config.saving in (None, SAVING)]
     words = ""
     if steps is not None:
         at = partial(saving_at, sizes=sizes, hardware=hardware, base=base, bucket_cap_mb=bucket_cap_mb)
@@ -117,5 +119,5 @@ def run(
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
         f"inside.\nTimes are predictions; constants: {hardware.costs.source}.\n\n"
-        f"{markdown(table(found, compute))}\n\n{unsure}{sentence(found, compute, bucket_cap_mb)}{words}"
+        f"{markdown(table(found, compute))}\n\n{unsure}{sentence(asked, compute, bucket_cap_mb)}{words}"
     )

@@ -222,7 +222,7 @@ def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 2
     settings = {"ratio": best.config.ratio, "saving": best.config.saving, **best.config.changed}
     if bucket_cap_mb != 25:
         settings["bucket_cap_mb"] = bucket_cap_mb
-    words = ", ".join(f"{key}={value!r}" for key, value in settings.items() if value is not None)
+    words = ", ".join(f"{key}={value!r}".removesuffix(".0") for key, value in settings.items() if value is not None)
     times = f"{1000 * best.step:.1f} ms instead of {1000 * dense.step:.1f} ms with all-reduce"
     said = f"Use TopKStrategy({words}): {what} {take} {times}"
     ours, theirs = best.volume.inter_node, dense.volume.inter_node

@@ -18,7 +18,7 @@ from lightning_topk.config import SAVING, TopKConfig, check_count
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, resume, train
-from lightning_topk.planning.quality import Sample, fit
+from lightning_topk.planning.quality import Sample, enough, fit
 from lightning_topk.saving import settled
 
 WORKERS = 8
@@ -80,8 +80,9 @@ IMAGES = (
     Learner("convnet", "SGD 0.5", 0.25, 16),
     Learner("convnet", "SGD masked", 0.05, 16),
     Learner("convnet", "AdamW", 0.003, 16),
-    Learner("resnet20", "SGD", 0.1, 16),
-    Learner("resnet20", "SGD masked", 0.1, 16),
+    Learner("resnet20", "SGD", 0.02, 16),
+    Learner("resnet20", "SGD 0.5", 0.1, 16),
+    Learner("resnet20", "SGD masked", 0.02, 16),
 )
 
 
@@ -329,8 +330,8 @@ def _enter_law(result: Result, points: Mapping[tuple[str, int, float], Point]) -
                 "sends for a gap of 1": law.sends[name],
                 "predicted from the others": others.typical,
                 "off by": f"{max(others.typical / law.sends[name], law.sends[name] / others.typical):.1f}x",
+                "all within 1 from": enough(known[name]),
             }
         )
     title = f"gap = (sends for a gap of 1 / sends) ^ {law.exponent:.2f}, sends = density x steps"
     result.tables[title] = rows
-    result.tables["over all learners"] = [{"typical": law.typical, "least": law.least, "most": law.most}]
