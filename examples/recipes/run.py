@@ -51,6 +51,7 @@ TRIED: dict[str, Method] = {
     "int8": changed(wire="int8"),
     "servers send x2": Method({"ratio": 0.04, "server_ratio": 0.08, "beta1": 0.0}),
     "1-D dense": changed(dense_parameters=("*bias*",)),
+    "first layer dense": changed(dense_parameters=("0.weight",)),
     "lr ratio": changed(lr_ratio=True),
     "local clipping": changed(clip_norm=1.0, scope="model"),
     "decay 0.97": changed(partial(Decaying, factor=0.97)),

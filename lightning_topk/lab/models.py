@@ -15,6 +15,11 @@ from lightning_topk.lab.data import CHARACTERS, LENGTH
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
+Norm = Callable[[int], nn.Module]
+"""Makes the norm of so many channels."""
+GROUP_NORM: Norm = partial(nn.GroupNorm, 8)
+"""It has no buffers to average: a gradient is a function of its batch alone."""
+BATCH_NORM: Norm = partial(nn.BatchNorm2d, track_running_stats=False)
 
 
 def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (256, 128)) -> nn.Module:
@@ -44,7 +49,7 @@ class Block(nn.Module):
         norm: Makes the normalisation of a number of channels.
     """
 
-    def __init__(self, inputs: int, outputs: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, inputs: int, outputs: int, norm: Norm) -> None:
         super().__init__()
         self.stride, self.widen = outputs // inputs, outputs - inputs
         self.body = nn.Sequential(
@@ -59,7 +64,7 @@ class Block(nn.Module):
         return torch.relu(self.body(x) + shortcut)
 
 
-def resnet20(shape: Shape, classes: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Module:
+def resnet20(shape: Shape, classes: int, norm: Norm = nn.BatchNorm2d) -> nn.Module:
     """The ResNet-20 for CIFAR-10 of He et al. 2016: 0.27 million parameters."""
     widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
     blocks = [Block(a, b, norm) for a, b in itertools.pairwise(widths)]
@@ -77,11 +82,11 @@ def small_vgg() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
-def convnet() -> nn.Module:
-    """Four convolutions with group norm, 0.2 million parameters, for 32 x 32 colour images in ten classes: fast."""
+def convnet(norm: Norm = GROUP_NORM) -> nn.Module:
+    """Four convolutions with norms, 0.2 million parameters, for 32 x 32 colour images in ten classes: fast."""
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise([3, 24, 48, 96, 192]):
-        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.GroupNorm(8, b), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), norm(b), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(192, 10))
 
 
@@ -142,14 +147,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "wide mlp": partial(mlp, DIGIT, 10, (512,)),
     "cnn": partial(cnn, DIGIT, 10),
     "lstm": RowLSTM,
-    # Group norm has no buffers to average: a gradient is a function of its batch alone.
-    "resnet20": partial(resnet20, (3, 32, 32), 10, partial(nn.GroupNorm, 8)),
+    "resnet20": partial(resnet20, (3, 32, 32), 10, GROUP_NORM),
     "vgg": small_vgg,
     "convnet": convnet,
+    "batch-norm convnet": partial(convnet, BATCH_NORM),
     "char lstm": CharLSTM,
     "gpt": GPT,
 }
-"""What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), three of
+"""What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), four of
 32 x 32 colour images, two of text."""
 TEXT = ("char lstm", "gpt")
 """The models of text."""

@@ -161,6 +161,7 @@ class Optimizer:
         adamw: AdamW with torch's weight decay; else SGD.
         cosine: Whether the learning rate falls to zero along half a cosine; else it is constant, as in the thesis.
         clip_norm: Norm to which the mean gradient is clipped after the exchange, as ``gradient_clip_val`` does.
+        weight_decay: SGD's.
     """
 
     lr: float
@@ -168,12 +169,13 @@ class Optimizer:
     adamw: bool = False
     cosine: bool = False
     clip_norm: float | None = None
+    weight_decay: float = 0.0
 
     def make(self, theta: Tensor) -> torch.optim.Optimizer:
         """The optimizer of one flat vector of parameters ``[d]``."""
         if self.adamw:
             return torch.optim.AdamW([theta], self.lr, (self.momentum, 0.999))
-        return torch.optim.SGD([theta], self.lr, self.momentum)
+        return torch.optim.SGD([theta], self.lr, self.momentum, weight_decay=self.weight_decay)
 
     def rate(self, progress: float) -> float:
         """The learning rate after a share ``progress`` of the run, 0 to 1."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -26,7 +26,14 @@ SAVINGS = (50, 200, 1000, 25, 100, 400, 10)
 """Savings, the most useful first."""
 LENGTHS = (300, 1000, 3000, 10_000)
 MASKED = " masked"
-"""How the name of a learner ends that has its momentum masked."""
+"""How the name of an optimizer ends that has its momentum masked."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {},
+    "SGD 0.5": {"momentum": 0.5},
+    "SGD decay": {"weight_decay": 5e-4},
+    "AdamW": {"adamw": True},
+}
+"""In what they differ from SGD with a momentum of 0.9."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,8 @@ class Learner:
     Attributes:
         model: A key of :data:`lightning_topk.lab.models.MODELS`.
         optimizer: ``"SGD"``, with momentum 0.9; ``"SGD 0.5"``, with momentum 0.5 at the same lr / (1 - momentum);
-            ``"SGD masked"``, with momentum 0.9 and ``momentum_masking=True``; or ``"AdamW"``. Text is clipped at a norm
-            of 1.
+            ``"SGD decay"``, with momentum 0.9 and a weight decay of 0.0005; or ``"AdamW"``. With ``" masked"`` behind
+            it: with ``momentum_masking=True``. Text is clipped at a norm of 1.
         lr: Peak learning rate.
         batch: Examples of each worker in a step.
     """
@@ -59,8 +66,8 @@ class Learner:
 
     def stepped(self) -> Optimizer:
         """The optimizer."""
-        momentum, clip_norm = 0.5 if self.optimizer == "SGD 0.5" else 0.9, 1.0 if self.text else None
-        return Optimizer(self.lr, momentum, adamw=self.optimizer == "AdamW", cosine=True, clip_norm=clip_norm)
+        made = Optimizer(self.lr, 0.9, cosine=True, clip_norm=1.0 if self.text else None)
+        return replace(made, **OPTIMIZERS[self.optimizer.removesuffix(MASKED)])
 
 
 LEARNERS = (
@@ -79,7 +86,11 @@ IMAGES = (
     Learner("convnet", "SGD", 0.05, 16),
     Learner("convnet", "SGD 0.5", 0.25, 16),
     Learner("convnet", "SGD masked", 0.05, 16),
+    Learner("convnet", "SGD decay", 0.05, 16),
+    Learner("convnet", "SGD decay masked", 0.05, 16),
     Learner("convnet", "AdamW", 0.003, 16),
+    Learner("batch-norm convnet", "SGD", 0.05, 16),
+    Learner("batch-norm convnet", "SGD masked", 0.05, 16),
     Learner("resnet20", "SGD", 0.02, 16),
     Learner("resnet20", "SGD 0.5", 0.1, 16),
     Learner("resnet20", "SGD masked", 0.02, 16),
@@ -103,8 +114,8 @@ def run(
         data: Folder of images, such as CIFAR-10, to train a small convnet and ResNet-20 on instead of digits and text:
             train/<class>/*, test/<class>/*. Takes hours.
         models: Only these models.
-        optimizers: Only these optimizers: SGD, "SGD 0.5" (its momentum), AdamW, or "SGD masked"
-            (momentum_masking=True; images only).
+        optimizers: Only these optimizers: SGD, "SGD 0.5" (its momentum), AdamW; of images also "SGD masked"
+            (momentum_masking=True), "SGD decay" and "SGD decay masked" (with weight decay).
         savings: How many times fewer bytes than a ring all-reduce, each against dense training.
         lengths: Steps of a run.
         seeds: Runs of each.
