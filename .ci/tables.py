@@ -279,16 +279,23 @@ def learning(peers: bool = True) -> str:
         power = quality(task, "PowerSGD 1")
         row["PowerSGD 1 (its saving)"] = f"{shown(task, 'PowerSGD 1')} ({power[0]['dense'] / power[0]['bytes']:.0f}x)"
         rows.append(row)
-    return markdown(rows if peers else rows + convnet())
+    return markdown(rows if peers else rows + longest_on_images())
 
 
-def convnet() -> list[dict[str, str]]:
-    """The rows of the longest runs of the convnet."""
+def longest_on_images() -> list[dict[str, str]]:
+    """The rows of the longest runs on images."""
     found = {run["key"]: run for run in runs("saving-curves.jsonl")}
     rows = []
-    for name, words in (("convnet, SGD", "convnet, 8"), ("convnet, SGD masked", "same, `momentum_masking=True`")):
-        learner, steps = next(each for each in curves.IMAGES if each.name == name), max(curves.LENGTHS)
-        both = [[found.get(curves.run_key(learner, steps, saving, n)) for saving in (0, 50)] for n in range(3)]
+    for name, words, steps in (
+        ("convnet, SGD", "convnet, 8", 10_000),
+        ("convnet, SGD 0.5", "same, momentum 0.5", 10_000),
+        ("convnet, SGD masked", "same, `momentum_masking=True`", 10_000),
+        ("resnet20, SGD", "ResNet-20, 8", 1000),
+        ("resnet20, SGD masked", "same, `momentum_masking=True`", 1000),
+    ):
+        learner = next(each for each in curves.IMAGES if each.name == name)
+        held = {0: curves.baseline(learner), 50: learner}
+        both = [[found.get(curves.run_key(held[saving], steps, saving, n)) for saving in held] for n in range(3)]
         pairs = [pair for pair in both if all(pair)]
         dense, ours = ([run["accuracy"] for run in each] for each in zip(*pairs, strict=True))
         gap = mean(dense) - mean(ours)
@@ -347,42 +354,48 @@ def law() -> str:
 
 
 def momentum() -> str:
-    """What models end with after SGD with a momentum of 0.9 and of 0.5, at the same lr / (1 - momentum)."""
-    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    learners = {each.name: each for each in (*curves.LEARNERS, *curves.IMAGES)}
-    rows = []
-    for model, words in (("char lstm", "character LSTM, loss"), ("gpt", "small GPT, loss"), ("convnet", "convnet, %")):
-        for steps in curves.LENGTHS:
-            row = {"": f"{words}, {steps:,} steps"}
-            for optimizer, value in (("SGD", 0.9), ("SGD 0.5", 0.5)):
-                learner = learners[f"{model}, {optimizer}"]
-                for saving, way in ((0, "dense"), (50, "`saving=50`")):
-                    keys = (curves.run_key(learner, steps, saving, seed) for seed in range(3))
-                    what, style = ("held", ".3f") if learner.text else ("accuracy", ".2f")
-                    row[f"{way}, {value}"] = seeds([found[key][what] for key in keys if key in found], style)
-            if row["`saving=50`, 0.5"]:
-                rows.append(row)
-    return markdown(rows)
+    """The loss of text after SGD with a momentum of 0.9 and of 0.5, at the same lr / (1 - momentum)."""
+    models = {"char lstm": "character LSTM", "gpt": "small GPT"}
+    ways = {"dense": ("SGD", 0.0), "`saving=50`": ("SGD", 50.0), "and momentum 0.5": ("SGD 0.5", 50.0)}
+    return markdown(ended(models, ways, "held", ".3f"))
 
 
 def images() -> str:
-    """Accuracy on images, with and without masking of SGD's momentum."""
+    """Accuracy on images: with a smaller momentum of SGD, and with masking of it."""
+    models = {"convnet": "convnet", "batch-norm convnet": "with batch norm", "resnet20": "ResNet-20"}
+    ways = {
+        "dense": ("SGD", 0.0),
+        "`saving=50`": ("SGD", 50.0),
+        "and momentum 0.5": ("SGD 0.5", 50.0),
+        "and `momentum_masking=True`": ("SGD masked", 50.0),
+    }
+    return filled_only(ended(models, ways, "accuracy", ".2f"))
+
+
+def ended(models: dict[str, str], ways: dict[str, tuple[str, float]], what: str, style: str) -> list[dict[str, str]]:
+    """What runs of ``saving-curves.jsonl`` ended with, by model and length: mean ± standard error.
+
+    Args:
+        models: How to name each.
+        ways: Optimizer and saving, by the head of the column.
+        what: The quality.
+        style: Of its number.
+    """
     found = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    learners = {each.name: each for each in curves.IMAGES}
+    learners = {each.name: each for each in (*curves.LEARNERS, *curves.IMAGES)}
     rows = []
-    for model, words in (("convnet", "convnet"), ("resnet20", "ResNet-20")):
-        plain, masked = learners[f"{model}, SGD"], learners[f"{model}, SGD masked"]
-        ways = {"dense": (plain, 0.0), "`saving=50`": (plain, 50.0), "and `momentum_masking=True`": (masked, 50.0)}
+    for model, words in models.items():
         for steps in curves.LENGTHS:
-            row: dict[str, Any] = {"model": words, "steps": f"{steps:,}"}
-            for way, (learner, saving) in ways.items():
-                keys = (curves.run_key(learner, steps, saving, seed) for seed in range(3))
-                measured = [found[key]["accuracy"] for key in keys if key in found]
-                error = f" ± {stdev(measured) / math.sqrt(len(measured)):.2f}" if len(measured) > 1 else " (1 seed)"
-                row[way] = f"{mean(measured):.2f}{error}" if measured else ""
-            if any(row[way] for way in ways):
+            row = {"model": words, "steps": f"{steps:,}"}
+            for way, (optimizer, saving) in ways.items():
+                learner = learners.get(f"{model}, {optimizer}")
+                keys = (curves.run_key(learner, steps, saving, seed) for seed in range(3)) if learner else ()
+                measured = [found[key][what] for key in keys if key in found]
+                error = f" ± {stdev(measured) / math.sqrt(len(measured)):{style}}" if len(measured) > 1 else " (1 seed)"
+                row[way] = f"{mean(measured):{style}}{error}" if measured else ""
+            if row["`saving=50`"]:
                 rows.append(row)
-    return markdown(rows)
+    return rows
 
 
 def draw_saving_curves() -> None:
@@ -495,6 +508,7 @@ def masking() -> str:
         "**`momentum_masking=True`**": (0.05, None),
         "`momentum=0.9` in the strategy (DGC, masked), none in the optimizer": (0.05, "momentum correction"),
         "the same without masking (`momentum_masking=False`)": (0.05, "momentum correction unmasked"),
+        "the first convolution uncompressed": (0.05, "first layer dense"),
         "the optimizer's momentum 0.5 at lr 0.25": (0.05, "SGD's momentum 0.5"),
         "no momentum, lr 0.5": (0.05, "SGD's momentum 0"),
         "no momentum, lr 0.05": (0.005, "SGD's momentum 0"),
@@ -510,25 +524,29 @@ def masking() -> str:
 
 
 def longest() -> str:
-    """Accuracy of the convnet after 10,000 steps, by learning rate, seed by seed."""
+    """Accuracy of the convnet after 10,000 steps, seed by seed."""
     curve = {run["key"]: run for run in runs("saving-curves.jsonl")}
     learners = {each.name: each for each in curves.IMAGES}
-    ways = {
-        "dense": ("convnet, SGD", 0.0, "dense"),
-        "`saving=50`": ("convnet, SGD", 50.0, "saving 50"),
-        "and `momentum_masking=True`": ("convnet, SGD masked", 50.0, "SGD's momentum, masked"),
-        "masked, `saving=25`": ("", 0.0, "masked, saving 25"),
-        "masked, `lr_ratio=True`": ("", 0.0, "masked, lr ratio"),
-        "`momentum=0.9` in the strategy, none in the optimizer": ("", 0.0, "momentum correction"),
-    }
+    ways: list[tuple[str, str, str, float]] = [  # words, learner or method, its saving or learning rate
+        ("dense, lr 0.05", "", "convnet, SGD", 0.0),
+        ("dense, lr 0.1", "dense", "", 0.1),
+        ("`saving=50`, lr 0.05", "", "convnet, SGD", 50.0),
+        ("momentum 0.5, lr 0.25", "", "convnet, SGD 0.5", 50.0),
+        ("momentum 0.5, lr 0.25, `momentum_masking=True`", "", "convnet, SGD 0.5 masked", 50.0),
+        ("`momentum_masking=True`, lr 0.05", "", "convnet, SGD masked", 50.0),
+        ("`momentum_masking=True`, lr 0.1", "SGD's momentum, masked", "", 0.1),
+        ("`momentum_masking=True`, lr 0.2", "SGD's momentum, masked", "", 0.2),
+        ("the same at lr 0.1, `saving=25`", "masked, saving 25", "", 0.1),
+        ("the same at lr 0.05, `lr_ratio=True`", "masked, lr ratio", "", 0.05),
+        ("`momentum=0.9` in the strategy, none in the optimizer, lr 0.05", "momentum correction", "", 0.05),
+        ("weight decay 0.0005: dense, lr 0.05", "", "convnet, SGD decay", 0.0),
+        ("weight decay 0.0005: `momentum_masking=True`, lr 0.05", "", "convnet, SGD decay masked", 50.0),
+    ]
     rows = []
-    for words, (name, saving, method) in ways.items():
-        row = {"": words}
-        for lr in (0.05, 0.1, 0.2):
-            keys = [curves.run_key(learners[name], 10_000, saving, seed) for seed in range(3) if name and lr == 0.05]
-            known = [curve[key] for key in keys if key in curve] or tried("convnet", 10_000, lr, method)
-            row[f"lr {lr}, %"] = ", ".join(f"{run['accuracy']:.2f}" for run in known)
-        rows.append(row)
+    for words, method, name, value in ways:
+        keys = (curves.run_key(learners[name], 10_000, value, seed) for seed in range(3)) if name else ()
+        known = tried("convnet", 10_000, value, method) if method else [curve[key] for key in keys if key in curve]
+        rows.append({"": words, "accuracy, %": ", ".join(f"{run['accuracy']:.2f}" for run in known)})
     return filled_only(rows)
 
 

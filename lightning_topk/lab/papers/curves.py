@@ -1,6 +1,7 @@
 """How far can you go: final quality over saving, for runs of several lengths, models and optimizers.
 
-Every run is held against dense training of as many steps with the same seed, batches and hyper-parameters. Runs are
+Every run is held against dense training of as many steps with the same seed, batches and hyper-parameters; one with a
+smaller momentum against dense training with a momentum of 0.9 at the same lr / (1 - momentum). Runs are
 appended to ``saving-curves.jsonl`` as they end, the most useful first; an interrupted command goes on where it stopped.
 """
 
@@ -27,6 +28,8 @@ SAVINGS = (50, 200, 1000, 25, 100, 400, 10)
 LENGTHS = (300, 1000, 3000, 10_000)
 MASKED = " masked"
 """How the name of an optimizer ends that has its momentum masked."""
+SMALLER = " 0.5"
+"""How the name of SGD ends, then, with that momentum."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {},
     "SGD 0.5": {"momentum": 0.5},
@@ -85,6 +88,7 @@ LEARNERS = (
 IMAGES = (
     Learner("convnet", "SGD", 0.05, 16),
     Learner("convnet", "SGD 0.5", 0.25, 16),
+    Learner("convnet", "SGD 0.5 masked", 0.25, 16),
     Learner("convnet", "SGD masked", 0.05, 16),
     Learner("convnet", "SGD decay", 0.05, 16),
     Learner("convnet", "SGD decay masked", 0.05, 16),
@@ -95,6 +99,12 @@ IMAGES = (
     Learner("resnet20", "SGD 0.5", 0.1, 16),
     Learner("resnet20", "SGD masked", 0.02, 16),
 )
+
+
+def baseline(learner: Learner) -> Learner:
+    """What dense training a learner is held against: unmasked, with a momentum of 0.9."""
+    optimizer = learner.optimizer.removesuffix(MASKED).removesuffix(SMALLER)
+    return next(each for each in (*LEARNERS, *IMAGES) if (each.model, each.optimizer) == (learner.model, optimizer))
 
 
 def run(
@@ -114,8 +124,8 @@ def run(
         data: Folder of images, such as CIFAR-10, to train a small convnet and ResNet-20 on instead of digits and text:
             train/<class>/*, test/<class>/*. Takes hours.
         models: Only these models.
-        optimizers: Only these optimizers: SGD, "SGD 0.5" (its momentum), AdamW; of images also "SGD masked"
-            (momentum_masking=True), "SGD decay" and "SGD decay masked" (with weight decay).
+        optimizers: Only these optimizers: SGD, "SGD 0.5" (its momentum), AdamW; of images also "SGD decay"
+            (with weight decay). Of images each SGD also "masked", such as "SGD masked" (momentum_masking=True).
         savings: How many times fewer bytes than a ring all-reduce, each against dense training.
         lengths: Steps of a run.
         seeds: Runs of each.
@@ -139,7 +149,7 @@ def run(
         raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(sorted(known))}.")
     plan = sorted(
         (
-            (learner, steps, saving, seed)
+            (learner if saving else baseline(learner), steps, saving, seed)
             for saving in (0.0, *savings)  # zero is dense training
             for learner in chosen
             for steps in lengths
@@ -189,8 +199,7 @@ class Point:
 def run_key(learner: Learner, steps: int, saving: float, seed: int) -> str:
     """What a run is known by in ``saving-curves.jsonl``; zero is dense training."""
     amount = f"saving {saving:g}" if saving else "dense"
-    name = learner.name if saving else learner.name.removesuffix(MASKED)  # dense training is the same
-    return f"{name}, lr {learner.lr:g}, batch {learner.batch}, {steps} steps, {amount}, seed {seed}"
+    return f"{learner.name}, lr {learner.lr:g}, batch {learner.batch}, {steps} steps, {amount}, seed {seed}"
 
 
 def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | None) -> dict[str, float]:
@@ -229,7 +238,8 @@ def gaps(
             for saving in savings:
                 gaps = []
                 for seed in range(seeds):
-                    ours, dense = (found.get(run_key(learner, steps, amount, seed)) for amount in (saving, 0.0))
+                    ours = found.get(run_key(learner, steps, saving, seed))
+                    dense = found.get(run_key(baseline(learner), steps, 0.0, seed))
                     if ours is not None and dense is not None:
                         gaps.append(
                             100 * (ours["held"] / dense["held"] - 1)
@@ -303,7 +313,7 @@ def _enter_learner(
     rows = []
     for steps in sorted({key[1] for key in points}):
         of_length = {key[2]: point for key, point in points.items() if key[1] == steps}
-        dense = [found[key] for seed in range(seeds) if (key := run_key(learner, steps, 0.0, seed)) in found]
+        dense = [found[key] for seed in range(seeds) if (key := run_key(baseline(learner), steps, 0.0, seed)) in found]
         quality = mean(each["held" if learner.text else "accuracy"] for each in dense)
         row: dict[str, Any] = {"steps": steps, "dense": f"{quality:.3f}" if learner.text else f"{quality:.2f} %"}
         rows.append(row | {f"{saving:g}x": str(point) for saving, point in of_length.items()})
