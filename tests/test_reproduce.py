@@ -139,6 +139,17 @@ def test_images_are_moved_and_mirrored_and_stay_themselves():
     assert len(seen) > 120, "few of the 162 places were drawn"
 
 
+def test_every_batch_of_an_evaluation_is_of_all_classes(monkeypatch):
+    """Folders are sorted by class, and batch norm takes the statistics of the batch."""
+    labels = torch.arange(1200) // 600
+    images = labels.float().view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
+    problem = training.Problem("mlp", 0, data.Data(images, labels, images, labels))
+    scores, means = problem._scores, []
+    monkeypatch.setattr(problem, "_scores", lambda weights, batch: means.append(batch.mean()) or scores(weights, batch))
+    problem.evaluate(problem.start)
+    assert means == [0.5] * 6
+
+
 @pytest.mark.slow
 def test_convergence_runs_on_a_folder_of_images(images, monkeypatch):
     systems = ("dense", "topk", "bidirectional_topk", "randk")
