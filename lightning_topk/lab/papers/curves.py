@@ -94,6 +94,7 @@ IMAGES = (
     Learner("convnet", "SGD decay masked", 0.05, 16),
     Learner("convnet", "AdamW", 0.003, 16),
     Learner("batch-norm convnet", "SGD", 0.05, 16),
+    Learner("batch-norm convnet", "SGD 0.5", 0.25, 16),
     Learner("batch-norm convnet", "SGD masked", 0.05, 16),
     Learner("resnet20", "SGD", 0.02, 16),
     Learner("resnet20", "SGD 0.5", 0.1, 16),
