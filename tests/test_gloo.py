@@ -127,9 +127,11 @@ class CountedCollectives:
                 "all_to_all_single": lambda rank, world, out, x, **_: x.nbytes * (world - 1) // world,
                 "all_reduce": lambda rank, world, x, *_, **__: 2 * (world - 1) * x.nbytes // world,
                 "all_gather_into_tensor": lambda rank, world, out, x, **_: x.nbytes * (world - 1),
+                "all_gather_single": lambda rank, world, out, x, **_: x.nbytes * (world - 1),  # its newer name
                 "gather": lambda rank, world, x, out, dst, **_: x.nbytes * (rank != dst),
                 "scatter": lambda rank, world, out, rows, src, **_: sum(r.nbytes for r in (rows or [])[1:]),
             }.items()
+            if hasattr(dist, name)
         ]
 
     def _count(self, function, cost):

@@ -98,6 +98,22 @@ def drive(
             work.wait()
 
 
+def all_gather(
+    into: Tensor, payload: Tensor, group: dist.ProcessGroup | None = None, background: bool = False
+) -> dist.Work | None:
+    """Gathers the payloads of all ranks, one after the other; torch has two names for it, and deprecates the older.
+
+    Args:
+        into: Where they go, ``[W x b]``.
+        payload: This rank's, ``[b]``.
+        group: Who takes part. Default: all.
+        background: Whether to return while it goes on.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(into, payload, group=group, async_op=background)
+    return work
+
+
 def perform(
     request: Request, group: dist.ProcessGroup, background: bool = False
 ) -> tuple[Tensor | None, dist.Work | None]:
@@ -121,7 +137,7 @@ def perform(
         return received, dist.all_to_all_single(received, payload, group=group, async_op=background)
     if isinstance(request, AllGather):
         received = payload.new_empty(world, len(payload))
-        return received, dist.all_gather_into_tensor(received.view(-1), payload, group=group, async_op=background)
+        return received, all_gather(received.view(-1), payload, group, background)
     if isinstance(request, AllReduce):
         return payload, dist.all_reduce(payload, group=group, async_op=background)
     root = dist.get_global_rank(group, 0)

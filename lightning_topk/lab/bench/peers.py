@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.layout import kept_count
 from lightning_topk.ddp import TopKState, attach
+from lightning_topk.runtime.drive import all_gather
 
 
 def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes
@@ -33,7 +34,7 @@ def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compa
     residuals[bucket.index()] = a.index_fill(0, index, 0)
     everyones = [values.new_empty(world, len(values)), index.new_empty(world, len(index))]
     for received, mine in zip(everyones, (values, index), strict=True):
-        dist.all_gather_into_tensor(received.view(-1), mine)
+        all_gather(received.view(-1), mine)
     g.zero_().index_add_(0, everyones[1].view(-1), everyones[0].view(-1)).div_(world)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(g)
