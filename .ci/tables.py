@@ -539,6 +539,8 @@ def longest() -> str:
         ("the same at lr 0.1, `saving=25`", "masked, saving 25", "", 0.1),
         ("the same at lr 0.05, `lr_ratio=True`", "masked, lr ratio", "", 0.05),
         ("`momentum=0.9` in the strategy, none in the optimizer, lr 0.05", "momentum correction", "", 0.05),
+        ("batch norm: dense, lr 0.05", "", "batch-norm convnet, SGD", 0.0),
+        ("batch norm: `momentum_masking=True`, lr 0.05", "", "batch-norm convnet, SGD masked", 50.0),
         ("weight decay 0.0005: dense, lr 0.05", "", "convnet, SGD decay", 0.0),
         ("weight decay 0.0005: `momentum_masking=True`, lr 0.05", "", "convnet, SGD decay masked", 50.0),
     ]
