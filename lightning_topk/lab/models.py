@@ -20,6 +20,7 @@ Norm = Callable[[int], nn.Module]
 GROUP_NORM: Norm = partial(nn.GroupNorm, 8)
 """It has no buffers to average: a gradient is a function of its batch alone."""
 BATCH_NORM: Norm = partial(nn.BatchNorm2d, track_running_stats=False)
+"""It takes the statistics of each batch, also in evaluation."""
 
 
 def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (256, 128)) -> nn.Module:

@@ -1,8 +1,8 @@
 """How far can you go: final quality over saving, for runs of several lengths, models and optimizers.
 
 Every run is held against dense training of as many steps with the same seed, batches and hyper-parameters; one with a
-smaller momentum against dense training with a momentum of 0.9 at the same lr / (1 - momentum). Runs are
-appended to ``saving-curves.jsonl`` as they end, the most useful first; an interrupted command goes on where it stopped.
+smaller momentum against dense training with a momentum of 0.9 at the same lr / (1 - momentum). Runs are appended to
+``saving-curves.jsonl`` as they end, the most useful first; an interrupted command goes on where it stopped.
 """
 
 from __future__ import annotations
