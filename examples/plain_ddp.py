@@ -26,9 +26,9 @@ def main() -> None:
     teacher, net = (nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 1)).to(device) for _ in range(2))
 
     model = DistributedDataParallel(net)
-    state = attach(model, saving=50)  # the only line about compression
-
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = attach(model, saving=50, optimizer=optimizer)  # the only line about compression
+
     torch.manual_seed(1 + dist.get_rank())
     for step in range(401):
         x = torch.randn(64, 20, device=device)

@@ -2,7 +2,7 @@
 
 With Lightning, change one argument::
 
-    Trainer(strategy=TopKStrategy(ratio=0.001, bidirectional=True))
+    Trainer(strategy=TopKStrategy(saving=50))
 
 With plain DistributedDataParallel, :func:`attach` a model; Lightning is not imported then.
 """

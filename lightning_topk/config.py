@@ -137,15 +137,15 @@ class TopKConfig:
 
     @property
     def averages(self) -> bool:
-        """Whether what workers keep back averages gradients over time, as Adam's beta1 does."""
-        return self.compresses and not self.automatic and not self.momentum and self.error_feedback in (True, "worker")
+        """Whether what workers keep back averages gradients over time, as Adam's beta1 does, if they compress."""
+        return self.compresses and not self.momentum and self.error_feedback in (True, "worker")
 
     @property
     def lent_beta1(self) -> float | None:
         """The ``beta1`` that Adam is to step with; None for its own, as where nothing is compressed."""
         if self.beta1 is not None:
             return self.beta1 if self.compresses else None
-        return 0.0 if self.saving is not None and self.averages else None
+        return 0.0 if self.saving is not None and self.averages and not self.automatic else None
 
     @property
     def masks_momentum(self) -> bool:
@@ -235,7 +235,7 @@ def _check_values(config: TopKConfig) -> None:
         _check_ratio("ratio", config.ratio, ', or "auto"')
     if config.saving is not None:
         remedy = "Use saving=50 for a fiftieth of the bytes, topology='dense' to save none."
-        _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "of 1 or more", remedy)
+        _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "1 or more", remedy)
     if config.server_ratio is not None:
         _check_ratio("server_ratio", config.server_ratio)
     for name in ("bidirectional", "lr_ratio"):

@@ -206,7 +206,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
     Example::
 
         model = DistributedDataParallel(net)
-        model.register_comm_hook(TopKState(ratio=0.001), topk_hook)  # or attach(model, ratio=0.001), which does more
+        model.register_comm_hook(TopKState(saving=50), topk_hook)  # or attach(model, saving=50), which does more
 
     Args:
         state: Settings and residuals, one for each DDP model.

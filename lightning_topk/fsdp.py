@@ -247,7 +247,7 @@ def attach(
         RuntimeError: FSDP calls another hook already.
     """
     config = one_config(attach, config, settings)
-    _check_config(config)
+    check_shardable(config)
     replicas = _replicas(process_group)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
@@ -306,8 +306,12 @@ def _check_replicas(model: torch.nn.Module, units: Sequence[Unit], replicas: dis
     check_same_model(model, replicas)
 
 
-def _check_config(config: TopKConfig) -> None:
-    """Refuses settings that have no meaning for shards."""
+def check_shardable(config: TopKConfig) -> None:
+    """Refuses settings that have no meaning for shards.
+
+    Raises:
+        ValueError: ``scope="model"`` or ``clip_norm``.
+    """
     if config.scope == "model":
         raise ValueError(
             "scope='model' selects among all gradients when backward is done, but FSDP takes each module's gradient "

@@ -85,6 +85,7 @@ def test_calls_have_the_arguments_that_are_written(page):
                 "bucket_cap_mb",
                 "static_graph",
                 "find_unused_parameters",
+                "timeout",
                 "accelerator",
                 "cluster_environment",
             }

@@ -446,6 +446,19 @@ def refusals(rank: int, world: int) -> list[str]:
     return [words for words in said if words]
 
 
+def told(rank: int, world: int) -> list[str]:
+    said: list[str] = []
+    mesh = mesh_of(2, 2)
+    attach(sharded(Net(), mesh["shard"]), process_group=mesh["replicate"], announce=said.append).close()
+    return said
+
+
+def test_one_rank_of_the_first_node_speaks(groups):
+    (words,), *others = groups(4).run(told)
+    assert "attach was called without optimizer=" in words
+    assert others == [[], [], []]
+
+
 def test_what_cannot_be_exchanged_is_refused_with_the_remedy(groups):
     assert groups(4).run(refusals) == [[]] * 4
 

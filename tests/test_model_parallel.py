@@ -361,8 +361,12 @@ def test_sizes_that_make_no_node_and_models_that_are_not_sharded_are_refused(gro
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size=0 must be at least 1"),
         ({"residual_checkpoint": "full"}, ValueError, "residual_checkpoint='full' is unknown"),
         ({"ratio": 2.0}, ValueError, r"ratio=2\.0 must be in \(0, 1\]"),
+        ({"scope": "model"}, ValueError, "scope='model' selects among all gradients"),
+        ({"clip_norm": 1.0}, ValueError, r"clip_norm=1\.0 would clip every shard"),
     ],
 )
 def test_mistaken_settings_of_a_sharded_run_are_refused_when_they_are_given(settings, error, words):
     with pytest.raises(error, match=words):
         TopKModelParallelStrategy(**settings)
+    with pytest.raises(error, match=words):
+        FabricStrategy(lambda model, mesh: model, **settings)

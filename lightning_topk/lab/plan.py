@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,16 @@ from lightning_topk.planning.costs import CPU, GPU, Links, bytes_per_second, loa
 from lightning_topk.planning.quality import sentence as quality
 from lightning_topk.planning.sharded import sharded_forecast, sharded_table
 
+SHARDED = ("model", "module", "params", "nodes", "gpus_per_node", "inter", "saving", "wire")
+"""Options that ``--fsdp`` uses."""
+
 
 def declare(commands: Any) -> None:
     """Declares ``plan``."""
     parser = add_command(commands, "plan", run)
     parser.set_defaults(main=show)
-    words = (
-        "shard the model over the ranks of a node by FSDP2; uses --params, --nodes, --gpus-per-node, --inter, --saving"
-    )
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in SHARDED)
+    words = f"shard the model over the ranks of a node by FSDP2; goes with {options}"
     parser.add_argument("--fsdp", action="store_true", help=words)
     parser.add_argument("--memory", default="80gbyte", metavar="SIZE", help="memory of a GPU, with --fsdp")
 
@@ -37,7 +40,14 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def _sharded(arguments: argparse.Namespace) -> str:
-    """What a sharded model sends and keeps."""
+    """What a sharded model sends and keeps.
+
+    Raises:
+        ValueError: An option has no effect.
+    """
+    for name, option in inspect.signature(run).parameters.items():
+        if name not in SHARDED and getattr(arguments, name) != option.default:
+            raise ValueError(f"--fsdp does not use --{name.replace('_', '-')}: leave it out.")
     parameters = sum(parameter_sizes(arguments.model, arguments.module, arguments.params))
     nodes, ranks = arguments.nodes, arguments.gpus_per_node
     amounts = arguments.saving or (SAVING, 4 * SAVING)
@@ -111,13 +121,13 @@ def run(
     base = TopKConfig(wire=wire)
     found = forecasts(sizes, hardware, amounts, compute, base, bucket_cap_mb)
     asked = found if saving or ratio else [each for each in found if each.config.saving in (None, SAVING)]
-    words = ""
+    words = " Pass --steps to see what a saving costs in quality."
     if steps is not None:
         at = partial(saving_at, sizes=sizes, hardware=hardware, base=base, bucket_cap_mb=bucket_cap_mb)
         words = f"\n\n{quality(steps, at)}"
-    unsure = "With constants that were not measured here: " if hardware.costs in (CPU, GPU) else ""
+    unsure = ", with constants that were not measured here" if hardware.costs in (CPU, GPU) else ""
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
         f"inside.\nTimes are predictions; constants: {hardware.costs.source}.\n\n"
-        f"{markdown(table(found, compute))}\n\n{unsure}{sentence(asked, compute, bucket_cap_mb)}{words}"
+        f"{markdown(table(found, compute))}\n\nBy time{unsure}: {sentence(asked, compute, bucket_cap_mb)}{words}"
     )

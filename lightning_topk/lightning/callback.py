@@ -6,7 +6,7 @@ import fnmatch
 import importlib
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
@@ -89,10 +89,10 @@ class CompressionMonitor(Callback):
 
     def __init__(self, per_layer: bool | str | Sequence[str] = False) -> None:
         given = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else per_layer
+        if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in given):
+            raise TypeError(f"per_layer={per_layer!r} must be True, False, a pattern of names, or several.")
         self.per_layer = [given] if isinstance(given, str) else list(given)
         """Patterns of names."""
-        if not all(isinstance(pattern, str) for pattern in self.per_layer):
-            raise TypeError(f"per_layer={per_layer!r} must be True, False, a pattern of names, or several.")
         self._since = 0  # optimizer steps before this fit, of a run that goes on
         self._last = 0.0  # when the last step ended
         self._total = ExchangeVolume(sync_on_compute=False)
@@ -236,7 +236,7 @@ class CompressionMonitor(Callback):
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of {self._ratio:.3g}; "
                 f"dense all-reduces of the same gradients would take about {1000 * dense:.1f} ms on this link: "
                 "DDPStrategy would be faster here. Compression pays off on slower links, with larger models and with "
-                "smaller ratios."
+                "a larger saving."
                 f"{later}"
             )
 

@@ -53,7 +53,7 @@ class TopKStrategy(DDPStrategy):
 
     Example::
 
-        fabric = Fabric(strategy=lightning_topk.fabric.TopKStrategy(ratio=0.001), devices=4)
+        fabric = Fabric(strategy=lightning_topk.fabric.TopKStrategy(saving=50), devices=4)
         model, optimizer = fabric.setup(model, optimizer)
 
     Several modules can be set up; each has its own residuals. ``fabric.save`` saves them. ``fabric.load`` restores them
@@ -212,7 +212,8 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         model = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
 
-    Every parameter that is trained must be in a module that ``fully_shard`` wraps.
+    Every parameter that is trained must be in a module that ``fully_shard`` wraps. ``topology`` is how the nodes
+    exchange a shard; ``scope="model"`` and ``clip_norm`` are refused.
 
     Args:
         parallelize_fn: Shards a module on the mesh of a node, and returns it.
@@ -260,6 +261,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         timeout: timedelta | None = None,
     ) -> None:
         self.config = TopKConfig.of(locals())
+        fsdp.check_shardable(self.config)
         self.epoch = epoch
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "none"))
         self._residual_checkpoint = residual_checkpoint

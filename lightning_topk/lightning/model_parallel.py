@@ -16,7 +16,7 @@ from lightning_topk.config import Side, TopKConfig, check_count, check_name, des
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
-from lightning_topk.fsdp import ShardState, attach
+from lightning_topk.fsdp import ShardState, attach, check_shardable
 from lightning_topk.lightning._compat import (
     OTHER,
     ModelParallelStrategy,
@@ -63,7 +63,8 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
         Trainer(strategy=TopKModelParallelStrategy(saving=50), devices=8, num_nodes=4)
 
     Every parameter that is trained must be in a module that ``fully_shard`` wraps. When fit begins, all replicas get
-    the weights of the first node.
+    the weights of the first node. ``topology`` is how the nodes exchange a shard; ``scope="model"`` and ``clip_norm``
+    are refused.
 
     Args:
         {settings}
@@ -111,6 +112,7 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
         timeout: timedelta | None = None,
     ) -> None:
         self.config = TopKConfig.of(locals())
+        check_shardable(self.config)
         check_name("residual_checkpoint", residual_checkpoint, ("mean", "none"))
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)

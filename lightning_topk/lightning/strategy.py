@@ -51,7 +51,7 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
 
     Example::
 
-        Trainer(strategy=TopKStrategy(ratio=0.001, bidirectional=True), devices=4)
+        Trainer(strategy=TopKStrategy(saving=50), devices=4)
 
     Args:
         {settings}

@@ -189,20 +189,19 @@ def saving_at(
 def recommend(found: Sequence[Forecast]) -> Forecast:
     """The one to use: of those that take at most 5 % more time than the fastest, the one that sends the most.
 
-    Among them ``single_server`` and ``allgather`` count only if there is nothing else: what they send grows with the
-    number of ranks.
+    ``single_server`` and ``allgather`` are not recommended: what they send grows with the number of ranks.
 
     Args:
         found: What :func:`forecasts` returned.
     """
-    least = min(each.step for each in found)
-    near = [each for each in found if each.step <= SLACK * least]
-    scalable = [each for each in near if each.config.topology in ("dense", "sharded", "hierarchical")]
-    return max(scalable or near, key=lambda each: (each.density, -each.step))
+    scalable = [each for each in found if each.config.topology in ("dense", "sharded", "hierarchical")]
+    least = min(each.step for each in scalable)
+    near = [each for each in scalable if each.step <= SLACK * least]
+    return max(near, key=lambda each: (each.density, -each.step))
 
 
 def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 25) -> str:
-    """The recommendation and its reason.
+    """The recommendation and its reason, which is time.
 
     Args:
         found: What :func:`forecasts` returned.
@@ -215,7 +214,7 @@ def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 2
     if best is dense:
         hidden = ", which backward hides" if compute and dense.step <= SLACK * compute else ""
         return (
-            f"Use DDPStrategy: {what} {take} {1000 * dense.step:.1f} ms with all-reduce{hidden}, and "
+            f"use DDPStrategy: {what} {take} {1000 * dense.step:.1f} ms with all-reduce{hidden}, and "
             f"{1000 * fastest.step:.1f} ms with the fastest compression ({fastest.name}), which delays a part of the "
             "gradient."
         )
@@ -224,7 +223,7 @@ def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 2
         settings["bucket_cap_mb"] = bucket_cap_mb
     words = ", ".join(f"{key}={value!r}".removesuffix(".0") for key, value in settings.items() if value is not None)
     times = f"{1000 * best.step:.1f} ms instead of {1000 * dense.step:.1f} ms with all-reduce"
-    said = f"Use TopKStrategy({words}): {what} {take} {times}"
+    said = f"use TopKStrategy({words}): {what} {take} {times}"
     ours, theirs = best.volume.inter_node, dense.volume.inter_node
     if not theirs:
         return f"{said}, inside the one node there is."

@@ -49,7 +49,7 @@ def remarks(
         return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
     if config.lent_beta1 is not None and not has_optimizers:
         return [
-            "lightning_topk: Adam keeps its beta1, because attach was called without optimizer=. With saving= it "
-            "should step with a beta1 of 0 (the guide on learning): pass optimizer=."
+            "lightning_topk: attach was called without optimizer=. If it is torch's Adam or AdamW, pass it: with "
+            "saving= it should step with a beta1 of 0 (the guide on learning)."
         ]
     return []

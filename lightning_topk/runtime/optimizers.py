@@ -70,14 +70,16 @@ class Optimizers:
             for message in lend_beta1(now, lent, self, compressed, asked):
                 self._say(message)
         elif self._config.averages and any(isinstance(each, Adam) and each.param_groups[0]["betas"][0] for each in now):
+            when = "If gradients are compressed, " * self._config.automatic
             self._say(
-                "lightning_topk: Adam's beta1 averages once more what error feedback has averaged over time. beta1=0 "
-                "often learns better (the guide on learning); beta1= with the optimizer's own says that it is meant."
+                f"lightning_topk: {when}Adam's beta1 averages once more what error feedback has averaged over time. "
+                "beta1=0 often learns better (the guide on learning); beta1= with the optimizer's own says that it is "
+                "meant."
             )
         if self._config.masks_momentum:
             for message in mask_momentum(now, self, compressed):
                 self._say(message)
-        elif self._config.averages and self._config.momentum_masking is None:
+        elif self._config.averages and not self._config.automatic and self._config.momentum_masking is None:
             self._advise_on_momentum([*_with_momentum(now, compressed)])
         if self._scaler is not None:
             Steps.of(self._scaler).watch(now)
@@ -88,9 +90,9 @@ class Optimizers:
         """Says what learned better, of parameters that an SGD with momentum updates."""
         if any(parameter.ndim >= 4 for _, parameter in stepped):
             self._say(
-                "lightning_topk: a model with convolutions and SGD with momentum: try momentum_masking=True, with "
-                "which such a model learned better on CIFAR-10 (the guide on learning). momentum_masking=False leaves "
-                "momentum as it is."
+                "lightning_topk: a model with convolutions and SGD with momentum: compare momentum_masking=True, with "
+                "which such models learned better on CIFAR-10, and worse on digits (the guide on learning). "
+                "momentum_masking=False says that momentum is meant as it is."
             )
         elif any(momentum >= HEAVY for momentum, _ in stepped):
             self._say(

@@ -88,7 +88,9 @@ class ExchangeState:
         """Whether the ranks tell each other in every step which parameters they used."""
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the same for each parameter, and their time."""
-        self._say = Announcer(announce or LOGGER.warning, self.rank)
+        # Every rank of the first node is rank 0 of the replicas of its shard.
+        speaker = self.rank if companions == 1 else dist.get_rank()
+        self._say = Announcer(announce or LOGGER.warning, speaker)
         self._epoch = epoch or (lambda: 0)
         self._optimizers = Optimizers(optimizers, scaler, self.config, self.residuals, self._say)
         self._exchanger = Exchanger(self.residuals, self.groups, timeout)

@@ -352,7 +352,7 @@ def _enter_law(result: Result, points: Mapping[tuple[str, int, float], Point]) -
                 "sends for a gap of 1": law.sends[name],
                 "predicted from the others": others.typical,
                 "off by": f"{max(others.typical / law.sends[name], law.sends[name] / others.typical):.1f}x",
-                "all within 1 from": enough(known[name]),
+                "mean within 1 from": enough(known[name]),
             }
         )
     title = f"gap = (sends for a gap of 1 / sends) ^ {law.exponent:.2f}, sends = density x steps"
