@@ -71,7 +71,7 @@ def _with_exponent(exponent: float, samples: Mapping[str, Sequence[Sample]]) -> 
 ENOUGH = {
     "wide mlp, SGD": 3.6,
     "wide mlp, AdamW": 3.6,
-    "cnn, SGD": 8.1,
+    "cnn, SGD": 6.8,
     "cnn, AdamW": 2.4,
     "char lstm, AdamW": 19,
     "gpt, AdamW": 42,
