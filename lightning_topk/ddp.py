@@ -237,6 +237,8 @@ def attach(
     are those of :func:`lightning_topk.attach`, which has its errors too.
     """
     config = one_config(attach, config, settings)
+    if isinstance(compiled := getattr(model, "_orig_mod", None), DistributedDataParallel):
+        model = compiled
     if not isinstance(model, DistributedDataParallel):
         return _unwrapped(model, config, announce)
     check_ddp_options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import multiprocessing
 import threading
 
@@ -308,6 +309,8 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(groups):
 
     short = copy.deepcopy(good)
     short["parameters"][name]["worker"]["residual"] = torch.zeros(2, 3)
+    unsound = copy.deepcopy(good)
+    unsound["parameters"][name]["server"]["residual"][0] = torch.nan
     headless = copy.deepcopy(good)
     del headless["parameters"][name]["server"]
     cases = {
@@ -317,6 +320,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(groups):
         "no parameter 'other.weight'": changed(parameters={"other.weight": good["parameters"][name]}),
         r"is \(2, 3\) instead of \(2, ": short,
         "must have the keys 'worker' and 'server'": headless,
+        "has a NaN or an infinity": unsound,
         "it was damaged": changed(parameters=[1, 2]),
         "steps=None": changed(steps=None),
         "list a parameter twice": changed(buckets=good["buckets"] + good["buckets"]),
@@ -327,6 +331,38 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(groups):
             with pytest.raises(ValueError, match=words):
                 raise ValueError(message)
             assert "residual_checkpoint='none'" in message
+
+
+def reordered(rank: int, world: int, mode: str) -> None:
+    """What a channels_last model left is delivered to the same entries of a contiguous one, and the reverse."""
+    data = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+    for before, after in itertools.permutations([torch.contiguous_format, torch.channels_last]):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Conv2d(3, 4, 2, bias=False).to(memory_format=before))
+        state = attach(model, ratio=0.1, wire="fp32")
+        model(data).square().sum().backward()
+        mine = model.module.weight.grad.clone()
+        box = [state.state_dict(mode)]
+        state.close()
+        alone = nn.Conv2d(3, 4, 2, bias=False)
+        alone.load_state_dict(model.module.state_dict())
+        alone(data).square().sum().backward()
+        kept = alone.weight.grad.clone()
+        dist.all_reduce(kept)
+        kept = kept / world - mine
+        dist.broadcast_object_list(box)
+        model = DistributedDataParallel(nn.Conv2d(3, 4, 2, bias=False).to(memory_format=after))
+        state = attach(model, ratio=1.0, wire="fp32")
+        state.load_state_dict(box[0])
+        (0 * model(data)).sum().backward()
+        assert kept.abs().max() > 0.1
+        torch.testing.assert_close(model.module.weight.grad, kept, rtol=1e-4, atol=1e-4)
+        state.close()
+
+
+@pytest.mark.parametrize("mode", ["mean", "full"])
+def test_residuals_survive_a_change_of_memory_format(groups, mode):
+    groups(2).run(reordered, mode)
 
 
 class Held(Callback):

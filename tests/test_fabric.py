@@ -147,6 +147,32 @@ def momentum_twice(rank: int, world: int) -> None:
         fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
 
 
+def set_up_again(rank: int, world: int) -> None:
+    """After layers were unfrozen, which DDP would not synchronise, the module keeps its residuals."""
+    fabric = fabric_of(rank, world, ratio=0.1)
+    net = net_of_four_layers()
+    first, *_ = net.parameters()
+    first.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train(fabric, [fabric.setup(net, optimizer)], rank, range(3))
+    (state,) = fabric.strategy.topk_states
+    left = {p: sum(side.clone() for side in sides) for p, sides in state.residuals.held().items()}
+    first.requires_grad_(True)
+    pair = fabric.setup(net, optimizer)
+    (state,) = fabric.strategy.topk_states
+    found = state.residuals.held()
+    assert found.keys() == left.keys()
+    assert all(torch.equal(sum(sides), left[p]) for p, sides in found.items())
+    assert any(kept.any() for kept in left.values())
+    train(fabric, [pair], rank, range(3, 5))
+    assert first in state.residuals.held()
+    assert every_rank(flat(net)).diff(dim=0).abs().max() == 0
+
+
+def test_a_module_that_is_set_up_again_keeps_its_residuals(groups):
+    groups(2).run(set_up_again)
+
+
 def lent_to_one(rank: int, world: int) -> None:
     """One optimizer for an exchanged module and for a parameter of no module: only the first is lent a beta1."""
     fabric = fabric_of(rank, world, saving=20)

@@ -120,13 +120,22 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
-        """Wraps a module in DDP and installs the exchange; every rank must call it."""
+        """Wraps a module in DDP and installs the exchange; every rank must call it.
+
+        A module that is set up again, as after other layers were unfrozen, keeps its residuals.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return super().setup_module(module)  # DDP says what is missing
         parameters = set(module.parameters())
-        for old in [state for state in self.topk_states if parameters & state.names.keys()]:
+        before = [state for state in self.topk_states if parameters & state.names.keys()]
+        for old in before:
             old.close()
+            old.residuals.settle()
             self.topk_states.remove(old)
+        if len(before) > 1:
+            rank_zero_info(
+                f"TopKStrategy starts with zero residuals: {len(before)} modules that were set up are one now."
+            )
         own_memory_(module)
         check_same_model(module)
         ddp = super().setup_module(module)
@@ -134,6 +143,7 @@ class TopKStrategy(DDPStrategy):
             ddp,
             self.config,
             timeout=self._timeout,
+            residuals=before[0].residuals if len(before) == 1 else None,
             epoch=lambda: self.epoch,
             init_sync=self._ddp_kwargs.get("init_sync", True),
             optimizer=lambda: [
@@ -143,6 +153,9 @@ class TopKStrategy(DDPStrategy):
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
         )
+        if len(before) == 1:
+            state.residuals.retain(parameters)
+            state.follow(before[0])
         self.topk_states.append(state)
         if self._resumed:
             state.load_state_dict(self._resumed.pop(0))
