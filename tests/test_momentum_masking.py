@@ -218,7 +218,7 @@ def advised(rank: int, world: int) -> list[list[str]]:
 def test_masking_is_advised_for_convolutions_and_less_momentum_for_others_where_sgd_has_much(groups):
     said, other = groups(2).run(advised)
     (convolves,), none, (heavy,), *rest = said
-    assert "try momentum_masking=True" in convolves
+    assert "compare momentum_masking=True" in convolves
     assert "momentum of 0.5 at the same lr / (1 - momentum)" in heavy
     assert [none, *rest] == [[]] * 5
     assert other == [[]] * 7
