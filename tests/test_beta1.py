@@ -283,6 +283,9 @@ def quiet(rank: int, world: int) -> list[str]:
     said: list[str] = []
     state = attach(DistributedDataParallel(nn.Linear(9, 9)), announce=said.append)
     state.close()
+    state = attach(torch.compile(DistributedDataParallel(nn.Linear(9, 9))))  # as Accelerate's prepare may return it
+    assert state.world == world
+    state.close()
     with pytest.raises(ValueError, match="pass optimizer= to attach"):
         attach(DistributedDataParallel(nn.Linear(9, 9)), beta1=0.0)
     return said
