@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.announce import Announcer, remarks
-from lightning_topk.runtime.buckets import BucketSettings
+from lightning_topk.runtime.buckets import BucketSettings, names_of
 from lightning_topk.runtime.checkpoint import EMPTY, Mode
 from lightning_topk.runtime.checks import check_ddp_options, check_parameters, check_settings, one_config
 from lightning_topk.runtime.drive import tree_broadcast_sends
@@ -120,7 +120,7 @@ class TopKState(ExchangeState):
             self.begin_pass()
         promised, future = lane.promise()
         self._waiting.append((buffer, parameters, promised))
-        if last or (self.config.scope == "bucket" and not self.residuals.progress.resumed):
+        if last or (self.config.scope == "bucket" and not self.as_before):
             self._submit_waiting(lane, index, last)
         if last:
             self.end_pass(self._buckets)
@@ -139,12 +139,12 @@ class TopKState(ExchangeState):
         self.submit(Batch(buffers, groups, jobs, self.timing, ready, tuning), promises)
 
     def _exchanged_together(self, groups: Sequence[Bucket]) -> Sequence[Bucket]:
-        """DDP's buckets as they are exchanged: one by one, all at once, or as before a checkpoint."""
+        """DDP's buckets as they are exchanged: one by one, all at once, or as in the last pass."""
         flat: Bucket = sum(groups, ())
-        saved = self.residuals.progress.buckets if self.residuals.progress.resumed else ()
-        if saved and {p for p in flat if p.numel()} == {p for bucket in saved for p in bucket if p.numel()}:
-            # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets that it had before.
-            return saved
+        before = self.residuals.progress.buckets if self.as_before else ()
+        if before and {p for p in flat if p.numel()} == {p for bucket in before for p in bucket if p.numel()}:
+            # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets of its checkpoint.
+            return before
         return (flat,) if self.config.scope == "model" else groups
 
     @override
@@ -263,8 +263,8 @@ def attach(
             announce=announce,
         )
     try:
-        ignored: set[str] = model.parameters_to_ignore
-        state.buckets.name({p: name for name, p in model.module.named_parameters() if name not in ignored})
+        exchanged = {p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
+        state.buckets.name({p: name for p, name in names_of(model.module).items() if p in exchanged})
         if isinstance(optimizer, Optimizer):
             state.follow_optimizers()
         model.register_comm_hook(state, topk_hook)

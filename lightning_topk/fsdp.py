@@ -39,6 +39,7 @@ from typing_extensions import override
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime import sharded_checkpoint
+from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checkpoint import Mode
 from lightning_topk.runtime.checks import check_parameters, check_same_model, check_settings, one_config
 from lightning_topk.runtime.drive import tree_broadcast_sends
@@ -263,7 +264,7 @@ def attach(
     with device_of(model):
         state = ShardState(
             units,
-            {name for name, parameter in model.named_parameters() if not parameter.requires_grad},
+            {name for parameter, name in names_of(model).items() if not parameter.requires_grad},
             replicas,
             config=config,
             timeout=timeout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import multiprocessing
 import threading
@@ -363,6 +364,76 @@ def reordered(rank: int, world: int, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["mean", "full"])
 def test_residuals_survive_a_change_of_memory_format(groups, mode):
     groups(2).run(reordered, mode)
+
+
+def moved(rank: int, world: int, topology: str) -> str:
+    """What a model left is delivered to the same entries of it in another memory format; returns the refusal, if any."""
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 8, 2, bias=False)
+    data = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
+    left = torch.zeros_like(net.weight)
+    residuals = None
+    settings = {"topology": topology, "local_world_size": 2, "wire": "fp32"}
+    for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+        net.to(memory_format=memory_format)
+        ddp = DistributedDataParallel(net)
+        try:
+            state = attach(ddp, ratio=0.1, residuals=residuals, **settings)
+        except ValueError as error:
+            return str(error)
+        alone = copy.deepcopy(net)
+        alone(data).square().sum().backward()
+        dist.all_reduce(alone.weight.grad)
+        net.zero_grad()
+        ddp(data).square().sum().backward()
+        left += alone.weight.grad / world - net.weight.grad
+        residuals = state.residuals
+        state.close()
+    ddp = DistributedDataParallel(net.to(memory_format=torch.channels_last))
+    state = attach(ddp, ratio=1.0, residuals=residuals, **settings)
+    net.zero_grad()
+    (0 * ddp(data)).sum().backward()
+    state.close()
+    assert left.abs().max() > 0.1
+    torch.testing.assert_close(net.weight.grad, left, rtol=1e-4, atol=1e-4)
+    return ""
+
+
+def resized(rank: int, world: int) -> None:
+    """A parameter that got another size begins with nothing, is said to, and the others go on."""
+    said: list[str] = []
+    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    data = torch.randn(8, 20, generator=torch.Generator().manual_seed(rank))
+    ddp = DistributedDataParallel(net)
+    state = attach(ddp, ratio=0.1)
+    ddp(data).square().sum().backward()
+    state.close()
+    residuals = state.residuals
+    del ddp, state
+    gc.collect()  # autograd remembers a parameter's size as long as DDP's reducer does
+    net[1].weight.data, net[1].bias.data = torch.randn(7, 20), torch.zeros(7)
+    net.zero_grad()
+    ddp = DistributedDataParallel(net)
+    state = attach(ddp, ratio=1.0, wire="fp32", residuals=residuals, announce=said.append)
+    (0 * ddp(data)).sum().backward()
+    state.close()
+    assert not net[1].weight.grad.any()
+    assert net[0].weight.grad.any()
+    assert ["2 parameters have another size" in line for line in said] == [True] * (rank == 0)
+
+
+@pytest.mark.parametrize("topology", ["sharded", "single_server"])
+def test_residuals_survive_a_change_of_memory_format_in_one_process(groups, topology):
+    assert set(groups(2).run(moved, topology)) == {""}
+
+
+def test_a_parameter_of_another_size_begins_with_nothing_and_is_said_to(groups):
+    groups(2).run(resized)
+
+
+def test_pieces_of_residuals_cannot_change_their_memory_format(groups):
+    for refusal in groups(4).run(moved, "hierarchical"):
+        assert "load them with load_state_dict" in refusal
 
 
 class Held(Callback):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from test_gloo import every_rank, flat_gradient, mean_over_ranks, sum_of, undelivered
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk import TopKStrategy
 from lightning_topk.config import TopKConfig
 from lightning_topk.ddp import attach
+from lightning_topk.runtime import autotune
 from lightning_topk.simulate import Cluster
 
 
@@ -118,6 +120,102 @@ def test_a_skipped_step_leaves_residuals_on_nodes_and_while_the_exchange_is_bein
     groups, topology, bidirectional, fused, more
 ):
     groups(4).run(skipped, topology, bidirectional, "inf", {"local_world_size": 2, **more}, fused)
+
+
+def skipped_in_two_passes(rank: int, world: int, mode: str, scope: str, more: dict) -> None:
+    """Each step is of two passes, between which DDP regroups its buckets in the first: that one is skipped."""
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001, static_graph=mode == "static_graph")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = attach(ddp, optimizer=optimizer, scaler=scaler, scope=scope, **{"ratio": 0.05, **more})
+    computed, received, kept = [], [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        weights = nn.utils.parameters_to_vector(net.parameters()).clone()
+        for part in range(3):
+            hooks = spoil(net, "inf") if step == 0 and part == 1 and rank == 0 else []
+            scaler.scale(loss_of(ddp, rank, 3 * step + part)).backward()
+            for hook in hooks:
+                hook.remove()
+        scaler.unscale_(optimizer)
+        if step:
+            alone = net_of_four_layers()
+            nn.utils.vector_to_parameters(weights, alone.parameters())
+            for part in range(3):
+                loss_of(alone, rank, 3 * step + part).backward()
+            computed.append(flat_gradient(alone))
+            received.append(flat_gradient(net))
+        scaler.step(optimizer)
+        scaler.update()
+        kept.append(held(state, net))
+    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
+    buckets = len(state.residuals.progress.buckets)
+    state.close()
+    assert not kept[0].any(), "what was kept of the skipped step is still there"
+    assert kept[1].any() or more
+    assert buckets == (1 if scope == "model" else 4)
+    torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["dynamic_graph", "static_graph"])
+@pytest.mark.parametrize("scope", ["bucket", "model"])
+@pytest.mark.parametrize("more", [{}, {"topology": "auto"}])
+def test_a_first_step_of_several_passes_is_undone_as_a_whole(groups, mode, scope, more):
+    groups(2).run(skipped_in_two_passes, mode, scope, more)
+
+
+def leftovers_of_a_choice(rank: int, world: int) -> None:
+    """A resumed run skips its first steps, while the exchange is chosen: what was left waits, and is delivered."""
+
+    def hierarchical_is_fastest(config: TopKConfig, *_) -> float:
+        return 1.0 if config.topology == "hierarchical" else 9.0
+
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    state = attach(ddp, ratio=0.05)
+    loss_of(ddp, rank, 0).backward()
+    entry = [state.state_dict()]
+    state.close()
+    dist.broadcast_object_list(entry)
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = attach(ddp, optimizer=optimizer, scaler=scaler, ratio=0.05, topology="auto", local_world_size=2)
+    state.load_state_dict(entry[0])
+    start, computed, received = undelivered(state, net, world), [], []
+    trial, autotune.trial = autotune.trial, hierarchical_is_fastest
+    try:
+        for step in range(9):
+            hooks = spoil(net, "inf") if step < 5 and rank == 1 else []
+            optimizer.zero_grad()
+            weights = nn.utils.parameters_to_vector(net.parameters()).clone()
+            scaler.scale(loss_of(ddp, rank, step)).backward()
+            for hook in hooks:
+                hook.remove()
+            scaler.unscale_(optimizer)
+            if step >= 5:
+                alone = net_of_four_layers()
+                nn.utils.vector_to_parameters(weights, alone.parameters())
+                loss_of(alone, rank, step).backward()
+                computed.append(flat_gradient(alone))
+                received.append(flat_gradient(net))
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        autotune.trial = trial
+    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
+    chosen = state.buckets.by_node
+    state.close()
+    assert chosen
+    assert start.any()
+    assert left.any()
+    torch.testing.assert_close(sum_of(received) + left, start + produced, atol=1e-6, rtol=1e-4)
+
+
+def test_what_a_checkpoint_left_is_delivered_before_ranks_of_a_node_become_one_worker(groups):
+    groups(4).run(leftovers_of_a_choice)
 
 
 def two_optimizers(rank: int, world: int) -> None:

@@ -18,6 +18,7 @@ import lightning_topk.lightning.strategy  # noqa: F401
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.planning.volume import size
+from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.state import ExchangeState
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.schedule import LATE
@@ -110,7 +111,7 @@ class CompressionMonitor(Callback):
                 f"CompressionMonitor logs nothing: the strategy is {type(trainer.strategy).__name__}, which does not "
                 "compress. Use lightning_topk.TopKStrategy, or remove the callback."
             )
-        names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
+        names = [name for parameter, name in names_of(pl_module).items() if parameter.requires_grad]
         for pattern in self.per_layer if stage == "fit" else ():
             if not fnmatch.filter(names, pattern):
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,6 +102,7 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
         self.topk_state: TopKState | None = None
         """The state of the communication hook; None outside ``fit``."""
         self._residuals = Residuals()
+        self._names: Mapping[Tensor, str] = {}  # those of when the model was wrapped: pruning gives others later
         self._resumed: dict[str, Any] | None = None
         self._frozen: list[Tensor] = []
 
@@ -155,7 +156,7 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
         )
-
+        self._names = self.topk_state.names
         if self._resumed is not None:
             self.topk_state.load_state_dict(self._resumed)
             self._resumed = None
@@ -173,9 +174,8 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
                     "it was saved while an exception or a signal was handled, when collectives could hang"
                 )
             else:
-                names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
                 checkpoint[KEY] = collect(
-                    self._residuals, names, self._residual_checkpoint, self.config, self.root_device
+                    self._residuals, self._names, self._residual_checkpoint, self.config, self.root_device
                 )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -18,8 +18,7 @@ the residual of each worker, ``[W, numel]``: a run resumed with the same world s
 uninterrupted one. At another world size, workers resume with the mean. Where the ranks of a node form one worker, each
 row holds the piece of its rank and zeros elsewhere.
 
-Elements are in the order of their indices. DDP flattens a gradient in the order of the parameter's memory, which
-``channels_last`` changes.
+Elements are in the order of their indices (:mod:`lightning_topk.runtime.forms`).
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import Endpoint
+from lightning_topk.runtime.forms import Form
 from lightning_topk.runtime.residuals import Residuals
 
 KEY = "lightning_topk"
@@ -84,8 +84,9 @@ def collect(
         worker, server = parts[parameter]
         workers = None if mode == "full" else world // residuals.pieces.counts.get(parameter, 1)
         nothing = torch.zeros(parameter.numel(), dtype=torch.promote_types(parameter.dtype, torch.float32))
-        kept = {key: _gather(by_index(worker.get(key, nothing), parameter).to(device), group, workers) for key in keys}
-        served = {key: _gather(by_index(part, parameter).to(device), group, 1) for key, part in server.items()}
+        by_index = residuals.form(parameter).by_index
+        kept = {key: _gather(by_index(worker.get(key, nothing)).to(device), group, workers) for key in keys}
+        served = {key: _gather(by_index(part).to(device), group, 1) for key, part in server.items()}
         if rank == 0:
             parameters[name] = {"worker": kept, "server": served}
     return {
@@ -200,7 +201,7 @@ def restore(
             found = {key: rows[rank].clone() for key, rows in kept.items()}
         else:
             found = {key: rows.sum(dim=0) / (len(rows) // saved) for key, rows in kept.items()}
-        return {key: by_memory(part, parameter) for key, part in found.items()}
+        return {key: Form.of(parameter).by_memory(part) for key, part in found.items()}
 
     buckets = [tuple(parameters[name] for name in bucket if name in entry["parameters"]) for bucket in entry["buckets"]]
     rest = known.keys() - {parameter for bucket in buckets for parameter in bucket}
@@ -208,30 +209,12 @@ def restore(
         [*filter(None, buckets), *((parameter,) for parameter in known if parameter in rest)],
         own,
         {
-            parameter: {key: by_memory(part, parameter) for key, part in sides["server"].items()}
+            parameter: {key: Form.of(parameter).by_memory(part) for key, part in sides["server"].items()}
             for parameter, sides in known.items()
         },
         make,
     )
     residuals.progress.steps, residuals.progress.learning_rates = entry["steps"], list(entry["rates"])
-
-
-def _memory_order(parameter: Tensor) -> list[int]:
-    """The dimensions in the order in which DDP flattens a gradient: the parameter's, if its memory has no gaps."""
-    order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
-    return order if parameter.permute(order).is_contiguous() else [*range(parameter.ndim)]
-
-
-def by_index(flat: Tensor, parameter: Tensor) -> Tensor:
-    """``[numel]`` in the order of a gradient in DDP's bucket, in the order of the indices instead."""
-    order = _memory_order(parameter)
-    inverse = sorted(range(parameter.ndim), key=order.__getitem__)
-    return flat.view([parameter.shape[dim] for dim in order]).permute(inverse).reshape(-1)
-
-
-def by_memory(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Undoes :func:`by_index`."""
-    return flat.view(parameter.shape).permute(_memory_order(parameter)).reshape(-1)
 
 
 def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:

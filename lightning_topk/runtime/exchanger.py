@@ -248,15 +248,29 @@ class Exchanger:
         return make_bucket_endpoint(job.config, job.bucket, job.uncompressed, groups)
 
     def _tune(self, tuning: Tuning, groups: Groups) -> None:
-        """Measures how buckets are best exchanged from now on."""
+        """Measures how buckets are best exchanged from now on; later, if what is left would be in the way."""
         meter = Meter()
         try:
+            if self._owed(tuning, groups):
+                return
             choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, groups, meter)
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: measuring how buckets are best exchanged failed on {self._place}: {error}"
             ) from error
         self._finished.put(Tuned(tuning.buckets, choice, meter))
+
+    def _owed(self, tuning: Tuning, groups: Groups) -> bool:
+        """Whether some rank has residuals of its own left, and the ranks of a node may become one worker. A collective.
+
+        All-reduce delivers what a checkpoint left in the first step, unless a GradScaler skips that.
+        """
+        ways = tuning.config.candidates(dist.get_world_size(groups.all), groups.local)
+        if not any(way.by_node for way in ways):
+            return False
+        owed = torch.tensor([self._residuals.owes()], dtype=torch.uint8, device=tuning.buckets[0][0].device)
+        dist.all_reduce(owed, dist.ReduceOp.MAX, group=groups.all)
+        return bool(owed)
 
 
 def make_bucket_endpoint(config: TopKConfig, bucket: Bucket, uncompressed: Sequence[int], groups: Groups) -> Endpoint:

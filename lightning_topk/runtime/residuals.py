@@ -15,7 +15,8 @@ it is in (:class:`lightning_topk.core.layout.Parts`), and W is the number of nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ from lightning_topk.core.exchange import Endpoint
 from lightning_topk.core.layout import Parts
 from lightning_topk.core.memory import Leftover
 from lightning_topk.core.ops import reference
+from lightning_topk.runtime.forms import Form
 from lightning_topk.runtime.skipped_steps import Undo
 
 Memories = dict[Tensor, dict[str, Tensor]]
@@ -80,10 +82,12 @@ class Pieces:
         parts = self.layout(parameter)
         return reference.split_parts(whole, parts)[self.rank % parts.count]
 
-    def scatter(self, memories: Memories, bucket: tuple[Tensor, ...], memory: dict[str, Tensor]) -> None:
-        """Enters each parameter's piece of a bucket's tensors into ``memories``."""
+    def scatter(
+        self, memories: Memories, bucket: tuple[Tensor, ...], pieces: Sequence[int], memory: dict[str, Tensor]
+    ) -> None:
+        """Enters each parameter's piece of a bucket's tensors into ``memories``; ``pieces`` are their sizes."""
         for name, flat in memory.items():
-            for parameter, piece in zip(bucket, flat.split(self.layout(*bucket).pieces), strict=True):
+            for parameter, piece in zip(bucket, flat.split(list(pieces)), strict=True):
                 memories.setdefault(parameter, {})[name] = piece
 
     def gather(self, memories: Memories, bucket: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
@@ -116,6 +120,8 @@ class Residuals:
         """Each parameter's slice of its endpoint's worker memory: views."""
         self._server: Memories = {}
         """What this rank serves of parameters whose bucket was regrouped and has not come yet."""
+        self._forms: dict[Tensor, Form] = {}
+        """The form that each parameter had when its endpoint was made."""
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
@@ -174,7 +180,7 @@ class Residuals:
         """
         for p in parameters:
             before = self.pieces.counts.get(p, 1)
-            if before != count and (self._worker.get(p) or p in self._server):
+            if before != count and self._left(p):
                 if count != 1:
                     raise ValueError(
                         f"the residuals of a parameter are cut into {before} pieces, one a rank, and would have to be "
@@ -187,12 +193,63 @@ class Residuals:
                         memory[p] = {name: self.pieces.whole(piece, p) * factor for name, piece in memory[p].items()}
             self.pieces.counts[p] = count
 
-    def settle(self) -> None:
-        """Takes all endpoints apart and moves what they held to the CPU, until their parameters come again."""
+    def settle(self) -> int:
+        """Takes all endpoints apart and moves what they held to the CPU, until their parameters come again.
+
+        Returns:
+            How many parameters have another size now: what they left is forgotten.
+
+        Raises:
+            ValueError: The memory of a parameter has another order now, and this rank holds but a piece of what it
+                left.
+        """
         self.dissolve({parameter for bucket in self._live for parameter in bucket})
         for parts in (self._worker, self._server):
             for memory in parts.values():
                 memory.update({name: part.cpu() for name, part in memory.items()})
+        return sum(self._reform(parameter) for parameter in [*self._forms])
+
+    def form(self, parameter: Tensor) -> Form:
+        """The form of what a parameter left."""
+        return self._forms.get(parameter) or Form.of(parameter)
+
+    def _reform(self, parameter: Tensor) -> bool:
+        """Brings what a parameter left into the form that it has now; says whether its size is another."""
+        before, now = self._forms[parameter], Form.of(parameter)
+        if before == now:
+            return False
+        if math.prod(before.shape) != math.prod(now.shape):
+            self._forget(parameter)
+            return True
+        if self._left(parameter) and self.pieces.counts.get(parameter, 1) > 1:
+            raise ValueError(
+                f"a parameter of shape {now.shape} has another memory format than before, and the ranks of a node hold "
+                "a piece of its residual each. Save the residuals with state_dict before the change, and load them "
+                "with load_state_dict."
+            )
+        self._forms[parameter] = now
+        for memory in (self._worker, self._server):
+            if parameter in memory:
+                memory[parameter] = {
+                    name: now.by_memory(before.by_index(part)) for name, part in memory[parameter].items()
+                }
+        return False
+
+    def _left(self, parameter: Tensor) -> bool:
+        """Whether something is known of what a parameter left."""
+        return bool(self._worker.get(parameter) or parameter in self._server)
+
+    def _forget(self, parameter: Tensor) -> None:
+        for memory in (self._worker, self._server, self._forms, self.pieces.counts):
+            memory.pop(parameter, None)  # type: ignore[attr-defined]
+
+    def owes(self) -> bool:
+        """Whether something that other settings left is not delivered yet, or may come back with a skipped step."""
+        kept: list[Tensor] = []
+        for bucket, end in self._live.items():
+            if isinstance(end.uplink.memory, Leftover):
+                kept += [end.uplink.memory.residual, *(self._undo[bucket].before if bucket in self._undo else ())]
+        return any(bool(each.any()) for each in kept)
 
     @property
     def undecided(self) -> bool:
@@ -247,7 +304,7 @@ class Residuals:
         server = {parameter: dict(parts) for parameter, parts in self._server.items()}
         for bucket, end in self._live.items():
             self._decide(bucket)
-            self.pieces.scatter(server, bucket, server_memory(end))
+            self.pieces.scatter(server, bucket, end.parts.pieces, server_memory(end))
         known = {*self._worker, *server, *(parameter for bucket in self._live for parameter in bucket)}
         for p in known:
             if not server.get(p):
@@ -311,9 +368,8 @@ class Residuals:
         self._undo = {bucket: undo for bucket, undo in self._undo.items() if bucket in self._live}
         progress = self.progress
         progress.buckets = tuple(bucket for bucket in progress.buckets if keep.issuperset(bucket))
-        for memory in (self._worker, self._server, self.pieces.counts):
-            for parameter in memory.keys() - keep:
-                del memory[parameter]
+        for parameter in {*known, *self._forms} - keep:
+            self._forget(parameter)
 
     def dissolve(self, parameters: set[Tensor]) -> None:
         """Takes apart the endpoints that hold any of these parameters; their next exchange makes new ones."""
@@ -327,7 +383,8 @@ class Residuals:
                 if isinstance(link.memory, Leftover) and not link.memory.residual.any():  # it was delivered
                     self._worker.update({parameter: {} for parameter in bucket})
             del self._settings[bucket]
-            self.pieces.scatter(self._server, bucket, server_memory(self._live.pop(bucket)))
+            end = self._live.pop(bucket)
+            self.pieces.scatter(self._server, bucket, end.parts.pieces, server_memory(end))
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
         """Moves what the parameters left into the memories of their new endpoint."""
@@ -342,7 +399,8 @@ class Residuals:
         like = torch.zeros((), dtype=end.dtype, device=device)
         for parameter in parameters:
             self._worker[parameter] = {}  # what the new settings keep no more would be stale
-        self.pieces.scatter(self._worker, parameters, worker)
+            self._forms[parameter] = Form.of(parameter)
+        self.pieces.scatter(self._worker, parameters, end.parts.pieces, worker)
         if any(parameter in self._server for parameter in parameters):
             left = self.pieces.gather(self._server, parameters, "residual", like)
             for served in [] if end.downlink is None else end.downlink.memory.tensors().values():

@@ -97,7 +97,8 @@ class Undo:
         """The outcome of each optimizer's first step since the last :meth:`decide`."""
         steps.guarded.add(self)
         self._now = [tensor for link in end.links for tensor in link.memory.tensors().values()]
-        self._before: list[Tensor] = []
+        self.before: list[Tensor] = []
+        """The copy; empty before the first pass."""
         owner = {p: number for number, o in enumerate(optimizers) for group in o.param_groups for p in group["params"]}
         owners = [owner.get(parameter, 0) for parameter in parameters]
         self._masks: dict[Optimizer, Sequence[Tensor | None]] = {}
@@ -119,10 +120,10 @@ class Undo:
             renew: Whether the memories were changed since the copy by something that must not be undone.
         """
         self._begun = True
-        if not self._before:
-            self._before = [now.clone() for now in self._now]
+        if not self.before:
+            self.before = [now.clone() for now in self._now]
         elif renew:
-            for now, before in zip(self._now, self._before, strict=True):
+            for now, before in zip(self._now, self.before, strict=True):
                 before.copy_(now)
 
     def decide(self) -> None:
@@ -135,7 +136,7 @@ class Undo:
             if isinstance(skipped, Tensor) and skipped.is_cuda:
                 # Made on the optimizer's stream, read on this one, and freed when it is forgotten below.
                 skipped.record_stream(torch.cuda.current_stream(skipped.device))
-            for now, before, mask in zip(self._now, self._before, masks, strict=True):
+            for now, before, mask in zip(self._now, self.before, masks, strict=True):
                 if isinstance(skipped, Tensor):
                     reference.replace_(now, before, skipped if mask is None else skipped & mask)
                 elif skipped:

@@ -66,6 +66,8 @@ class ExchangeState:
     ) -> None:
         self._given, self._companions = config, companions
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
+        self.residuals = residuals or Residuals()
+        forgotten = self.residuals.settle()  # their endpoints may have been of other settings
         self.groups: Groups | None = replace(Groups.make(process_group, timeout), companions=companions)
         group = self.groups.all
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -79,8 +81,6 @@ class ExchangeState:
         if self.config.compresses:
             self.groups = self.groups.with_twin(timeout, by_node)
         timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
-        self.residuals = residuals or Residuals()
-        self.residuals.settle()  # their endpoints may have been of other settings
         self.residuals.pieces.rank = self.rank
         self.buckets = BucketSettings(self.config, self.world, self.local)
         self.telemetry = Telemetry(self.world)
@@ -96,6 +96,14 @@ class ExchangeState:
         self._exchanger = Exchanger(self.residuals, self.groups, timeout)
         self._lane: Lane | None = None
         self._lr_ratio = 1.0
+        self.as_before = False
+        """Whether this backward pass exchanges the buckets of the last one, whatever DDP's are."""
+        self._regrouping = True  # whether DDP might still regroup its buckets when this step began
+        if forgotten:
+            self._say(
+                f"lightning_topk: {forgotten} parameter{'s have' if forgotten > 1 else ' has'} another size than "
+                "before; what was kept of the gradient is forgotten there."
+            )
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
             for message in remarks(config, self.config, self.world, optimizers is not None, self.PEER):
                 self._say(message)
@@ -135,7 +143,12 @@ class ExchangeState:
                 or an optimizer and the exchange would both apply momentum.
         """
         self._collect()
-        self.buckets.adopt(self.residuals.undecided)
+        undecided = self.residuals.undecided
+        self.buckets.adopt(undecided)
+        if not undecided:
+            self._regrouping = not self.buckets.final
+        # What was sent for a step that may yet be skipped comes back to the same buckets only.
+        self.as_before = self.residuals.progress.resumed > 0 or (undecided and self._regrouping)
         self._lr_ratio = self._optimizers.lr_ratio()
         self.follow_optimizers()
 
@@ -175,7 +188,7 @@ class ExchangeState:
         if self.world == 1:
             return None
         progress = self.residuals.progress
-        if self.buckets.observe(buckets, progress, static_graph):
+        if self.buckets.observe(buckets, progress.buckets, static_graph, self.as_before):
             missed = self.buckets.missed_saving(progress.buckets, self.predicted())
             if missed:
                 self._say(missed)

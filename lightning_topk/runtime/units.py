@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.exchanger import Bucket
 
 
@@ -160,7 +161,7 @@ def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a backward pass that failed may have left parameters gathered
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    names = names_of(model)
     units, seen = [], set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
