@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from test_gloo import mean_over_ranks, undelivered
@@ -20,7 +20,9 @@ from test_laws import routes
 from test_lightning import QUIET, Model
 from test_precision import loss_of, net_of_four_layers
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from lightning_topk import ExponentialWarmup, TopKStrategy
 from lightning_topk.ddp import attach
@@ -436,6 +438,37 @@ def test_pieces_of_residuals_cannot_change_their_memory_format(groups):
         assert "load them with load_state_dict" in refusal
 
 
+def renamed(rank: int, world: int) -> None:
+    """A checkpoint does not depend on what wraps a model's layers, nor on what pruning calls their parameters later."""
+
+    def wrapped(net: nn.Module) -> nn.Module:
+        net[0], net[1] = checkpoint_wrapper(net[0]), torch.compile(net[1], backend="eager")
+        return net
+
+    found, box = [], [None]
+    for wrap in (wrapped, copy.copy, wrapped):
+        net = wrap(net_of_four_layers())
+        parameters = [*net.parameters()]  # pruning changes their order too
+        model = DistributedDataParallel(net)
+        state = attach(model, ratio=0.05, dense_parameters="1.bias")
+        if box[0] is None:
+            loss_of(model, rank, 0).backward()
+        else:
+            state.load_state_dict(box[0])
+        prune.l1_unstructured(net[2], "weight", 0.5)
+        worker, server = [torch.cat(side) for side in zip(*(state.residuals.held()[p] for p in parameters), strict=True)]
+        found.append(mean_over_ranks(worker + world * server))
+        box = [state.state_dict()]
+        dist.broadcast_object_list(box)
+        state.close()
+    assert found[0].any()
+    torch.testing.assert_close(found, found[:1] * 3)
+
+
+def test_a_checkpoint_knows_parameters_whatever_wraps_or_prunes_them(groups):
+    groups(2).run(renamed)
+
+
 class Held(Callback):
     """Tells how much the residuals hold at the start of training, and the weights at its end."""
 
@@ -510,6 +543,19 @@ def test_checkpoints_go_from_and_to_plain_ddp_other_world_sizes_and_weights_only
     epochs(tmp_path, 3, "auto", [single], last, devices=1)  # a Trainer without us does not mind
     epochs(tmp_path, 1, strategy(), [saving(tmp_path / "weights", save_weights_only=True)])
     assert KEY not in torch.load(tmp_path / "weights/step=3.ckpt", weights_only=True)
+
+
+@pytest.mark.trainer
+def test_a_run_whose_layers_are_pruned_resumes(tmp_path):
+    started, resumed = Held(), Held()
+
+    def pruning() -> ModelPruning:
+        return ModelPruning("l1_unstructured", amount=0.1)
+
+    epochs(tmp_path, 2, strategy(), [started, pruning(), saving(tmp_path)])
+    epochs(tmp_path, 3, strategy(), [resumed, pruning()], tmp_path / "step=6.ckpt")
+    assert not any(started.start)
+    assert all(resumed.start)
 
 
 class Raise(Callback):
