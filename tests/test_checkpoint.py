@@ -369,7 +369,7 @@ def test_residuals_survive_a_change_of_memory_format(groups, mode):
 
 
 def moved(rank: int, world: int, topology: str) -> str:
-    """What a model left is delivered to the same entries of it in another memory format; returns the refusal, if any."""
+    """What a model left reaches the same entries of it in another memory format; returns the refusal, if any."""
     torch.manual_seed(0)
     net = nn.Conv2d(3, 8, 2, bias=False)
     data = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
@@ -456,8 +456,8 @@ def renamed(rank: int, world: int) -> None:
         else:
             state.load_state_dict(box[0])
         prune.l1_unstructured(net[2], "weight", 0.5)
-        worker, server = [torch.cat(side) for side in zip(*(state.residuals.held()[p] for p in parameters), strict=True)]
-        found.append(mean_over_ranks(worker + world * server))
+        held = state.residuals.held()
+        found.append(mean_over_ranks(torch.cat([held[p][0] + world * held[p][1] for p in parameters])))
         box = [state.state_dict()]
         dist.broadcast_object_list(box)
         state.close()

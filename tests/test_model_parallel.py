@@ -312,22 +312,27 @@ def set_up_twice(rank: int, world: int) -> None:
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
     net = nn.Linear(12, 30)
-    for _ in range(2):
+    left: list[torch.Tensor] = []
+    for time in range(2):
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
         (state,) = strategy.topk_states
+        held = [sum(sides) for sides in state.residuals.held().values()]
+        torch.testing.assert_close(held, left)
         for _ in range(2):
             optimizer.zero_grad()
             fabric.backward(model(torch.randn(4, 12)).square().mean())
             optimizer.step()
-        assert state.residuals.progress.steps == 2
+        left = [sum(side.clone() for side in sides) for sides in state.residuals.held().values()]
+        assert any(kept.any() for kept in left)
+        assert state.residuals.progress.steps == 2 * time + 2
         assert state.exchanged
     rows = every_rank(net.weight.to_local().detach().flatten())
     state.close()
     assert torch.equal(rows[0], rows[2])
 
 
-def test_a_module_that_fabric_sets_up_again_is_exchanged_by_the_new_state_alone(groups):
+def test_a_module_that_fabric_sets_up_again_keeps_its_residuals_and_is_exchanged_by_the_new_state_alone(groups):
     groups(4).run(set_up_twice)
 
 

@@ -53,7 +53,7 @@ def _sharded(arguments: argparse.Namespace) -> str:
     amounts = arguments.saving or (SAVING, 4 * SAVING)
     ways = [TopKConfig().dense, *(TopKConfig(saving=saving, wire=arguments.wire) for saving in amounts)]
     found = [sharded_forecast(parameters, nodes, ranks, way) for way in ways]
-    speed, memory = bytes_per_second(arguments.inter), bytes_per_second(arguments.memory)
+    speed, memory = bytes_per_second(arguments.inter), bytes_per_second(arguments.memory, "memory")
     return (
         f"{parameters:,} parameters, float32, gathered in bfloat16; {nodes} nodes of {ranks} ranks, {arguments.inter} "
         f"between. A GPU has {arguments.memory}; activations need room too.\n\n"

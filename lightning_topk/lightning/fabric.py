@@ -41,6 +41,7 @@ from lightning_topk.lightning._nodes import (
 from lightning_topk.runtime.checkpoint import EMPTY, KEY
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_momentum, check_same_model
 from lightning_topk.runtime.rendezvous import connect_after_restart
+from lightning_topk.runtime.state import ExchangeState
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
@@ -128,14 +129,7 @@ class TopKStrategy(DDPStrategy):
             return super().setup_module(module)  # DDP says what is missing
         parameters = set(module.parameters())
         before = [state for state in self.topk_states if parameters & state.names.keys()]
-        for old in before:
-            old.close()
-            old.residuals.settle()
-            self.topk_states.remove(old)
-        if len(before) > 1:
-            rank_zero_info(
-                f"TopKStrategy starts with zero residuals: {len(before)} modules that were set up are one now."
-            )
+        _give_up(before, self.topk_states)
         own_memory_(module)
         check_same_model(module)
         ddp = super().setup_module(module)
@@ -321,16 +315,19 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
 
     @override
     def setup_module(self, module: Module) -> Module:
-        """Shards a module inside the node, makes replicas equal and hooks them up; every rank must call it."""
+        """Shards a module inside the node, makes replicas equal and hooks them up; every rank must call it.
+
+        A module that is set up again keeps its residuals.
+        """
         sharded = super().setup_module(module)
         parameters = set(sharded.parameters())
-        for old in [state for state in self.topk_states if parameters.intersection(state.parameters)]:
-            old.close()
-            self.topk_states.remove(old)
+        before = [state for state in self.topk_states if parameters.intersection(state.parameters)]
+        _give_up(before, self.topk_states)
         state = fsdp.attach(
             sharded,
             self.config,
             timeout=self._given_timeout,
+            residuals=before[0].residuals if len(before) == 1 else None,
             epoch=lambda: self.epoch,
             optimizer=lambda: [
                 o for o in self._set_up if parameters & {p for g in o.param_groups for p in g["params"]}
@@ -339,6 +336,8 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             announce=rank_zero_info,
             process_group=self._replicas,
         )
+        if len(before) == 1:
+            state.follow(before[0])
         self.topk_states.append(state)
         return sharded
 
@@ -393,3 +392,13 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         for state in self.topk_states:
             state.close()
         super().teardown()
+
+
+def _give_up(before: Sequence[ExchangeState], known: list[Any]) -> None:
+    """Closes the states of modules that are set up again; the residuals of a single one stay."""
+    for old in before:
+        old.close()
+        old.residuals.settle()
+        known.remove(old)
+    if len(before) > 1:
+        rank_zero_info(f"TopKStrategy starts with zero residuals: {len(before)} modules that were set up are one now.")

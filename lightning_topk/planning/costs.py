@@ -122,15 +122,19 @@ def load_costs(device: str, path: Path | None = None) -> Costs:
         raise ValueError(f"{stored} holds no constants ({error}); write it with bench costs.") from error
 
 
-def bytes_per_second(rate: str) -> float:
-    """A rate in words, bits as tc writes them or bytes.
+def bytes_per_second(rate: str, what: str = "rate") -> float:
+    """A rate in words, bits as tc writes them or bytes; or a size, which has the same units.
+
+    Args:
+        rate: The words.
+        what: What they are, for the error message.
 
     Raises:
         ValueError: It is not a positive number with ``kbit``, ``mbit``, ``gbit``, ``mbyte`` or ``gbyte``.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])(bit|byte)", rate.lower())
     if not found or float(found[1]) == 0:
-        raise ValueError(f"invalid rate {rate!r}; write it like 100mbit, 1gbit, 2.5gbit or 600gbyte.")
+        raise ValueError(f"invalid {what} {rate!r}; write it like 100mbit, 1gbit, 2.5gbit or 80gbyte.")
     bits = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[found[2]]
     return bits / 8 if found[3] == "bit" else bits
 

@@ -241,7 +241,7 @@ class Residuals:
 
     def _forget(self, parameter: Tensor) -> None:
         for memory in (self._worker, self._server, self._forms, self.pieces.counts):
-            memory.pop(parameter, None)  # type: ignore[attr-defined]
+            memory.pop(parameter, None)
 
     def owes(self) -> bool:
         """Whether something that other settings left is not delivered yet, or may come back with a skipped step."""
