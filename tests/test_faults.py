@@ -67,6 +67,11 @@ def test_ranks_with_different_models_are_refused(groups):
         assert "bias is missing on rank 0 and (3,) torch.float32 on rank 1. Build the same model" in message
 
 
+def test_a_lazy_module_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"'weight' \(one of 2\) is lazy and has no shape yet\. Run one batch"):
+        check_same_model(torch.nn.LazyLinear(3))
+
+
 def slow(rank: int, world: int) -> float:
     ddp = DistributedDataParallel(net_of_four_layers())
     state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=20))

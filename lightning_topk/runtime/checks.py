@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 from torch.optim import Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
@@ -63,8 +64,14 @@ def check_same_model(module: torch.nn.Module, group: dist.ProcessGroup | None = 
         group: The ranks. Default: all.
 
     Raises:
-        ValueError: Two ranks have different parameters; the message shows both.
+        ValueError: Two ranks have different parameters; the message shows both. Or a parameter has no shape yet.
     """
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f"the parameter {lazy[0]!r} (one of {len(lazy)}) is lazy and has no shape yet. Run one batch through the "
+            "module before training, such as in configure_model."
+        )
     shapes = {
         name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in module.named_parameters()

@@ -98,6 +98,7 @@ IMAGES = (
     Learner("batch-norm convnet", "SGD masked", 0.05, 16),
     Learner("resnet20", "SGD", 0.02, 16),
     Learner("resnet20", "SGD 0.5", 0.1, 16),
+    Learner("resnet20", "SGD 0.5 masked", 0.1, 16),
     Learner("resnet20", "SGD masked", 0.02, 16),
 )
 
