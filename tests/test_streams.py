@@ -41,7 +41,7 @@ def test_a_verdict_of_the_scaler_is_kept_until_the_lane_has_read_it():
     verdict, optimizer = OnGpu(True), mock.Mock()
     undo = Undo.__new__(Undo)
     undo._begun, undo.outcomes, undo._masks = True, {optimizer: verdict}, {optimizer: []}
-    undo._now, undo._before = [], []
+    undo._now, undo.before = [], []
     with mock.patch("torch.cuda.current_stream", return_value="the lane's"):
         undo.decide()
     assert verdict.streams == ["the lane's"]
