@@ -368,6 +368,7 @@ def images() -> str:
         "`saving=50`": ("SGD", 50.0),
         "and momentum 0.5": ("SGD 0.5", 50.0),
         "and `momentum_masking=True`": ("SGD masked", 50.0),
+        "both": ("SGD 0.5 masked", 50.0),
     }
     return filled_only(ended(models, ways, "accuracy", ".2f"))
 

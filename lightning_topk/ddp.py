@@ -120,7 +120,7 @@ class TopKState(ExchangeState):
             self.begin_pass()
         promised, future = lane.promise()
         self._waiting.append((buffer, parameters, promised))
-        if last or (self.config.scope == "bucket" and not self.as_before):
+        if last or (self.config.scope == "bucket" and not self.residuals.progress.resumed):
             self._submit_waiting(lane, index, last)
         if last:
             self.end_pass(self._buckets)
@@ -139,12 +139,12 @@ class TopKState(ExchangeState):
         self.submit(Batch(buffers, groups, jobs, self.timing, ready, tuning), promises)
 
     def _exchanged_together(self, groups: Sequence[Bucket]) -> Sequence[Bucket]:
-        """DDP's buckets as they are exchanged: one by one, all at once, or as in the last pass."""
+        """DDP's buckets as they are exchanged: one by one, all at once, or as before a checkpoint."""
         flat: Bucket = sum(groups, ())
-        before = self.residuals.progress.buckets if self.as_before else ()
-        if before and {p for p in flat if p.numel()} == {p for bucket in before for p in bucket if p.numel()}:
-            # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets of its checkpoint.
-            return before
+        saved = self.residuals.progress.buckets if self.residuals.progress.resumed else ()
+        if saved and {p for p in flat if p.numel()} == {p for bucket in saved for p in bucket if p.numel()}:
+            # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets that it had before.
+            return saved
         return (flat,) if self.config.scope == "model" else groups
 
     @override

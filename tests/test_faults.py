@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk.ddp import attach
 from lightning_topk.runtime import drive
 from lightning_topk.runtime.checks import check_same_model
+from lightning_topk.runtime.groups import Groups
 
 
 def configured(rank: int, world: int, settings: list[dict]) -> str:
@@ -65,6 +66,16 @@ def modelled(rank: int, world: int) -> str:
 def test_ranks_with_different_models_are_refused(groups):
     for message in groups(2).run(modelled):
         assert "bias is missing on rank 0 and (3,) torch.float32 on rank 1. Build the same model" in message
+
+
+def test_groups_that_torch_has_forgotten_are_given_up_silently(tmp_path):
+    for store in ("first", "second"):
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / store), 1), rank=0, world_size=1)
+        if store == "first":
+            groups = Groups.make(None, None)
+        else:
+            groups.destroy()
+        dist.destroy_process_group()
 
 
 def test_a_lazy_module_is_refused_with_the_remedy():

@@ -573,4 +573,8 @@ def test_layers_are_logged_by_pattern():
             CompressionMonitor(wrong)
     monitor = CompressionMonitor("layer.7")
     with pytest.raises(ValueError, match=r"per_layer='layer\.7'.*no parameter is called so.*layer\.weight"):
-        monitor.setup(mock.Mock(strategy=mock.Mock(topk_state=None)), BoringModel(), "fit")
+        monitor.on_fit_start(mock.Mock(), BoringModel())
+    frozen = BoringModel()
+    frozen.layer.requires_grad_(False)  # until a later epoch, perhaps
+    CompressionMonitor("layer.*").on_fit_start(mock.Mock(), frozen)
+    CompressionMonitor(True).setup(mock.Mock(strategy=mock.Mock(topk_state=None)), nn.Module(), "fit")  # no layers yet

@@ -328,6 +328,11 @@ def set_up_twice(rank: int, world: int) -> None:
         assert state.residuals.progress.steps == 2 * time + 2
         assert state.exchanged
     rows = every_rank(net.weight.to_local().detach().flatten())
+    other = nn.Sequential(nn.Linear(9, 12), net)
+    fully_shard(other[0], mesh=strategy.device_mesh["data_parallel"])
+    model = fabric.setup_module(other)  # what a name stands for is another layer now
+    (state,) = strategy.topk_states
+    assert not state.residuals.held()
     state.close()
     assert torch.equal(rows[0], rows[2])
 

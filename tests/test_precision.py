@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,7 +133,9 @@ def skipped_in_two_passes(rank: int, world: int, mode: str, scope: str, more: di
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     state = attach(ddp, optimizer=optimizer, scaler=scaler, scope=scope, **{"ratio": 0.05, **more})
-    computed, received, kept = [], [], []
+    computed, received, kept, batches = [], [], [], []
+    submit = state.submit
+    state.submit = lambda batch, promises: (batches.append(batch), submit(batch, promises))
     for step in range(4):
         optimizer.zero_grad()
         weights = nn.utils.parameters_to_vector(net.parameters()).clone()
@@ -155,6 +161,8 @@ def skipped_in_two_passes(rank: int, world: int, mode: str, scope: str, more: di
     assert not kept[0].any(), "what was kept of the skipped step is still there"
     assert kept[1].any() or more
     assert buckets == (1 if scope == "model" else 4)
+    regrouped = 1 + (mode == "static_graph")  # after so many passes; then all exchanges overlap with backward
+    assert len(batches) == (12 if scope == "model" else regrouped + 4 * (12 - regrouped))
     torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
 
 
@@ -163,6 +171,66 @@ def skipped_in_two_passes(rank: int, world: int, mode: str, scope: str, more: di
 @pytest.mark.parametrize("more", [{}, {"topology": "auto"}])
 def test_a_first_step_of_several_passes_is_undone_as_a_whole(groups, mode, scope, more):
     groups(2).run(skipped_in_two_passes, mode, scope, more)
+
+
+class Hookless(torch.optim.Optimizer):
+    """Wraps an optimizer as some libraries do: without the constructor that gives ``step`` its hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, inner.defaults, {}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def with_a_wrapper(rank: int, world: int, given: str) -> None:
+    """The scaler steps a wrapper; the exchange knows it, or the optimizer in it."""
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    wrapper = Hookless(inner)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = attach(ddp, optimizer=inner if given == "inner" else wrapper, scaler=scaler, ratio=0.05)
+    kept = []
+    for step in range(5):
+        before = held(state, net) if step else None
+        inner.zero_grad()
+        hooks = spoil(net, "inf") if step == 3 and rank == 0 else []
+        scaler.scale(loss_of(ddp, rank, step)).backward()
+        for hook in hooks:
+            hook.remove()
+        scaler.step(wrapper)
+        scaler.update()
+        kept.append((before, held(state, net)))
+    state.close()
+    for step, (before, after) in enumerate(kept):
+        assert after.any()
+        assert step == 0 or torch.equal(before, after) == (step == 3)
+
+
+@pytest.mark.parametrize("given", ["inner", "wrapper"])
+def test_an_optimizer_without_hooks_is_undone_when_the_scaler_skips_its_step(groups, given):
+    groups(2).run(with_a_wrapper, given)
+
+
+def copied_scaler(rank: int, world: int) -> None:
+    net = net_of_four_layers()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = attach(DistributedDataParallel(net), optimizer=optimizer, scaler=scaler, ratio=0.05)
+    for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        net.zero_grad()
+        other.scale(net(torch.ones(1, 20)).sum()).backward()
+        other.step(optimizer)
+        other.update()
+        assert other.get_scale() == scaler.get_scale() == 1024
+    dist.barrier()
+    state.close()
+
+
+def test_a_scaler_can_be_copied_and_pickled_and_the_copy_steps_by_itself(groups):
+    groups(2).run(copied_scaler)
 
 
 def leftovers_of_a_choice(rank: int, world: int) -> None:

@@ -111,17 +111,17 @@ class CompressionMonitor(Callback):
                 f"CompressionMonitor logs nothing: the strategy is {type(trainer.strategy).__name__}, which does not "
                 "compress. Use lightning_topk.TopKStrategy, or remove the callback."
             )
-        names = [name for parameter, name in names_of(pl_module).items() if parameter.requires_grad]
-        for pattern in self.per_layer if stage == "fit" else ():
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Resets the totals, and checks the patterns of names: the module has its layers now."""
+        names = [*names_of(pl_module).values()]
+        for pattern in self.per_layer:
             if not fnmatch.filter(names, pattern):
                 raise ValueError(
                     f"CompressionMonitor(per_layer={pattern!r}): no parameter is called so. There are "
                     f"{', '.join(names[:20])}."
                 )
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resets the totals."""
         self._total.reset()
         self._steps, self._measured, self._timed = 0, [], []
         self._kept = self._elements = 0

@@ -38,6 +38,7 @@ from lightning_topk.lightning._nodes import (
     sampler_arguments,
     save_shards,
 )
+from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checkpoint import EMPTY, KEY
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_momentum, check_same_model
 from lightning_topk.runtime.rendezvous import connect_after_restart
@@ -317,17 +318,22 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     def setup_module(self, module: Module) -> Module:
         """Shards a module inside the node, makes replicas equal and hooks them up; every rank must call it.
 
-        A module that is set up again keeps its residuals.
+        A module that is set up again keeps its residuals, if the names of its parameters are the same.
         """
         sharded = super().setup_module(module)
         parameters = set(sharded.parameters())
         before = [state for state in self.topk_states if parameters.intersection(state.parameters)]
         _give_up(before, self.topk_states)
+        residuals = before[0].residuals if len(before) == 1 else None
+        names = names_of(sharded)
+        if residuals and any(names.get(before[0].known_as(p)) != name for p, name in before[0].names.items()):
+            rank_zero_info("lightning_topk starts with zero residuals: the module has other layers than before.")
+            residuals = None
         state = fsdp.attach(
             sharded,
             self.config,
             timeout=self._given_timeout,
-            residuals=before[0].residuals if len(before) == 1 else None,
+            residuals=residuals,
             epoch=lambda: self.epoch,
             optimizer=lambda: [
                 o for o in self._set_up if parameters & {p for g in o.param_groups for p in g["params"]}
@@ -395,10 +401,9 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
 
 
 def _give_up(before: Sequence[ExchangeState], known: list[Any]) -> None:
-    """Closes the states of modules that are set up again; the residuals of a single one stay."""
+    """Closes the states of modules that are set up again."""
     for old in before:
         old.close()
-        old.residuals.settle()
         known.remove(old)
     if len(before) > 1:
-        rank_zero_info(f"TopKStrategy starts with zero residuals: {len(before)} modules that were set up are one now.")
+        rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules are one now.")

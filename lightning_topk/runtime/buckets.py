@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_topk.config import TopKConfig
 from lightning_topk.planning.volume import Volume, volume
 from lightning_topk.runtime.exchanger import Bucket, Tuned, Tuning, same
+from lightning_topk.runtime.residuals import Progress
 from lightning_topk.saving import TOLERANCE, of_the_rest, settled
 
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
@@ -19,8 +20,12 @@ WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def names_of(module: torch.nn.Module) -> dict[Tensor, str]:
-    """The names of a module's parameters, the same whether parts of it are wrapped or not."""
-    return {parameter: WRAPPERS.sub("", name) for name, parameter in module.named_parameters()}
+    """The names of a module's parameters, the same whether its layers are wrapped or pruned or not."""
+    pruned = {name.removesuffix("_mask") + "_orig" for name, _ in module.named_buffers() if name.endswith("_mask")}
+    return {
+        parameter: WRAPPERS.sub("", name.removesuffix("_orig") if name in pruned else name)
+        for name, parameter in module.named_parameters()
+    }
 
 
 class BucketSettings:
@@ -43,8 +48,7 @@ class BucketSettings:
         self._choice: dict[Bucket, TopKConfig] = {}  # will be in force from a later step on
         self._uncompressed: set[Tensor] = set()
         self._unchanged = 0  # backward passes since the buckets were regrouped
-        self.final = False
-        """Whether DDP will not regroup them any more."""
+        self._final = False  # whether DDP will not regroup them any more
 
     def name(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
         """Learns the parameters' names, and which of them ``dense_parameters`` matches.
@@ -102,20 +106,19 @@ class BucketSettings:
             )
         return self._settled[key]
 
-    def observe(self, buckets: Sequence[Bucket], before: Sequence[Bucket], static_graph: bool, as_before: bool) -> bool:
+    def observe(self, buckets: Sequence[Bucket], progress: Progress, static_graph: bool) -> bool:
         """Takes note of the buckets of a backward pass; says whether they have just become final.
 
         Args:
             buckets: That the backward pass exchanges.
-            before: That the last one exchanged.
+            progress: How far the run has come, before this pass.
             static_graph: Whether DDP regroups its buckets a pass later.
-            as_before: Whether they are those of the last pass, whatever DDP's are.
         """
-        already = self.final
+        before, already = progress.buckets, self._final
         unchanged = len(buckets) == len(before) and all(map(same, buckets, before))
         self._unchanged = self._unchanged + 1 if unchanged else 0
-        self.final = self._unchanged > static_graph and not as_before
-        return self.final and not already
+        self._final = self._unchanged > static_graph and not progress.resumed
+        return self._final and not already
 
     def tuning(self, buckets: Sequence[Bucket]) -> Tuning | None:
         """What is to be chosen by measuring after a backward pass; None if nothing is, or buckets may still change.
@@ -123,7 +126,7 @@ class BucketSettings:
         Args:
             buckets: That the backward pass exchanges.
         """
-        if not (self.final and self.config.automatic) or self._choice:
+        if not (self._final and self.config.automatic) or self._choice:
             return None
         new = [bucket for bucket in buckets if bucket not in self.chosen and self._may_compress(bucket)]
         if not new:

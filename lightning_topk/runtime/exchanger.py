@@ -251,7 +251,7 @@ class Exchanger:
         """Measures how buckets are best exchanged from now on; later, if what is left would be in the way."""
         meter = Meter()
         try:
-            if self._owed(tuning, groups):
+            if self._undelivered(tuning, groups):
                 return
             choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, groups, meter)
         except Exception as error:
@@ -260,7 +260,7 @@ class Exchanger:
             ) from error
         self._finished.put(Tuned(tuning.buckets, choice, meter))
 
-    def _owed(self, tuning: Tuning, groups: Groups) -> bool:
+    def _undelivered(self, tuning: Tuning, groups: Groups) -> bool:
         """Whether some rank has residuals of its own left, and the ranks of a node may become one worker. A collective.
 
         All-reduce delivers what a checkpoint left in the first step, unless a GradScaler skips that.
@@ -268,9 +268,9 @@ class Exchanger:
         ways = tuning.config.candidates(dist.get_world_size(groups.all), groups.local)
         if not any(way.by_node for way in ways):
             return False
-        owed = torch.tensor([self._residuals.owes()], dtype=torch.uint8, device=tuning.buckets[0][0].device)
-        dist.all_reduce(owed, dist.ReduceOp.MAX, group=groups.all)
-        return bool(owed)
+        mine = torch.tensor([self._residuals.undelivered()], dtype=torch.uint8, device=tuning.buckets[0][0].device)
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=groups.all)
+        return bool(mine)
 
 
 def make_bucket_endpoint(config: TopKConfig, bucket: Bucket, uncompressed: Sequence[int], groups: Groups) -> Endpoint:

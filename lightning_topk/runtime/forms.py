@@ -5,6 +5,7 @@ Residuals are in that order too. Checkpoints hold them in the order of the indic
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,9 +27,21 @@ class Form:
     @classmethod
     def of(cls, parameter: Tensor) -> Self:
         """The form that a parameter has now."""
-        order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
-        dense = parameter.permute(order).is_contiguous()
-        return cls(tuple(parameter.shape), tuple(order if dense else range(parameter.ndim)))
+        dims, shape = range(parameter.ndim), tuple(parameter.shape)
+        long = sorted((dim for dim in dims if shape[dim] > 1), key=parameter.stride, reverse=True)
+        order = [*(dim for dim in dims if shape[dim] <= 1), *long]  # strides of the others mean nothing
+        return cls(shape, tuple(order if parameter.permute(order).is_contiguous() else dims))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def by_indices(self) -> bool:
+        """Whether the two orders are the same."""
+        long = [dim for dim in self.order if self.shape[dim] > 1]
+        return long == sorted(long)
 
     def by_index(self, flat: Tensor) -> Tensor:
         """``[numel]`` in the order of DDP's buckets, in the order of the indices instead."""

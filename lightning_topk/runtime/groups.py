@@ -90,7 +90,7 @@ class Groups:
             self.twin.destroy()
         if not self.partial:  # torch 2.9 would give the next such group the same name
             for group in (self.peers, self.node, self.all):
-                if group is not None:
+                if group is not None and group in dist.distributed_c10d._world.pg_map:  # else all were destroyed
                     dist.destroy_process_group(group)
 
 

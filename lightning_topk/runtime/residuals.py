@@ -15,7 +15,6 @@ it is in (:class:`lightning_topk.core.layout.Parts`), and W is the number of nod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -120,6 +119,8 @@ class Residuals:
         """Each parameter's slice of its endpoint's worker memory: views."""
         self._server: Memories = {}
         """What this rank serves of parameters whose bucket was regrouped and has not come yet."""
+        self._copies: tuple[Memories, Memories] = {}, {}
+        """The same two as they were before a step that the scaler may still skip, until the new buckets have come."""
         self._forms: dict[Tensor, Form] = {}
         """The form that each parameter had when its endpoint was made."""
 
@@ -147,10 +148,11 @@ class Residuals:
             lr_ratio: The last step's learning rate over this step's, by which residuals are scaled (Zheng et al. 2019).
             guard: Makes what undoes skipped steps of a new endpoint, if a scaler may skip some.
         """
+        before: list[Tensor] = []
         if parameters not in self._live or self._settings[parameters] != config:
             self.dissolve(set(parameters))
             end = make()
-            self._fill(end, parameters)
+            before = self._fill(end, parameters)
             self._live[parameters], self._settings[parameters] = end, config
         end = self._live[parameters]
         self._decide(parameters)
@@ -159,8 +161,14 @@ class Residuals:
         if guard is not None:
             if parameters not in self._undo:
                 self._undo[parameters] = guard(end)
+                self._undo[parameters].before = before
             self._undo[parameters].begin(renew=lr_ratio != 1)
         return end
+
+    def begin_pass(self) -> None:
+        """Forgets copies of parameters whose bucket was dissolved in the last pass, and has not come again."""
+        for copies in self._copies:
+            copies.clear()
 
     def forget_steps(self) -> None:
         """Decides what becomes of the last pass; from now on, other optimizers decide."""
@@ -180,7 +188,7 @@ class Residuals:
         """
         for p in parameters:
             before = self.pieces.counts.get(p, 1)
-            if before != count and self._left(p):
+            if before != count and (self._worker.get(p) or p in self._server):
                 if count != 1:
                     raise ValueError(
                         f"the residuals of a parameter are cut into {before} pieces, one a rank, and would have to be "
@@ -193,58 +201,57 @@ class Residuals:
                         memory[p] = {name: self.pieces.whole(piece, p) * factor for name, piece in memory[p].items()}
             self.pieces.counts[p] = count
 
-    def settle(self) -> int:
-        """Takes all endpoints apart and moves what they held to the CPU, until their parameters come again.
-
-        Returns:
-            How many parameters have another size now: what they left is forgotten.
-
-        Raises:
-            ValueError: The memory of a parameter has another order now, and this rank holds but a piece of what it
-                left.
-        """
+    def settle(self) -> None:
+        """Takes all endpoints apart and moves what they held to the CPU, until their parameters come again."""
         self.dissolve({parameter for bucket in self._live for parameter in bucket})
         for parts in (self._worker, self._server):
             for memory in parts.values():
                 memory.update({name: part.cpu() for name, part in memory.items()})
-        return sum(self._reform(parameter) for parameter in [*self._forms])
+
+    def follow_parameters(self) -> int:
+        """Follows changes of the parameters' memory format and size, after :meth:`settle`.
+
+        Returns:
+            How many parameters have another size now; their residuals are forgotten.
+
+        Raises:
+            ValueError: This rank holds but a piece of a residual whose elements have another order now.
+        """
+        resized = [parameter for parameter, form in self._forms.items() if form.numel != parameter.numel()]
+        for parameter in resized:
+            self._forget(parameter)
+        self._follow_forms([*self._forms])
+        return len(resized)
 
     def form(self, parameter: Tensor) -> Form:
-        """The form of what a parameter left."""
-        return self._forms.get(parameter) or Form.of(parameter)
+        """The form in which the residuals of a parameter are."""
+        return self._forms[parameter] if parameter in self._forms else Form.of(parameter)
 
-    def _reform(self, parameter: Tensor) -> bool:
-        """Brings what a parameter left into the form that it has now; says whether its size is another."""
-        before, now = self._forms[parameter], Form.of(parameter)
-        if before == now:
-            return False
-        if math.prod(before.shape) != math.prod(now.shape):
-            self._forget(parameter)
-            return True
-        if self._left(parameter) and self.pieces.counts.get(parameter, 1) > 1:
-            raise ValueError(
-                f"a parameter of shape {now.shape} has another memory format than before, and the ranks of a node hold "
-                "a piece of its residual each. Save the residuals with state_dict before the change, and load them "
-                "with load_state_dict."
-            )
-        self._forms[parameter] = now
-        for memory in (self._worker, self._server):
-            if parameter in memory:
-                memory[parameter] = {
-                    name: now.by_memory(before.by_index(part)) for name, part in memory[parameter].items()
-                }
-        return False
-
-    def _left(self, parameter: Tensor) -> bool:
-        """Whether something is known of what a parameter left."""
-        return bool(self._worker.get(parameter) or parameter in self._server)
+    def _follow_forms(self, parameters: Iterable[Tensor]) -> None:
+        """Brings the residuals of parameters that have no endpoint into the form that the parameters have now."""
+        for parameter in parameters:
+            before, now = self.form(parameter), Form.of(parameter)
+            self._forms[parameter] = now
+            if before == now or (before.by_indices and now.by_indices):
+                continue
+            if self.pieces.counts.get(parameter, 1) > 1:
+                raise ValueError(
+                    f"a parameter of shape {now.shape} has another memory format than before, and each rank of a node "
+                    "holds a piece of its residual. Save the residuals with state_dict before the change, and load "
+                    "them with load_state_dict after it."
+                )
+            for memories in (self._worker, self._server, *self._copies):
+                if parameter in memories:
+                    memories[parameter] = {
+                        name: now.by_memory(before.by_index(part)) for name, part in memories[parameter].items()
+                    }
 
     def _forget(self, parameter: Tensor) -> None:
-        for memory in (self._worker, self._server, self._forms, self.pieces.counts):
-            memory.pop(parameter, None)
+        for known in (self._worker, self._server, *self._copies, self._forms, self.pieces.counts):
+            known.pop(parameter, None)
 
-    def owes(self) -> bool:
-        """Whether something that other settings left is not delivered yet, or may come back with a skipped step."""
+    def undelivered(self) -> bool:
+        """Whether something that other settings left is not delivered yet, or would not be if the step is skipped."""
         kept: list[Tensor] = []
         for bucket, end in self._live.items():
             if isinstance(end.uplink.memory, Leftover):
@@ -334,7 +341,7 @@ class Residuals:
             make: Gives the settings in force for a bucket, and makes its endpoint.
         """
         self.dissolve({parameter for bucket in self._live for parameter in bucket})
-        self._worker, self._server = {}, {}
+        self._worker, self._server, self._copies = {}, {}, ({}, {})
         progress = self.progress
         progress.buckets, progress.resumed = tuple(buckets), 2  # with static_graph; else 1
         made = [make(bucket) for bucket in progress.buckets]
@@ -375,7 +382,6 @@ class Residuals:
         """Takes apart the endpoints that hold any of these parameters; their next exchange makes new ones."""
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
             self._decide(bucket)
-            self._undo.pop(bucket, None)
             for link in self._live[bucket].links:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # made on one stream, perhaps, and still in use on this one when it is freed
@@ -383,33 +389,56 @@ class Residuals:
                 if isinstance(link.memory, Leftover) and not link.memory.residual.any():  # it was delivered
                     self._worker.update({parameter: {} for parameter in bucket})
             del self._settings[bucket]
-            end = self._live.pop(bucket)
+            end, undo = self._live.pop(bucket), self._undo.pop(bucket, None)
+            if undo is not None and undo.open:
+                before = iter(undo.before)
+                for copies, link in zip(self._copies, end.links, strict=False):
+                    kept = {name: next(before) for name in link.memory.tensors()}
+                    if link is end.downlink:
+                        kept = {name: _to_bucket(served, end) for name, served in kept.items()}
+                    self.pieces.scatter(copies, bucket, end.parts.pieces, kept)
             self.pieces.scatter(self._server, bucket, end.parts.pieces, server_memory(end))
 
-    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
-        """Moves what the parameters left into the memories of their new endpoint."""
-        device = end.sizes.device
+    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> list[Tensor]:
+        """Moves what the parameters left into the memories of their new endpoint.
+
+        Returns:
+            The memories as they were before a step that the scaler may still skip; empty if there is no such step.
+        """
+        self._follow_forms(parameters)
         self.convert(parameters, end.parts.count)
-        known = [side.get(p, {}) for side in (self._worker, self._server) for p in parameters]
+        sides = self._worker, self._server
+        known = [side.get(p, {}) for side in (*sides, *self._copies) for p in parameters]
         if not end.uplink.memory.tensors() and any(bool(kept.any()) for each in known for kept in each.values()):
-            end.uplink.memory = Leftover(end.layout.numel, end.dtype, device)
-        worker = end.uplink.memory.tensors()
-        for name, flat in worker.items():
-            flat.copy_(self.pieces.gather(self._worker, parameters, name, flat))
-        like = torch.zeros((), dtype=end.dtype, device=device)
+            end.uplink.memory = Leftover(end.layout.numel, end.dtype, end.sizes.device)
+        before: list[Tensor] = []
+        if any(parameter in copies for copies in self._copies for parameter in parameters):
+            self._pour(end, parameters, *(side | copies for side, copies in zip(sides, self._copies, strict=True)))
+            filled = [tensor for link in end.links for tensor in link.memory.tensors().values()]
+            before = [tensor.clone() for tensor in filled]
+            for tensor in filled:
+                tensor.zero_()
+        self._pour(end, parameters, *sides)
         for parameter in parameters:
+            for memories in (self._server, *self._copies):
+                memories.pop(parameter, None)
             self._worker[parameter] = {}  # what the new settings keep no more would be stale
-            self._forms[parameter] = Form.of(parameter)
-        self.pieces.scatter(self._worker, parameters, end.parts.pieces, worker)
-        if any(parameter in self._server for parameter in parameters):
-            left = self.pieces.gather(self._server, parameters, "residual", like)
+        self.pieces.scatter(self._worker, parameters, end.parts.pieces, end.uplink.memory.tensors())
+        return before
+
+    def _pour(self, end: Endpoint, parameters: tuple[Tensor, ...], worker: Memories, server: Memories) -> None:
+        """Copies what workers and servers kept of parameters into the empty memories of their endpoint."""
+        kept = end.uplink.memory.tensors()
+        for name, flat in kept.items():
+            flat.copy_(self.pieces.gather(worker, parameters, name, flat))
+        if any(parameter in server for parameter in parameters):
+            like = torch.zeros((), dtype=end.dtype, device=end.sizes.device)
+            left = self.pieces.gather(server, parameters, "residual", like)
             for served in [] if end.downlink is None else end.downlink.memory.tensors().values():
                 served.copy_(reference.shard_rows(left, end.layout)[end.shard])
                 left -= _to_bucket(served, end)
-            if worker:
+            if kept:
                 end.uplink.memory.add_(left.mul_(end.world))
-        for parameter in parameters:
-            self._server.pop(parameter, None)
 
 
 def server_memory(end: Endpoint) -> dict[str, Tensor]:

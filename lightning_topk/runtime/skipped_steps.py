@@ -12,7 +12,7 @@ A *pass* is one backward pass. A step may consist of several passes; the copy is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -41,7 +41,7 @@ class Steps:
         """The objects that receive the outcomes."""
         self._hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._stepped = False
-        scaler.step = self._noting(scaler.step)  # type: ignore[method-assign]  # there is no hook for skipped steps
+        scaler.step = _Noting(self, scaler)  # type: ignore[method-assign]  # there is no hook for skipped steps
 
     @classmethod
     def of(cls, scaler: torch.amp.GradScaler) -> Steps:
@@ -56,16 +56,14 @@ class Steps:
             if optimizer not in self._hooked:
                 self._hooked[optimizer] = optimizer.register_step_post_hook(self._after_step)
 
-    def _noting(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(step)
-        def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._stepped = False
-            result = step(optimizer, *args, **kwargs)
-            if not self._stepped:
-                self._tell(optimizer, True)
-            return result
-
-        return noting
+    def note(self, scaler: torch.amp.GradScaler, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Takes a step of the scaler, and tells what became of it."""
+        self._stepped = False
+        result = step()
+        if not self._stepped:  # it was skipped, or the optimizer is of a kind that calls no hooks
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            self._tell(optimizer, any(bool(each) for each in found))
+        return result
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         # A fused optimizer is called for every step. During the call the scaler sets its found_inf, by which the kernel
@@ -76,7 +74,20 @@ class Steps:
 
     def _tell(self, optimizer: Optimizer, skipped: Skipped) -> None:
         for undo in self.guarded:
-            undo.outcomes.setdefault(optimizer, skipped)
+            undo.note(optimizer, skipped)
+
+
+class _Noting:
+    """Stands for a scaler's ``step``; in a copy of the scaler, or in a pickle, stands the plain one."""
+
+    def __init__(self, steps: Steps, scaler: torch.amp.GradScaler) -> None:
+        self._steps, self._scaler, self._step = steps, scaler, scaler.step
+
+    def __call__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.note(self._scaler, optimizer, partial(self._step, optimizer, *args, **kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._scaler, "step")  # pickle and copy have the new scaler in its place
 
 
 class Undo:
@@ -112,6 +123,15 @@ class Undo:
     def open(self) -> bool:
         """Whether a pass has begun whose optimizer step has not happened yet."""
         return self._begun and not self.outcomes.keys() >= self._masks.keys()
+
+    def note(self, optimizer: Optimizer, skipped: Skipped) -> None:
+        """Notes the outcome of a step of an optimizer, or of one that wraps it."""
+        known = [optimizer]
+        if optimizer not in self._masks:
+            stepped = {p for group in optimizer.param_groups for p in group["params"]}
+            known = [o for o in self._masks if any(p in stepped for group in o.param_groups for p in group["params"])]
+        for each in known:
+            self.outcomes.setdefault(each, skipped)
 
     def begin(self, renew: bool) -> None:
         """Begins a pass, after :meth:`decide`.

@@ -67,7 +67,8 @@ class ExchangeState:
         self._given, self._companions = config, companions
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
         self.residuals = residuals or Residuals()
-        forgotten = self.residuals.settle()  # their endpoints may have been of other settings
+        self.residuals.settle()  # their endpoints may have been of other settings
+        resized = self.residuals.follow_parameters()
         self.groups: Groups | None = replace(Groups.make(process_group, timeout), companions=companions)
         group = self.groups.all
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -96,14 +97,9 @@ class ExchangeState:
         self._exchanger = Exchanger(self.residuals, self.groups, timeout)
         self._lane: Lane | None = None
         self._lr_ratio = 1.0
-        self.as_before = False
-        """Whether this backward pass exchanges the buckets of the last one, whatever DDP's are."""
-        self._regrouping = True  # whether DDP might still regroup its buckets when this step began
-        if forgotten:
-            self._say(
-                f"lightning_topk: {forgotten} parameter{'s have' if forgotten > 1 else ' has'} another size than "
-                "before; what was kept of the gradient is forgotten there."
-            )
+        if resized:
+            which = "1 parameter has" if resized == 1 else f"{resized} parameters have"
+            self._say(f"lightning_topk: {which} another size than before: their residuals start at zero.")
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
             for message in remarks(config, self.config, self.world, optimizers is not None, self.PEER):
                 self._say(message)
@@ -143,12 +139,8 @@ class ExchangeState:
                 or an optimizer and the exchange would both apply momentum.
         """
         self._collect()
-        undecided = self.residuals.undecided
-        self.buckets.adopt(undecided)
-        if not undecided:
-            self._regrouping = not self.buckets.final
-        # What was sent for a step that may yet be skipped comes back to the same buckets only.
-        self.as_before = self.residuals.progress.resumed > 0 or (undecided and self._regrouping)
+        self.residuals.begin_pass()
+        self.buckets.adopt(self.residuals.undecided)
         self._lr_ratio = self._optimizers.lr_ratio()
         self.follow_optimizers()
 
@@ -188,7 +180,7 @@ class ExchangeState:
         if self.world == 1:
             return None
         progress = self.residuals.progress
-        if self.buckets.observe(buckets, progress.buckets, static_graph, self.as_before):
+        if self.buckets.observe(buckets, progress, static_graph):
             missed = self.buckets.missed_saving(progress.buckets, self.predicted())
             if missed:
                 self._say(missed)
