@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from groups import Group, torchrun
 from test_precision import loss_of, net_of_four_layers
 from torch.nn.parallel import DistributedDataParallel
