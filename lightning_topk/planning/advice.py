@@ -18,6 +18,9 @@ from lightning_topk.planning.volume import Volume, size, volume
 from lightning_topk.saving import settled
 from lightning_topk.schedule import LATE, Ratio, ratio_at
 
+LARGEST_MODEL = 10**14
+"""Parameters of the largest model that is planned for."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -88,6 +91,8 @@ def parameter_sizes(model: str | None = None, module: str | None = None, params:
     if params is not None:
         if params < 1:
             raise ValueError(f"--params {params} must be at least 1.")
+        if params > LARGEST_MODEL:
+            raise ValueError(f"--params {params:.3g} must be at most {LARGEST_MODEL:.0e}.")
         return [params]
     with torch.device("meta"):  # no memory, no initialisation
         net = _torchvision(model) if model is not None else _imported(str(module))
@@ -189,15 +194,18 @@ def saving_at(
 def recommend(found: Sequence[Forecast]) -> Forecast:
     """The one to use: of those that take at most 5 % more time than the fastest, the one that sends the most.
 
-    ``single_server`` and ``allgather`` are not recommended: what they send grows with the number of ranks.
-
     Args:
         found: What :func:`forecasts` returned.
     """
-    scalable = [each for each in found if each.config.topology in ("dense", "sharded", "hierarchical")]
+    scalable = _scalable(found)
     least = min(each.step for each in scalable)
     near = [each for each in scalable if each.step <= SLACK * least]
     return max(near, key=lambda each: (each.density, -each.step))
+
+
+def _scalable(found: Sequence[Forecast]) -> list[Forecast]:
+    """Those among which to recommend: with ``single_server`` and ``allgather`` what is sent grows with the ranks."""
+    return [each for each in found if each.config.topology in ("dense", "sharded", "hierarchical")]
 
 
 def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 25) -> str:
@@ -210,13 +218,13 @@ def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 2
     """
     dense, best = found[0], recommend(found)
     what, take = ("a step", "takes") if compute else ("the exchanges of a step", "take")
-    fastest = min(found[1:], key=lambda each: each.step)
+    fastest = min(_scalable(found[1:]), key=lambda each: each.step)
     if best is dense:
         hidden = ", which backward hides" if compute and dense.step <= SLACK * compute else ""
         return (
             f"use DDPStrategy: {what} {take} {1000 * dense.step:.1f} ms with all-reduce{hidden}, and "
-            f"{1000 * fastest.step:.1f} ms with the fastest compression ({fastest.name}), which delays a part of the "
-            "gradient."
+            f"{1000 * fastest.step:.1f} ms with the fastest compression that scales ({fastest.name}), which delays a "
+            "part of the gradient."
         )
     settings = {"ratio": best.config.ratio, "saving": best.config.saving, **best.config.changed}
     if bucket_cap_mb != 25:
