@@ -219,6 +219,7 @@ def test_the_plan_command_prints_a_table_and_a_recommendation(monkeypatch, capsy
         run(monkeypatch, "plan", "--params", "25e6", "--nodes", "1")
     for words, message in (
         (("--model", "resnet0"), "torchvision has no model 'resnet0'"),
+        (("--params", "1e30"), r"--params 1e\+30 must be at most 1e\+14"),
         (("--params", "25e6", "--ratio", "2"), r"ratio=2\.0 must be in \(0, 1\]"),
         (("--params", "25e6", "--saving", "0.5"), r"saving=0\.5 must be 1 or more"),
         (("--params", "25e6", "--server-ratio", "0.1"), "--server-ratio needs --ratio"),
@@ -272,6 +273,8 @@ def test_a_sharded_model_sends_a_fiftieth_between_nodes_and_keeps_residuals_of_s
     assert dense.intra_node == ours.intra_node == pytest.approx(7 * 7e9 * 8, rel=1e-3)
     assert dense.residuals == 0
     assert ours.residuals == pytest.approx(7e9 / 8 * 4 * (1 + 1 / 4), rel=1e-3)
+    run(monkeypatch, "plan", "--params", "25M", "--nodes", "10000")
+    assert re.search(r"use DDPStrategy.*compression that scales \(sharded, saving 50\)", capsys.readouterr().out)
     run(monkeypatch, "plan", "--fsdp", "--params=70e9", "--nodes=4", "--gpus-per-node=8", "--inter=1gbit")
     shown = capsys.readouterr().out
     assert "saving 200" in shown

@@ -218,7 +218,7 @@ def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 2
     """
     dense, best = found[0], recommend(found)
     what, take = ("a step", "takes") if compute else ("the exchanges of a step", "take")
-    fastest = min(_scalable(found[1:]), key=lambda each: each.step)
+    fastest = min(_scalable(found[1:]) or found[1:], key=lambda each: each.step)
     if best is dense:
         hidden = ", which backward hides" if compute and dense.step <= SLACK * compute else ""
         return (
