@@ -290,8 +290,8 @@ def longest_on_images() -> list[dict[str, str]]:
         ("convnet, SGD", "convnet, 8", 10_000),
         ("convnet, SGD 0.5", "same, momentum 0.5", 10_000),
         ("convnet, SGD masked", "same, `momentum_masking=True`", 10_000),
-        ("resnet20, SGD", "ResNet-20, 8", 1000),
-        ("resnet20, SGD masked", "same, `momentum_masking=True`", 1000),
+        ("resnet20, SGD", "ResNet-20, 8", 3000),
+        ("resnet20, SGD masked", "same, `momentum_masking=True`", 3000),
     ):
         learner = next(each for each in curves.IMAGES if each.name == name)
         held = {0: curves.baseline(learner), 50: learner}

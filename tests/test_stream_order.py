@@ -87,6 +87,8 @@ class Scaler:
             del optimizer.found_inf
         elif not self._skips:
             optimizer.step()
+        else:
+            self._per_optimizer_states = {id(optimizer): {"found_inf_per_device": {CUDA: True}}}
 
     def update(self) -> None:
         self._scale.mul_(2.0)
