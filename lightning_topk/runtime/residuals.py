@@ -231,16 +231,15 @@ class Residuals:
         """Brings the residuals of parameters that have no endpoint into the form that the parameters have now."""
         for parameter in parameters:
             before, now = self.form(parameter), Form.of(parameter)
-            self._forms[parameter] = now
-            if before == now or (before.by_indices and now.by_indices):
-                continue
-            if self.pieces.counts.get(parameter, 1) > 1:
+            moves = before != now and not (before.by_indices and now.by_indices)
+            if moves and self.pieces.counts.get(parameter, 1) > 1:
                 raise ValueError(
                     f"a parameter of shape {now.shape} has another memory format than before, and each rank of a node "
                     "holds a piece of its residual. Save the residuals with state_dict before the change, and load "
                     "them with load_state_dict after it."
                 )
-            for memories in (self._worker, self._server, *self._copies):
+            self._forms[parameter] = now
+            for memories in (self._worker, self._server, *self._copies) if moves else ():
                 if parameter in memories:
                     memories[parameter] = {
                         name: now.by_memory(before.by_index(part)) for name, part in memories[parameter].items()
