@@ -127,7 +127,7 @@ def test_a_skipped_step_leaves_residuals_on_nodes_and_while_the_exchange_is_bein
 
 
 def skipped_in_two_passes(rank: int, world: int, mode: str, scope: str, more: dict) -> None:
-    """Each step is of two passes, between which DDP regroups its buckets in the first: that one is skipped."""
+    """Each step is of three passes; DDP regroups its buckets within the first step, which is skipped."""
     net = net_of_four_layers()
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.001, static_graph=mode == "static_graph")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
