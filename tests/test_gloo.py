@@ -849,7 +849,7 @@ def regrouped(rank: int, world: int, topology: str, local: int = 1) -> None:
     config = TopKConfig(ratio=0.05, topology=topology)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (700, 1, 300, 64, 2000)]
     residuals, delivered, produced = Residuals(), {}, {}
-    residuals.pieces.rank = rank
+    residuals.kept.pieces.rank = rank
     groups = Groups(dist.group.WORLD).divided(None, None, local, hierarchy=local > 1)
     for step, order in enumerate(([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [4, 2, 0])):
         for group in (order[:2], order[2:]):

@@ -18,7 +18,7 @@ from lightning_topk.core.link import Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.planning.volume import volume
-from lightning_topk.runtime.residuals import server_memory
+from lightning_topk.runtime.parameter_memories import server_memory
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
 

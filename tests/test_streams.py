@@ -17,7 +17,7 @@ from lightning_topk.core.select import RandK
 from lightning_topk.runtime import groups, lanes
 from lightning_topk.runtime.checks import check_parameters
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.runtime.residuals import Pieces
+from lightning_topk.runtime.parameter_memories import Pieces
 from lightning_topk.runtime.skipped_steps import Undo
 
 

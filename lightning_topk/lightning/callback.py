@@ -296,7 +296,7 @@ def _by_layer(
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
-    counts = {state.names[p]: count for p, count in state.residuals.pieces.counts.items()}
+    counts = {state.names[p]: count for p, count in state.residuals.kept.pieces.counts.items()}
     shared = torch.tensor([counts.get(name, 1) for name in names])  # held() multiplies a piece by the ranks of a node
     local = torch.cat([torch.stack([layers[name] for name in names]), (norms.square() / shared).unsqueeze(1)], dim=1)
     energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T

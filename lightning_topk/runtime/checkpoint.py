@@ -82,9 +82,9 @@ def collect(
     known = {parameter: name for parameter, name in names.items() if parameter in parts}
     for (parameter, name), keys in zip(known.items(), _kept_anywhere(parts, known, device, group), strict=True):
         worker, server = parts[parameter]
-        workers = None if mode == "full" else world // residuals.pieces.counts.get(parameter, 1)
+        workers = None if mode == "full" else world // residuals.kept.pieces.counts.get(parameter, 1)
         nothing = torch.zeros(parameter.numel(), dtype=torch.promote_types(parameter.dtype, torch.float32))
-        by_index = residuals.form(parameter).by_index
+        by_index = residuals.kept.form(parameter).by_index
         kept = {key: _gather(by_index(worker.get(key, nothing)).to(device), group, workers) for key in keys}
         served = {key: _gather(by_index(part).to(device), group, 1) for key, part in server.items()}
         if rank == 0:
@@ -93,7 +93,9 @@ def collect(
         "version": VERSION,
         "mode": mode,
         "world_size": world,
-        "node_sizes": {names[p]: count for p, count in residuals.pieces.counts.items() if p in names and count > 1},
+        "node_sizes": {
+            names[p]: count for p, count in residuals.kept.pieces.counts.items() if p in names and count > 1
+        },
         "steps": residuals.progress.steps,
         "rates": list(residuals.progress.learning_rates),
         "buckets": [

@@ -68,7 +68,7 @@ class ExchangeState:
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
         self.residuals = residuals or Residuals()
         self.residuals.settle()  # their endpoints may have been of other settings
-        resized = self.residuals.follow_parameters()
+        resized = self.residuals.kept.follow_parameters()
         self.groups: Groups | None = replace(Groups.make(process_group, timeout), companions=companions)
         group = self.groups.all
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -82,7 +82,7 @@ class ExchangeState:
         if self.config.compresses:
             self.groups = self.groups.with_twin(timeout, by_node)
         timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
-        self.residuals.pieces.rank = self.rank
+        self.residuals.kept.pieces.rank = self.rank
         self.buckets = BucketSettings(self.config, self.world, self.local)
         self.telemetry = Telemetry(self.world)
         self.voting = False

@@ -1,0 +1,158 @@
+"""Residuals lose nothing, whatever becomes of buckets, settings and steps: runs of all ranks, in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from weakref import WeakSet
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shapes import endpoint_of
+from torch import Tensor, nn
+
+from lightning_topk.build import make_codecs
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.exchange import exchange
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.skipped_steps import Undo
+from lightning_topk.simulate import Cluster
+
+NUMELS = (700, 1, 300, 64)
+WAYS = [
+    TopKConfig(ratio=0.02),
+    TopKConfig(ratio=0.1, wire="int8"),
+    TopKConfig(ratio=0.05, bidirectional=False, topology="allgather"),
+    TopKConfig(ratio=0.05, topology="single_server"),
+    TopKConfig(topology="dense"),
+]
+ON_NODES = [TopKConfig(ratio=ratio, topology="hierarchical") for ratio in (0.02, 0.1)]
+
+
+@dataclass
+class Ranks:
+    """The residuals of all ranks, and what was produced and delivered in steps that were taken."""
+
+    world: int
+    local: int
+    residuals: list[Residuals] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(numel, dtype=torch.float64)) for numel in NUMELS]
+        self.optimizers = [torch.optim.SGD(self.parameters[:2]), torch.optim.SGD(self.parameters[2:])]
+        self.scaler = SimpleNamespace(guarded=WeakSet())
+        self.produced = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
+        self.delivered = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
+        self.random = torch.Generator().manual_seed(0)
+        self.passes = 0
+        self.residuals = [self.fresh(rank) for rank in range(self.world)]
+
+    def fresh(self, rank: int) -> Residuals:
+        residuals = Residuals()
+        residuals.kept.pieces.rank = rank
+        return residuals
+
+    def backward(self, order: list[int], cut: int, config: TopKConfig) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Exchanges one gradient in two buckets, and returns its mean and what is delivered, by parameter."""
+        produced, delivered = {}, {}
+        for residuals in self.residuals:
+            residuals.begin_pass()
+        for numbers in filter(None, (order[:cut], order[cut:])):
+            bucket, sizes = tuple(self.parameters[i] for i in numbers), [NUMELS[i] for i in numbers]
+            gradients = [torch.randn(sum(sizes), dtype=torch.float64, generator=self.random) for _ in self.residuals]
+            mean = torch.stack(gradients).mean(0)
+            running = []
+            for rank, (residuals, g) in enumerate(zip(self.residuals, gradients, strict=True)):
+                end = residuals.endpoint(
+                    bucket,
+                    config,
+                    lambda rank=rank, sizes=sizes: endpoint_of(
+                        config, sizes, rank, self.world, torch.float64, local=self.local
+                    ),
+                    guard=lambda end, bucket=bucket: Undo(end, bucket, self.scaler, self.optimizers),
+                )
+                codecs = make_codecs(config, end, selector=end.uplink.selector)
+                running.append(exchange(end, g, codecs, self.passes))
+            Cluster(TopKConfig(ratio=1.0), self.world, 1, local=self.local).drive(running)
+            assert all(torch.equal(g, gradients[0]) for g in gradients)
+            produced.update(zip(numbers, mean.split(sizes), strict=True))
+            delivered.update(zip(numbers, gradients[0].split(sizes), strict=True))
+        self.passes += 1
+        return produced, delivered
+
+    def step(self, passes: list[tuple[list[int], int, TopKConfig]], skipped: tuple[bool, bool]) -> None:
+        """Takes a step of several passes; the scaler skips that of some optimizers."""
+        did = [self.backward(*each) for each in passes]
+        for optimizer, skips in zip(self.optimizers, skipped, strict=True):
+            for undo in self.scaler.guarded:
+                undo.note(optimizer, skips)
+        for produced, delivered in did:
+            for i in range(len(NUMELS)):
+                if not skipped[i // 2]:
+                    self.produced[i] += produced[i]
+                    self.delivered[i] += delivered[i]
+
+    def resume(self, config: TopKConfig) -> None:
+        """Has all ranks begin anew from what they hold."""
+        buckets = tuple(self.parameters[:1]), tuple(self.parameters[1:])
+        saved = [residuals.memories() for residuals in self.residuals]
+        for rank, (residuals, mine) in enumerate(zip(self.residuals, saved, strict=True)):
+            served = {
+                p: {"residual": sum((each[p][1]["residual"] for each in saved), torch.zeros(())).clone()} for p in mine
+            }
+            worker = {p: {name: kept.clone() for name, kept in self.of_node(saved, rank, p).items()} for p in mine}
+            self.residuals[rank] = residuals = self.fresh(rank)
+            residuals.restore(
+                buckets,
+                lambda p, _, worker=worker: worker[p],
+                served,
+                lambda bucket, rank=rank: (
+                    config,
+                    endpoint_of(config, [p.numel() for p in bucket], rank, self.world, torch.float64, local=self.local),
+                ),
+            )
+
+    def of_node(self, saved: list, rank: int, parameter: Tensor) -> dict[str, Tensor]:
+        """What the ranks of a node hold together of a parameter."""
+        first = rank - rank % self.local
+        parts = [each[parameter][0] for each in saved[first : first + self.local]]
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+    def check(self) -> None:
+        held = [residuals.held() for residuals in self.residuals]
+        for i, parameter in enumerate(self.parameters):
+            left = torch.zeros(NUMELS[i], dtype=torch.float64)
+            for each in held:
+                worker, server = each.get(parameter, (torch.zeros(()), torch.zeros(())))
+                left += worker / self.world + server
+            torch.testing.assert_close(self.delivered[i] + left, self.produced[i], rtol=0, atol=1e-9)
+
+
+@st.composite
+def runs(draw):
+    """A number of workers, ranks of a node, and steps: their passes, which optimizers skip, what happens after."""
+    on_nodes = draw(st.booleans())
+    ways = ON_NODES if on_nodes else WAYS
+    one = st.tuples(st.permutations(range(len(NUMELS))), st.integers(1, len(NUMELS)), st.sampled_from(ways))
+    passes = st.lists(one, min_size=1, max_size=3)
+    then = st.sampled_from(["go on", "go on", "settle", "resume", "other optimizers"])
+    steps = st.lists(st.tuples(passes, st.tuples(st.booleans(), st.booleans()), then), min_size=1, max_size=6)
+    return (draw(st.sampled_from([4, 6])), 2, draw(steps)) if on_nodes else (draw(st.integers(1, 4)), 1, draw(steps))
+
+
+@given(runs())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_run_loses_nothing_whatever_is_regrouped_skipped_changed_and_resumed(run):
+    world, local, steps = run
+    ranks = Ranks(world, local)
+    for passes, skipped, then in steps:
+        ranks.step(passes, skipped)
+        if then == "resume":
+            ranks.resume(passes[-1][-1])
+        for residuals in ranks.residuals:
+            if then == "settle":
+                residuals.settle()
+            if then == "other optimizers":
+                residuals.forget_steps()
+        ranks.check()
