@@ -73,6 +73,7 @@ class ShardState(ExchangeState):
         self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
+        self._ready: Any | None = None  # when the last gradient was computed, on a GPU, where that is timed
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -113,8 +114,11 @@ class ShardState(ExchangeState):
             self._agreed.add(bucket)
         if g.is_cuda:
             g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
-        # On CPU the hook is waited for. On CUDA only the time after the backward pass is seen: see _end_pass.
+        # On CPU the hook is waited for. On CUDA backward goes on beside it, and ends where the last of these marks is.
         ready = lane.mark() if self.timing and not g.is_cuda else None
+        if self.timing and unit.stream is not None:
+            with torch.cuda.stream(unit.stream):
+                self._ready = lane.mark()
         job = self.job(bucket, f"the gradient of {unit}", None)
         lane.run(self._exchanger.run(Batch([g], [bucket], [job], self.timing, ready), lane))
         self._buckets.append(bucket)
@@ -147,7 +151,7 @@ class ShardState(ExchangeState):
         timed = self.timing and lane is not None and lane.stream is not None
         if lane is not None and (timed or tuning is not None):
             # What the hook's stream has left to do now was not hidden behind the backward pass.
-            batch = Batch([], [], [], timed, lane.mark() if timed else None, tuning)
+            batch = Batch([], [], [], timed, self._ready if timed else None, tuning)
             with nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream):
                 lane.run(self._exchanger.run(batch, lane))
         self.end_pass(buckets)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_topk.core.layout import BLOCK
+from lightning_topk.core.layout import BLOCK, Layout, kept_count
+from lightning_topk.core.wire import WIRES, Codec
 
 triton = pytest.importorskip("triton")
 from lightning_topk.core.ops import cuda, kernels  # noqa: E402 imports triton
@@ -81,7 +83,7 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
     Args:
         name: The kernel.
         arch: The compute capability.
-        aligned: Whether its integers are multiples of 16, which Triton makes a variant for.
+        aligned: Whether the number of shards is a multiple of 16, which Triton makes a variant for.
         folder: Where to write files.
     """
     from triton.backends.compiler import GPUTarget
@@ -98,10 +100,10 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
         attrs={
             (n,): [["tt.divisibility", 16]]
             for n, kind in enumerate(kinds)
-            if kind[0] == "*" or (aligned and kind[0] == "i")
+            if kind[0] == "*" or (aligned and function.arg_names[n] == "shards")
         },
     )
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": given.warps})
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": given.warps, **cuda.EXACT})
     binary = folder / "kernel.cubin"
     binary.write_bytes(made.asm["cubin"])
     run = {"capture_output": True, "text": True, "check": True}
@@ -109,7 +111,6 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
     return usage.stdout + usage.stderr, subprocess.run([TOOLS / "cuobjdump", "-sass", binary], **run).stdout
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("arch", "aligned"), [(80, False), (90, True)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(tmp_path, name, arch, aligned):
@@ -123,3 +124,57 @@ def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(t
     if name == "move fp32":  # 32 elements a thread, of two vectors
         assert len(re.findall(r"LDG\.E\.128", code)) >= 16
         assert len(re.findall(r"STG\.E\.128", code)) >= 16
+
+
+class Variants:
+    """Stands for a kernel, and notes which variants of it Triton would compile.
+
+    Args:
+        kernel: The kernel.
+    """
+
+    def __init__(self, kernel) -> None:
+        self._params = kernel.params
+        self.compiled: set[tuple] = set()
+        """What tells variants apart: constants, types, and what integers are specialised on."""
+        self.needed: set[tuple] = set()
+        """The same without what integers are specialised on, but for the number of shards."""
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options) -> None:
+            both = [self._keys(*each) for each in zip(self._params, arguments, strict=True)]
+            for found, keys in zip((self.compiled, self.needed), zip(*both, strict=True), strict=True):
+                found.add((*keys, *options.items()))
+
+        return launch
+
+    def _keys(self, param, value) -> tuple:
+        if param.is_constexpr:
+            return value, value
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.dtype
+        if isinstance(value, float):
+            return float, float
+        special = (value == 1, value % 16 == 0)
+        return None if param.do_not_specialize else special, special if param.name == "shards" else None
+
+
+def test_a_kernel_is_compiled_once_for_all_sizes(monkeypatch):
+    """A schedule changes k in every step: each variant would take a second or two of the lane's time."""
+    kinds = {name: Variants(each) for name, each in vars(kernels).items() if isinstance(each, triton.JITFunction)}
+    for name, each in kinds.items():
+        monkeypatch.setattr(kernels, name, each)
+    finite = torch.tensor(True)
+    for numel in (100_000, 54_321, 262_144):
+        layout, e, x = Layout(numel, 8), torch.zeros(numel), torch.zeros(numel)
+        for step in range(30):
+            codec = Codec(WIRES["bf16"], layout.shard_size, layout.kept_per_shard(kept_count(numel, 0.1 * 0.9**step)))
+            cuda.is_finite(x)
+            cuda.send(e, x, finite, layout, codec.format(torch.float32), torch.float32)
+            payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
+            cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
+            cuda.receive(payloads, layout, codec.format(), 1, x)
+    used = {name: each for name, each in kinds.items() if each.compiled}
+    assert {*used} == {name.split()[0] for name in KERNELS}
+    for name, each in used.items():
+        assert len(each.compiled) == len(each.needed), name

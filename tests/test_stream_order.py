@@ -51,6 +51,7 @@ class Case:
         resumed: Whether residuals of a checkpoint are there at the beginning.
         kernels: Whether Triton's kernels run.
         measured: Whether passes are measured. A report, which waits for the device and reads data, is not made.
+        read: Whether the caller asks after every other step how many were not finite.
     """
 
     scaler: str = ""
@@ -59,6 +60,7 @@ class Case:
     resumed: bool = False
     kernels: bool = False
     measured: bool = False
+    read: bool = False
 
 
 class Bucket:
@@ -162,6 +164,8 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
                 (scaler or optimizer).step(*[optimizer] * bool(scaler))
             if scaler is not None:
                 scaler.update()
+            if case.read and step % 2 == 0:
+                assert state.nonfinite_steps == 0
         state.close()
         state.residuals.settle()
         torch.zeros(1, device=CUDA)
@@ -207,6 +211,7 @@ CASES = [
     Case(scaler="fused", resumed=True, kernels=True),
     Case(votes=True, hooks=True),
     Case(measured=True),
+    Case(hooks=True, read=True),
 ]
 
 
@@ -250,7 +255,9 @@ def test_a_caller_that_does_not_wait_for_the_lane_is_noticed(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("forgets", "case"), [("skipped_steps.py", Case(scaler="fused")), ("residuals.py", Case(resumed=True))], ids=str
+    ("forgets", "case"),
+    [("skipped_steps.py", Case(scaler="fused")), ("parameter_memories.py", Case(resumed=True))],
+    ids=str,
 )
 def test_memory_that_a_stream_frees_under_another_is_noticed(gpu, monkeypatch, forgets, case):
     """A scaler's verdict that the lane reads, and residuals of a checkpoint: without ``record_stream``."""

@@ -251,7 +251,8 @@ class StreamLane(Lane):
 
     @override
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
+        for mark in (start, end):  # of two streams, perhaps, of which neither waits for the other
+            mark.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
     @override

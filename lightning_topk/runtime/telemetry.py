@@ -87,6 +87,9 @@ class Telemetry:
         self._timed += timed
         if exchanged:
             failed = torch.stack([~done.outcome.finite for done in exchanged]).any()
+            before = self._nonfinite_steps
+            if isinstance(before, Tensor) and before.is_cuda:  # made on another stream, perhaps, and freed here
+                before.record_stream(torch.cuda.current_stream(before.device))
             self._nonfinite_steps = self._nonfinite_steps + failed
 
     @property

@@ -52,6 +52,8 @@ class Unit:
             self.stand_ins[known[name]], self.names[known[name]] = parameter, name
         self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
         """The ranks to which the parameters are dealt."""
+        self.stream: torch.cuda.Stream | None = None
+        """On a GPU, the stream on which the last gradient was computed."""
         self._used: set[Any] = set()  # parameters with a gradient that was not reduced yet
         self._watches: list[RemovableHandle] = []
 
@@ -71,6 +73,8 @@ class Unit:
 
             def note(_: Tensor, used: Any = parameter) -> None:
                 self._used.add(used)
+                if self.device.type == "cuda":
+                    self.stream = torch.cuda.current_stream(self.device)
 
             self._watches.append(parameter._unsharded_param.register_post_accumulate_grad_hook(note))
         self.module.reshard()

@@ -36,6 +36,8 @@ SAMPLE = 1 << 14
 """Minimum size of a sample."""
 LOW = 24
 """The widest low part of a position that is read with 32 bits."""
+EXACT = {"enable_fp_fusion": False}
+"""Options of every launch: a multiplication and an addition that the compiler fuses are rounded once too few."""
 ROUNDED = {None: 0, torch.float32: 0, torch.float16: 16, torch.bfloat16: 17}
 """What receivers do with the values that they decode, as a constant of a kernel."""
 
@@ -85,9 +87,9 @@ def send(
         kernels.write[grid](
             e, finite, e if velocity is None else velocity.kept, index, value, payload, k, layout.numel, shards,
             form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, ROUNDED[delivered],
-            velocity is not None and velocity.masking, SLOTS, BLOCK, num_warps=8,
+            velocity is not None and velocity.masking, SLOTS, BLOCK, num_warps=8, **EXACT,
         )  # fmt: skip
-        kernels.mark[grid](index, words, k, form.nbytes // 4, 8 * begin, form.low, SLOTS)
+        kernels.mark[grid](index, words, k, form.nbytes // 4, 8 * begin, form.low, SLOTS, **EXACT)
     words[:, -1] = form.check - words.sum(dim=1, dtype=torch.int32)
     return payload, value.count_nonzero()
 
@@ -115,7 +117,7 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
     counts = torch.empty(rows, tiles, dtype=torch.int32, device=out.device)
     finite = torch.ones((), dtype=torch.bool, device=out.device)
     with torch.cuda.device_of(out):
-        kernels.count_bits[tiles, rows](payloads, counts, begin, size, form.nbytes, tiles, OCTETS)
+        kernels.count_bits[tiles, rows](payloads, counts, begin, size, form.nbytes, tiles, OCTETS, **EXACT)
     ends = counts.cumsum(1, dtype=torch.int32)
     with torch.cuda.device_of(out):
         for first in range(1 if dealt else rows):
@@ -123,7 +125,7 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
             # one order.
             kernels.add[tiles, rows if dealt else 1](
                 payloads, counts, ends, out, finite, first, form.kept, layout.numel, layout.shards, 1 / divisor,
-                form.value_bytes, begin, size, form.nbytes, tiles, form.bits, form.low, dealt, OCTETS, BLOCK,
+                form.value_bytes, begin, size, form.nbytes, tiles, form.bits, form.low, dealt, OCTETS, BLOCK, **EXACT,
             )  # fmt: skip
     return finite
 
@@ -132,7 +134,7 @@ def is_finite(x: Tensor) -> Tensor:
     """The same as :func:`lightning_topk.core.ops.reference.is_finite`, for contiguous tensors of :data:`ROUNDED`."""
     finite = torch.ones((), dtype=torch.bool, device=x.device)
     with torch.cuda.device_of(x):
-        kernels.is_finite[(triton.cdiv(x.numel(), TILE),)](x, finite, x.numel(), TILE)
+        kernels.is_finite[(triton.cdiv(x.numel(), TILE),)](x, finite, x.numel(), TILE, **EXACT)
     return finite
 
 
@@ -168,14 +170,16 @@ def _selected(
         warps = 4 if x.dtype == e.dtype and velocity is None else 8  # to convert, and to add more, takes registers
         kernels.move[(tiles,)](
             e, x, finite, moving, threshold, bitmap, counts, numel, shards, turns, momentum,
-            velocity is not None, TILE, BLOCK, num_warps=warps, enable_fp_fusion=False,
+            velocity is not None, TILE, BLOCK, num_warps=warps, **EXACT,
         )  # fmt: skip
     ends = counts.cumsum(1, dtype=torch.int32)
     place = torch.empty(shards, room, dtype=torch.int32, device=e.device)
     value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
     with torch.cuda.device_of(e):
         # 16 warps: with 8 elements a thread, addresses fit in registers.
-        kernels.gather[(tiles,)](e, bitmap, counts, ends, place, value, shards, turns, room, TILE, BLOCK, num_warps=16)
+        kernels.gather[(tiles,)](
+            e, bitmap, counts, ends, place, value, shards, turns, room, TILE, BLOCK, num_warps=16, **EXACT
+        )
     return _largest(place, value, layout, k)
 
 
@@ -186,12 +190,12 @@ def _largest(place: Tensor, value: Tensor, layout: Layout, k: int) -> tuple[Tens
     least = value.abs().topk(k, dim=1, sorted=False).values.amin(dim=1)
     counts = torch.empty(shards, 2, tiles, dtype=torch.int32, device=value.device)
     with torch.cuda.device_of(value):
-        kernels.count[tiles, shards](value, least, counts, room, tiles, SLOTS)
+        kernels.count[tiles, shards](value, least, counts, room, tiles, SLOTS, **EXACT)
     ends = counts.cumsum(2, dtype=torch.int32)
     index, chosen = place.new_empty(shards, k), value.new_empty(shards, k)
     with torch.cuda.device_of(value):
         kernels.choose[tiles, shards](
-            place, value, least, counts, ends, index, chosen, room, tiles, k, layout.shard_size, SLOTS
+            place, value, least, counts, ends, index, chosen, room, tiles, k, layout.shard_size, SLOTS, **EXACT
         )
     return index, chosen
 
@@ -210,7 +214,7 @@ def _threshold(
     with torch.cuda.device_of(e):
         kernels.sample[(triton.cdiv(count, SLOTS),)](
             e, x, finite, moving, sampled, count, stride, _salts.getrandbits(30), momentum,
-            velocity is not None, SLOTS, enable_fp_fusion=False,
+            velocity is not None, SLOTS, **EXACT,
         )  # fmt: skip
     expected = needed / stride
     rank = min(count, math.ceil(expected + 4 * math.sqrt(expected) + 4))

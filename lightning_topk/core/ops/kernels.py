@@ -9,15 +9,29 @@ If ``TRITON_INTERPRET=1`` is set before Triton is imported, the kernels run on C
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
 NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
 TINY = tl.constexpr(1.1754943508222875e-38)
+SIZES = {
+    "begin", "begin_high", "count", "first", "k", "nbytes", "numel", "room", "salt", "shard_size", "size", "stride",
+    "tiles", "turns", "value_bytes", "width",
+}  # fmt: skip
+"""Integers that change with the bucket, the density or the step."""
 
 
-@triton.jit
+def launched(kernel: Callable[..., Any]) -> Any:
+    """Compiles a kernel once for all sizes. By itself Triton compiles anew for one that is 1 or a multiple of 16."""
+    return triton.jit(kernel, do_not_specialize=sorted(SIZES.intersection(inspect.signature(kernel).parameters)))
+
+
+@launched
 def is_finite(x, finite, numel, TILE: tl.constexpr):
     """Clears ``finite`` if ``x`` has a NaN or an infinity."""
     begin = tl.program_id(0).to(tl.int64) * TILE
@@ -30,7 +44,7 @@ def is_finite(x, finite, numel, TILE: tl.constexpr):
     tl.store(finite, 0, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
 
 
-@triton.jit
+@launched
 def sample(
     e, x, finite, velocity, sampled, count, stride, salt, momentum, MOMENTUM: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -48,7 +62,7 @@ def sample(
     tl.store(sampled + window, tl.maximum(tl.abs(total), TINY), mask=inside)
 
 
-@triton.jit
+@launched
 def move(
     e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum,
     MOMENTUM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -110,7 +124,7 @@ def _move_tile(
     tl.store(counts + row.to(tl.int64) * turns + turn, found, mask=turn < turns)
 
 
-@triton.jit
+@launched
 def gather(e, bitmap, counts, ends, place, value, shards, turns, room, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Stores the entries that have a bit, in order: candidates ``[shards, room]``.
 
@@ -134,7 +148,7 @@ def gather(e, bitmap, counts, ends, place, value, shards, turns, room, TILE: tl.
     tl.store(value + out, tl.load(e + at, mask=wanted, other=0.0), mask=wanted)
 
 
-@triton.jit
+@launched
 def count(value, threshold, counts, room, tiles, TILE: tl.constexpr):
     """Counts the candidates above the threshold, and those equal to it: ``[shards, 2, tiles]``."""
     tile, row = tl.program_id(0), tl.program_id(1)
@@ -144,7 +158,7 @@ def count(value, threshold, counts, room, tiles, TILE: tl.constexpr):
     tl.store(to + tiles, tl.sum(equal, axis=0))
 
 
-@triton.jit
+@launched
 def choose(
     place, value, threshold, counts, ends, index, chosen, room, tiles, k, shard_size, TILE: tl.constexpr
 ):  # fmt: skip
@@ -176,7 +190,7 @@ def _compared(value, threshold, row, tile, room, TILE: tl.constexpr):
     return ((at < room) & (magnitude > least)).to(tl.int32), ((at < room) & (magnitude == least)).to(tl.int32)
 
 
-@triton.jit
+@launched
 def write(
     e, finite, velocity, index, value, payload, k, numel, shards, limit, value_bytes, begin_high, nbytes,
     BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, MASKING: tl.constexpr,
@@ -253,7 +267,7 @@ def write(
             tl.store(to + at, packed.to(tl.uint8), mask=at < begin_high)
 
 
-@triton.jit
+@launched
 def mark(index, words, k, width, begin, LOW: tl.constexpr, SLOTS: tl.constexpr):
     """Sets the bits of the high parts. ``words`` are payloads of ``width`` words, zero from bit ``begin`` on."""
     row, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
@@ -263,7 +277,7 @@ def mark(index, words, k, width, begin, LOW: tl.constexpr, SLOTS: tl.constexpr):
     tl.atomic_or(words + row * width + (bit >> 5), one, mask=slot < k, sem="relaxed")
 
 
-@triton.jit
+@launched
 def count_bits(payload, counts, begin, size, nbytes, tiles, TILE: tl.constexpr):
     """Counts the set bits of each tile of the high bitmaps: ``[rows, tiles]``."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -271,7 +285,7 @@ def count_bits(payload, counts, begin, size, nbytes, tiles, TILE: tl.constexpr):
     tl.store(counts + row * tiles + tile, tl.sum(tl.sum(bits, axis=1), axis=0))
 
 
-@triton.jit
+@launched
 def add(
     payload, counts, ends, out, finite, first, k, numel, shards, scale, value_bytes, begin, size, nbytes, tiles,
     BITS: tl.constexpr, LOW: tl.constexpr, DEALT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
