@@ -22,7 +22,7 @@ It is the hierarchical topology with FSDP's shards for its parts: residuals are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -47,7 +46,7 @@ from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import ExchangeState
-from lightning_topk.runtime.units import Unit, units_of
+from lightning_topk.runtime.units import Unit, at_end_of_backward, units_of
 
 # ------------------------------------------------------------------------------------------------ the state
 
@@ -63,21 +62,32 @@ class ShardState(ExchangeState):
     PEER = "replica"
 
     def __init__(
-        self, units: Sequence[Unit], frozen: Collection[str], replicas: dist.ProcessGroup, **arguments: Any
+        self, model: torch.nn.Module, units: Sequence[Unit], replicas: dist.ProcessGroup, **arguments: Any
     ) -> None:
         self.node_size = dist.get_world_size() // dist.get_world_size(replicas)
         """Ranks of a node."""
         super().__init__(process_group=replicas, local_world_size=1, companions=self.node_size, **arguments)
         self.device = units[0].device
-        self._units, self._frozen, self._replicas = units, frozen, replicas
+        self._units, self._replicas = units, replicas
+        sharded = {name for unit in units for name in unit.names.values()}
+        self._strangers = {name for name in names_of(model).values() if name not in sharded}  # all are frozen
+        self._trained: set[Tensor] = set()  # in the last pass
+        self._whole: Sequence[Tensor] = ()  # what is not compressed
+        self._stop = at_end_of_backward(model, self._end_pass)
         self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # when the last gradient was computed, on a GPU, where that is timed
 
+    def name(self, names: Mapping[Tensor, str]) -> None:
+        """Learns the names of the parameters, see :meth:`lightning_topk.runtime.buckets.BucketSettings.name`."""
+        self._whole = _copied_inside(self, self._units)
+        self._trained = {member for unit in self._units for member in unit.trained}
+        self.buckets.name(names, self._whole)
+
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients are exchanged, as the model has them between two passes."""
+        """The parameters whose gradients are exchanged while they are trained, as the model has them between passes."""
         return [unit.sharded(member) for member, unit in self._unit_of.items()]
 
     @override
@@ -105,13 +115,14 @@ class ShardState(ExchangeState):
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
             self._end_pass()  # of a backward pass that failed, or was not told apart
         if not self._buckets:
+            self._follow_trained()
             self.begin_pass()
-            if torch._C._current_graph_task_id() != -1:  # else the user finalises backward, which torch 2.15 allows
-                Variable._execution_engine.queue_callback(self._end_pass)
         self._fit(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {unit} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
             self._agreed.add(bucket)
+        if unit.sums:
+            g.mul_(self.world)
         if g.is_cuda:
             g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
         # On CPU the hook is waited for. On CUDA backward goes on beside it, and ends where the last of these marks is.
@@ -123,6 +134,13 @@ class ShardState(ExchangeState):
         lane.run(self._exchanger.run(Batch([g], [bucket], [job], self.timing, ready), lane))
         self._buckets.append(bucket)
         self.telemetry.meter.bytes["intra_node"] += unit.node_bytes(g)
+
+    def _follow_trained(self) -> None:
+        """Has the amounts follow what is trained, if parameters were frozen or unfrozen."""
+        trained = {member for unit in self._units for member in unit.trained}
+        if trained != self._trained:
+            self._trained = trained
+            self.buckets.name(self.names, self._whole)
 
     def _fit(self, bucket: Bucket, g: Tensor) -> None:
         """Gives the stand-ins the dtype and device of the gradient, which FSDP decides at the first forward pass."""
@@ -158,6 +176,7 @@ class ShardState(ExchangeState):
 
     @override
     def close(self) -> None:
+        self._stop()
         for unit in self._units:
             unit.stop()
         super().close()
@@ -205,7 +224,9 @@ class ShardState(ExchangeState):
         Raises:
             ValueError: The entry is damaged, or of another model.
         """
-        super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._units, self._frozen))
+        trained = {unit.names[member] for unit in self._units for member in unit.trained}
+        frozen = {*self._strangers, *self.names.values()} - trained
+        super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._units, frozen))
 
 
 # ------------------------------------------------------------------------------------------------ attach
@@ -267,8 +288,8 @@ def attach(
     _check_hooks(units)
     with device_of(model):
         state = ShardState(
+            model,
             units,
-            {name for parameter, name in names_of(model).items() if not parameter.requires_grad},
             replicas,
             config=config,
             timeout=timeout,
@@ -280,7 +301,7 @@ def attach(
         )
         try:
             names = {member: name for unit in units for member, name in unit.names.items()}
-            state.buckets.name(names, _copied_inside(state, units))
+            state.name(names)
             if isinstance(optimizer, Optimizer):
                 state.follow_optimizers()
             _check_replicas(model, units, replicas)

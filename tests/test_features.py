@@ -365,6 +365,27 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(groups):
     groups(2).run(unfrozen)
 
 
+class Thawing(Frozen):
+    """Unfreezes its first layer where that is too late."""
+
+    def on_train_epoch_start(self):
+        pass
+
+    def training_step(self, batch, index):
+        self.net[0].requires_grad_(index > 0)
+        return super().training_step(batch, index)
+
+
+def unfrozen_too_late(rank: int, world: int) -> None:
+    warnings.simplefilter("ignore")
+    with pytest.raises(RuntimeError, match="training_step unfroze a parameter"):
+        trainer_of(rank, world, "topk", {}, {}, ratio=0.1).fit(Thawing())
+
+
+def test_a_training_step_that_unfreezes_a_layer_is_refused(groups):
+    groups(2).run(unfrozen_too_late)
+
+
 class Steps(Callback):
     def on_train_start(self, trainer, pl_module):
         self.steps = trainer.strategy.topk_state.residuals.progress.steps

@@ -255,6 +255,85 @@ def test_with_everything_sent_a_model_learns_as_with_torchs_hybrid_sharding(grou
     groups(4).run(as_hybrid, options, clip, adam)
 
 
+def thawed(rank: int, world: int) -> None:
+    """A module that is frozen at first, and others of which a part is; then the other way round."""
+    mesh, found = mesh_of(2, 2), []
+    for hybrid in (True, False):
+        torch.manual_seed(0)
+        net = Net()
+        net.branch.requires_grad_(False)
+        net.last.bias.requires_grad_(False)
+        net = sharded(net, mesh if hybrid else mesh["shard"])
+        state = None if hybrid else attach(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(5):
+            if step == 2:
+                net.branch.requires_grad_(True)
+                net.last.requires_grad_(True)
+                net.first.requires_grad_(False)
+            optimizer.zero_grad()
+            loss_of(net, rank, step).backward()
+            optimizer.step()
+        found.append(weights(net))
+    kept = state.full_state_dict()
+    state.load_state_dict(state.state_dict())
+    state.close()
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+    assert "first.weight" not in kept["parameters"]
+    assert rank or "branch.weight" in kept["parameters"]
+
+
+def test_layers_that_are_unfrozen_later_learn_as_with_torchs_hybrid_sharding(groups):
+    groups(4).run(thawed)
+
+
+def in_turn(rank: int, world: int) -> None:
+    """Two parameters of one size in one module, of which the second is trained after the first."""
+    mesh = mesh_of(2, 2)
+    net = nn.Sequential(nn.Linear(12, 12, bias=False), nn.Tanh(), nn.Linear(12, 12, bias=False))
+    net[2].requires_grad_(False)
+    fully_shard(net, mesh=mesh["shard"])
+    state = attach(net, process_group=mesh["replicate"], ratio=0.1)
+    watched = Watched(state)
+    for step in range(6):
+        if step == 3:
+            net[0].requires_grad_(False)
+            net[2].requires_grad_(True)
+        net.zero_grad()
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(9 * step + rank))
+        (net(x).square().mean() * (step != 3)).backward()
+        if step == 3:
+            assert not net[2].weight.grad.full_tensor().any()  # nothing of the other's residual
+    watched.check()
+    state.close()
+
+
+def test_the_residual_of_a_frozen_parameter_is_not_delivered_to_one_of_the_same_size(groups):
+    groups(4).run(in_turn)
+
+
+def divided(rank: int, world: int) -> None:
+    """The user divides the sum of all ranks' gradients, such as by a number of tokens."""
+    mesh, found = mesh_of(2, 2), []
+    for hybrid in (True, False):
+        torch.manual_seed(0)
+        net = sharded(Net(), mesh if hybrid else mesh["shard"])
+        for part in (net, net.first, net.branch):
+            part.set_gradient_divide_factor(3.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it sums
+        state = None if hybrid else attach(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32")
+        for step in range(2):
+            net.zero_grad()
+            loss_of(net, rank, step).backward()
+        found.append(gradient(net))
+    state.close()
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+
+
+def test_a_factor_that_the_user_divides_by_is_of_all_ranks_as_with_torchs_hybrid_sharding(groups):
+    groups(4).run(divided)
+
+
 class Watched:
     """What the hooks of a state were given and what they delivered, by bucket: the mean over the replicas, in sum."""
 
@@ -280,7 +359,7 @@ class Watched:
 
     def check(self, tolerance: float = 1e-5) -> None:
         memories = self._state.residuals.memories()
-        for member in self._state.names:  # in the same order on every rank
+        for member in [each for each in self._state.names if each in memories]:  # in the same order on every rank
             worker, server = memories[member]
             left = worker["residual"].double() / self._state.world
             left = left + server["residual"].double()
@@ -341,7 +420,8 @@ def two_kinds(rank: int, world: int) -> None:
     for _ in range(3):
         net(torch.randn(4, 12)).square().mean().backward()
     watched.check(1e-4)
-    assert set(state.names.values()) == {"short.weight", "short.bias", "single.weight", "single.bias"}
+    kept = {state.names[member] for member in state.residuals.memories()}
+    assert kept == {"short.weight", "short.bias", "single.weight", "single.bias"}
     assert net.frozen.weight.grad is None
     state.close()
 
@@ -593,6 +673,19 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+class Reentrant(nn.Module):
+    """Runs a block again in backward, as a backward pass of its own inside the other."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
 def blocks(rank: int, world: int, kind: str) -> torch.Tensor:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.utils.checkpoint import checkpoint
@@ -606,13 +699,16 @@ def blocks(rank: int, world: int, kind: str) -> torch.Tensor:
             block = checkpoint_wrapper(block)
         if kind == "compile":
             block = torch.compile(block, backend="aot_eager")
-        if kind == "inside":
+        if kind == "reentrant blocks":
+            fully_shard(block, mesh=mesh["shard"])
+            block = Reentrant(block)
+        elif kind == "inside":
             block = checkpoint_wrapper(fully_shard(block, mesh=mesh["shard"]))
         else:
             fully_shard(block, mesh=mesh["shard"], **options)
         net[number] = block
     fully_shard(net, mesh=mesh["shard"], **options)
-    state = attach(net, process_group=mesh["replicate"], ratio=0.1)
+    state = attach(net, process_group=mesh["replicate"], ratio=ExponentialWarmup(0.05, steps=2))
     watched, optimizer = Watched(state), torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -627,7 +723,7 @@ def blocks(rank: int, world: int, kind: str) -> torch.Tensor:
     return weights(net)
 
 
-@pytest.mark.parametrize("kind", ["offload", "checkpoint", "inside", "compile", "reentrant"])
+@pytest.mark.parametrize("kind", ["offload", "checkpoint", "inside", "compile", "reentrant", "reentrant blocks"])
 def test_the_same_bits_are_learned_with_checkpoints_compiled_blocks_and_shards_on_the_cpu(groups, kind):
     expected = groups(4).run(blocks, "plain")[0]
     for found in groups(4).run(blocks, kind, timeout=240):  # four processes import and run torch's compiler
@@ -723,6 +819,26 @@ def test_residuals_of_shards_are_saved_and_go_on_on_other_nodes_and_ranks(groups
     for nodes, local in ((2, 2), (3, 1)) if momentum else ((2, 2), (4, 1), (3, 1), (2, 1)):
         for full in (False, True):
             groups(nodes * local).run(loaded, nodes, local, str(tmp_path), full, momentum)
+
+
+def of_one_file(rank: int, world: int, folder: str) -> None:
+    """Lightning makes one file of a distributed checkpoint, without the folder of the residuals."""
+    from lightning_topk.lightning._nodes import load_shards, save_shards
+
+    net, state = made(2, 2, ratio=0.05)
+    for step in range(2):
+        loss_of(net, rank, step).backward()
+    save_shards(state, Path(folder))
+    load_shards(state, Path(folder))
+    resumed = state.residuals.progress.steps
+    load_shards(state, Path(folder) / "consolidated")
+    begun = state.residuals.progress.steps
+    state.close()
+    assert (resumed, begun) == (2, 0)
+
+
+def test_a_consolidated_checkpoint_resumes_with_zero_residuals(groups, tmp_path):
+    groups(4).run(of_one_file, str(tmp_path))
 
 
 def reduced_in(rank: int, world: int) -> None:

@@ -17,11 +17,14 @@ import torch.distributed as dist
 from groups import Group
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topk import CompressionMonitor, TopKStrategy
+from lightning_topk import attach as attach_any
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather
@@ -278,6 +281,56 @@ def test_hook_and_lane_never_wait_for_the_gpu(loopback):
         torch.cuda.set_sync_debug_mode("default")
     state.close()
     assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_the_replicas_of_a_sharded_model_exchange_without_waiting_for_the_gpu(loopback):
+    mesh = init_device_mesh("cuda", (4, 1), mesh_dim_names=("replicate", "shard"))
+    net = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(6)]).cuda()
+    for part in (*net, net):
+        fully_shard(part, mesh=mesh["shard"])
+    optimizer, x = torch.optim.SGD(net.parameters(), lr=0.01), torch.randn(64, 2000, device="cuda")
+    state = attach_any(net, process_group=mesh["replicate"], saving=50, optimizer=optimizer)
+    state.timing = True
+    for step in range(4):
+        loss = net(x).square().mean()
+        torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
+        try:
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.step()
+        optimizer.zero_grad()
+        report = state.report()
+        assert report.exchanges == 6
+        assert 0 <= report.exposed_seconds <= report.seconds
+    state.close()
+    print(f"\n{report.exposed_seconds / report.seconds:.0%} of the exchange of a sharded model is after backward")
+    assert all(p.to_local().isfinite().all() for p in net.parameters())
+
+
+def sharded(rank: int, world: int) -> None:
+    """With everything sent, torch's own sharding with replicas."""
+    mesh, found = init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicate", "shard")), []
+    for hybrid in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(50, 301), nn.Linear(301, 50)).cuda()
+        for part in (*net, net):
+            fully_shard(part, mesh=mesh if hybrid else mesh["shard"])
+        state = None if hybrid else attach_any(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(4):
+            x = torch.randn(8, 50, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([p.full_tensor().detach().flatten().cpu() for p in net.parameters()]))
+    state.close()
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(COUNT < 2 or COUNT % 2 == 1, reason="needs two GPUs, or another even number")
+def test_a_sharded_model_learns_as_with_torchs_hybrid_sharding_over_nccl(groups):
+    groups(COUNT, "cuda").run(sharded)
 
 
 def test_a_step_is_captured_as_a_graph_or_refused(loopback):

@@ -20,7 +20,8 @@ from test_fake_cuda import CUDA, LOCAL, WORLD, reply_to
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_topk import ddp
+from lightning_topk import ddp, fsdp
+from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
 from lightning_topk.runtime import drive, lanes
 
@@ -228,6 +229,57 @@ PLAYED = [
 def test_all_that_streams_share_is_ordered_and_freed_in_time(gpu, monkeypatch, topology, case):
     train(gpu, monkeypatch, case, topology)
     assert (gpu.races, gpu.reuses) == (set(), set())
+
+
+class Shards:
+    """A unit of FSDP2, whose gradient is computed on the caller's stream."""
+
+    def __init__(self, gpu: Gpu, number: int) -> None:
+        self.members = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES[number : number + 2]]
+        self.names = {member: f"{number}.{place}" for place, member in enumerate(self.members)}
+        self.stand_ins, self.trained = dict(self.names), self.members
+        self.partial = self.sums = False
+        self.stream, self.device = gpu.current, CUDA
+        self.bucket = lambda g: tuple(self.members)
+        self.sharded = lambda member: member
+        self.node_bytes = lambda g: 0
+        self.stop = lambda: None
+
+
+def test_exchanges_of_shards_are_ordered_and_what_backward_does_not_hide_is_timed(gpu, monkeypatch):
+    """FSDP's part is played: it waits for the gradient, calls its hook on the hook's stream, and waits for that."""
+    from lightning_topk.core.ops import cuda
+
+    monkeypatch.setattr(ops, "fast", lambda device: cuda)
+    monkeypatch.setattr(fsdp.ShardState, "_agree_on", lambda state, gradient: None)
+    batches: list[Any] = []
+    fake = FakeTensorMode()
+    with fake:
+        units: list[Any] = [Shards(gpu, 0), Shards(gpu, 2)]
+    given = dict.fromkeys(("timeout", "residuals", "epoch", "optimizers", "scaler", "announce"))
+    state = fsdp.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
+    with fake, gpu:
+        state.buckets.name({member: name for unit in units for member, name in unit.names.items()})
+        run = state._exchanger.run
+        monkeypatch.setattr(state._exchanger, "run", lambda batch, lane: (batches.append(batch), run(batch, lane))[1])
+        state.timing, hooks = True, state.lane(CUDA).stream
+        for _ in range(3):
+            for unit in units:
+                g = torch.empty(sum(member.numel() for member in unit.members), device=CUDA)
+                g.add_(1.0)
+                hooks.wait_stream(gpu.current)
+                with gpu.on(hooks):
+                    state.exchange(unit, g)
+                torch.zeros(64, device=CUDA)  # backward goes on, and takes memory
+            gpu.current.wait_stream(hooks)
+            g.add_(1.0)  # it is copied to the parameters
+            state._end_pass()
+        begun = batches[-2].ready, batches[-1].ready
+        state.close()
+        torch.zeros(1, device=CUDA)
+    assert (gpu.races, gpu.reuses) == (set(), set())
+    assert begun[0] is None
+    assert begun[1].clock[hooks] < gpu.current.clock[hooks]  # before the last exchange has ended
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -78,6 +78,19 @@ def test_a_lane_of_a_gpu_says_whether_its_work_has_ended(monkeypatch, ends):
     assert lane.close()
 
 
+def test_a_lane_of_a_gpu_that_failed_leaves_the_first_error_to_be_seen():
+    lane = lanes.StreamLane.__new__(lanes.StreamLane)
+    lane._last = mock.Mock(query=mock.Mock(side_effect=RuntimeError("device-side assert triggered")))
+    assert not lane.close()
+
+
+def test_times_of_two_streams_are_read_once_both_marks_have_come():
+    begun, ended = mock.Mock(elapsed_time=mock.Mock(return_value=1000.0)), mock.Mock()
+    assert lanes.StreamLane.seconds(mock.Mock(), begun, ended) == 1.0
+    begun.synchronize.assert_called_once()
+    ended.synchronize.assert_called_once()
+
+
 def test_a_lane_of_a_cpu_says_whether_its_work_has_ended(monkeypatch):
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
     lane, go = lanes.ThreadLane(), threading.Event()

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_topk.config import check_count
 from lightning_topk.fsdp import ShardState
-from lightning_topk.runtime.checkpoint import KEY
+from lightning_topk.lightning._compat import rank_zero_info
+from lightning_topk.runtime.checkpoint import EMPTY, KEY
 
 Size = Literal["auto"] | int
 
@@ -107,7 +108,13 @@ def save_shards(state: ShardState, checkpoint: Path) -> None:
 
 
 def load_shards(state: ShardState, checkpoint: Path) -> None:
-    """Goes on with residuals that :func:`save_shards` saved. A collective."""
+    """Goes on with residuals that :func:`save_shards` saved, or with zeros where there are none. A collective."""
+    if not (checkpoint / KEY).is_dir():
+        rank_zero_info(
+            f"lightning_topk starts with zero residuals: {checkpoint} is one file, made of a folder in which they are."
+        )
+        state.load_state_dict(EMPTY)
+        return
     entry = {KEY: state.state_dict()}
     load(entry, checkpoint_id=checkpoint / KEY, planner=DefaultLoadPlanner(allow_partial_load=True))
     state.load_state_dict(entry[KEY])

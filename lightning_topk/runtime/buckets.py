@@ -71,6 +71,7 @@ class BucketSettings:
         numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
         self._rest = of_the_rest(self.config, numel, skipped)
+        self._settled.clear()
 
     @property
     def by_node(self) -> bool:

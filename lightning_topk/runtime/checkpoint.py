@@ -237,6 +237,8 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
         return "it was not written by lightning_topk"
     if entry["version"] != VERSION:
         return f"it has version {entry['version']!r}; this version of lightning_topk reads version {VERSION}"
+    if entry.get("mode") == "sharded":
+        return "it is one file, made of a folder in which the residuals are"
     missing = {"mode", "world_size", "steps", "rates", "buckets", "parameters"} - entry.keys()
     if missing:
         return f"it is incomplete: {', '.join(sorted(missing))} is missing"

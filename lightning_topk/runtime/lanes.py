@@ -260,10 +260,13 @@ class StreamLane(Lane):
         # A collective that another rank never joins does not end: then the groups must be left alone, since to destroy
         # them is to wait for it, and the error that ended the run would not be seen.
         end = time.monotonic() + PATIENCE
-        while self._last is not None and not self._last.query():
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
+        try:
+            while self._last is not None and not self._last.query():
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.01)
+        except RuntimeError:  # of the device, which an earlier error has ended: that one is to be seen
+            return False
         return True
 
 

@@ -50,7 +50,8 @@ def collect(
         found["worker"]["velocity"] = {}
     memories, world = residuals.memories(), dist.get_world_size(replicas)
     for unit in units:
-        for member, name in unit.names.items():
+        for member in unit.trained:
+            name = unit.names[member]
             for side, kept in zip(SIDES, memories.get(member, ({}, {})), strict=True):
                 for what, parts in found[side].items():
                     total = _sum(kept.get(what), member, replicas) / unit.later_divided_by(member)
@@ -60,7 +61,7 @@ def collect(
 
 def about(residuals: Residuals, units: Sequence[Unit], config: TopKConfig, world: int) -> dict[str, Any]:
     """An entry without parameters."""
-    names = {member: name for unit in units for member, name in unit.names.items()}
+    names = {member: unit.names[member] for unit in units for member in unit.trained}
     return {
         **EMPTY,
         "world_size": world,

@@ -7,6 +7,7 @@ groups, which is private; nothing else here does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,17 +39,15 @@ class Unit:
     def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
         self.module, self._group = module, group
         self.stand_ins: dict[Tensor, Any] = {}
-        """FSDP's account of each trainable parameter, by stand-in."""
+        """FSDP's account of each parameter, by stand-in, whether it is trained now or may be later."""
         self.names: dict[Tensor, str] = {}
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
-            if not sharded.requires_grad:
-                continue
             name, size = names[sharded], parameter.padded_sharded_param_size.numel()
             if name not in known or known[name].numel() != size:
                 policy = parameter.mp_policy
                 dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
-                known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size).requires_grad_()
+                known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size)
             self.stand_ins[known[name]], self.names[known[name]] = parameter, name
         self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
         """The ranks to which the parameters are dealt."""
@@ -61,6 +60,14 @@ class Unit:
         """The parameter as the model has it between two passes, and as optimizers know it."""
         parameter: DTensor = self.stand_ins[stand_in].sharded_param
         return parameter
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The stand-ins of parameters that are trained now; theirs alone require a gradient."""
+        for stand_in, parameter in self.stand_ins.items():
+            if stand_in.requires_grad != parameter.sharded_param.requires_grad:
+                stand_in.requires_grad_(parameter.sharded_param.requires_grad)
+        return [stand_in for stand_in in self.stand_ins if stand_in.requires_grad]
 
     def __str__(self) -> str:
         first, *others = self.names.values()
@@ -76,7 +83,11 @@ class Unit:
                 if self.device.type == "cuda":
                     self.stream = torch.cuda.current_stream(self.device)
 
-            self._watches.append(parameter._unsharded_param.register_post_accumulate_grad_hook(note))
+            whole = parameter._unsharded_param
+            if whole.is_floating_point():  # others never get a gradient
+                trained = whole.requires_grad
+                self._watches.append(whole.requires_grad_().register_post_accumulate_grad_hook(note))
+                whole.requires_grad_(trained)
         self.module.reshard()
 
     def stop(self) -> None:
@@ -94,22 +105,29 @@ class Unit:
         order = getattr(self._group, "_reduce_scatter_param_indices", None)  # torch 2.15 sorts them by dtype
         ordered = parameters if order is None else [parameters[number] for number in order]
         member = {parameter: stand_in for stand_in, parameter in self.stand_ins.items()}
-        every = tuple(member[parameter] for parameter in ordered if parameter in member)
-        used = tuple(each for each in every if self.stand_ins[each] in self._used)
+        trained, used = (
+            tuple(member[parameter] for parameter in ordered if parameter in those)
+            for those in ({self.stand_ins[each] for each in self.trained}, self._used.copy())
+        )
         self._used.clear()
-        for bucket in (every, used):
+        for bucket in (trained, used):
             if sum(each.numel() for each in bucket) == g.numel():
                 return bucket
         raise RuntimeError(
             f"the gradient of {self} has {g.numel()} elements on this rank, but its parameters that are to be trained "
-            f"have {sum(each.numel() for each in every)}. If parameters were frozen, unfrozen or replaced since "
-            "attach, close the state and attach again."
+            f"have {sum(each.numel() for each in trained)}. If parameters were replaced since attach, close the state "
+            "and attach again. If they were frozen or unfrozen, do that before the forward pass."
         )
 
     @property
     def partial(self) -> bool:
         """Whether a part of the reduction is switched off, so that replicas would differ."""
         return bool(self._group.reduce_grads and not self._group.all_reduce_grads)
+
+    @property
+    def sums(self) -> bool:
+        """Whether the user divides the sum over all ranks, by ``set_gradient_divide_factor``: then we do not."""
+        return self._group.gradient_divide_factor is not None
 
     def node_bytes(self, g: Tensor) -> int:
         """Bytes that FSDP sends inside the node for a forward and a backward pass, by all its ranks together.
@@ -139,15 +157,16 @@ class Unit:
         self.module.set_all_reduce_hook(hook, stream=stream)
 
     def later_divided_by(self, stand_in: Tensor) -> float:
-        """By what FSDP divides the hook's result, so that sums of small floats do not overflow.
+        """By what FSDP divides the hook's result: so sums of small floats do not overflow, or the user wants sums.
 
         Residuals have the hook's units; in a checkpoint they have the gradient's.
         """
-        if stand_in.dtype in (torch.float32, torch.bfloat16):
+        risky = stand_in.dtype not in (torch.float32, torch.bfloat16)
+        if not risky and not self._group.force_sum_reduction_for_comms:
             return 1.0
         factor = self._group.gradient_divide_factor or len(self.ranks)  # as torch's _get_gradient_divide_factors
         before = 1
-        while factor % before == 0 and factor / before > before:
+        while risky and factor % before == 0 and factor / before > before:
             before *= 2
         return float(factor / before)
 
@@ -190,14 +209,42 @@ def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
             f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so nobody would "
             "reduce its gradient. Wrap the module that holds it too, or freeze it."
         )
-    units = [unit for unit in units if unit.stand_ins]
-    meshes = {tuple(unit.ranks) for unit in units}
+    meshes = {tuple(unit.ranks) for unit in units if unit.trained}
     if len(meshes) > 1:
         raise ValueError(
             f"the model is sharded on several meshes, of the ranks {' and '.join(map(str, sorted(meshes)))}: their "
             "replicas are on different ranks. Shard all modules on one mesh, that of the node."
         )
-    return units
+    return [unit for unit in units if unit.stand_ins and tuple(unit.ranks) in meshes]
+
+
+def at_end_of_backward(model: torch.nn.Module, ended: Callable[[], None]) -> Callable[[], None]:
+    """Has FSDP call back when a backward pass has ended; returns what stops that.
+
+    Autograd's own callbacks come too early where activations are checkpointed with ``use_reentrant=True``: each block
+    is then a backward pass inside the other.
+    """
+    name, parts = "_root_post_backward_final_callback", set[Any]()
+    parts.update(module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    watched = True
+
+    def after(last: Callable[[], None]) -> None:
+        last()
+        others = any(part._state_ctx.post_backward_final_callback_queued for part in parts)  # of other roots
+        if watched and not others:
+            ended()
+
+    for part in parts:
+        setattr(part, name, partial(after, getattr(part, name)))
+
+    def stop() -> None:
+        nonlocal watched
+        if watched:
+            watched = False
+            for part in parts:
+                delattr(part, name)
+
+    return stop
 
 
 def _check_mesh(group: Any, name: str) -> None:
