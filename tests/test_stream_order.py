@@ -48,7 +48,7 @@ class Case:
         scaler: ``"plain"`` for a GradScaler that skips every other step, ``"fused"`` for one whose verdict stays on the
             device.
         votes: Whether parameters may go unused.
-        hooks: Whether gradients are accumulated on a stream of their own.
+        hooks: Whether gradients are accumulated on a stream of their own; ``"each"``: each bucket's on another.
         resumed: Whether residuals of a checkpoint are there at the beginning.
         kernels: Whether Triton's kernels run.
         measured: Whether passes are measured. A report, which waits for the device and reads data, is not made.
@@ -57,7 +57,7 @@ class Case:
 
     scaler: str = ""
     votes: bool = False
-    hooks: bool = False
+    hooks: bool | str = False
     resumed: bool = False
     kernels: bool = False
     measured: bool = False
@@ -155,7 +155,7 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     if case.votes:
         state.watch_use([])
     state.measure = state.measure_layers = case.measured
-    hooks = torch.cuda.Stream() if case.hooks else gpu.current
+    hooks = None if case.hooks == "each" else torch.cuda.Stream() if case.hooks else gpu.current
     with fake, gpu:
         if case.resumed:
             restore(state, [tuple(parameters[:3]), tuple(parameters[3:])])
@@ -185,20 +185,25 @@ def restore(state: ddp.TopKState, buckets: list[tuple[torch.Tensor, ...]]) -> No
     state.residuals.restore(buckets, lambda p, count: dict(kept[p]), kept, make)
 
 
-def backward(gpu: Gpu, hooks: Stream, state: ddp.TopKState, groups: list[list[torch.Tensor]], votes: bool) -> None:
+def backward(
+    gpu: Gpu, hooks: Stream | None, state: ddp.TopKState, groups: list[list[torch.Tensor]], votes: bool
+) -> None:
     """A backward pass: gradients are written to buckets, which are exchanged meanwhile, and copied from there."""
-    waiting = []
+    waiting, streams = [], []
     for index, group in enumerate(groups):
         buffer = torch.empty(sum(p.numel() for p in group), device=CUDA)
         buffer.add_(torch.ones_like(buffer))
         if votes:
             state._usage._used.update(group[:1])
-        hooks.wait_stream(gpu.current)
-        with gpu.on(hooks):
+        stream = hooks or torch.cuda.Stream()
+        stream.wait_stream(gpu.current)
+        with gpu.on(stream):
             future = state.launch(Bucket(buffer, group, index, index == len(groups) - 1))
         waiting.append((future, group))
         torch.zeros(64, device=CUDA)  # backward goes on, and takes memory
-    gpu.current.wait_stream(hooks)
+        streams.append(stream)
+    for stream in streams:
+        gpu.current.wait_stream(stream)
     for future, group in waiting:
         for p, piece in zip(group, future.wait().split([p.numel() for p in group]), strict=True):
             p.grad = piece.clone()
@@ -282,6 +287,11 @@ def test_exchanges_of_shards_are_ordered_and_what_backward_does_not_hide_is_time
     assert begun[1].clock[hooks] < gpu.current.clock[hooks]  # before the last exchange has ended
 
 
+def test_an_exchange_of_all_buckets_follows_the_streams_of_each(gpu, monkeypatch):
+    train(gpu, monkeypatch, Case(hooks="each"), "sharded", scope="model")
+    assert (gpu.races, gpu.reuses) == (set(), set())
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_memories_and_wires_keep_to_the_order_of_streams(gpu, monkeypatch, name):
     number = list(SETTINGS).index(name)
@@ -295,7 +305,12 @@ def test_a_lane_that_does_not_wait_for_backward_is_noticed(gpu, monkeypatch):
             for future, result in zip(promised, drive.finish(job), strict=True):
                 future.set_result(result)
 
+    def promise(lane):
+        done = torch.futures.Future(devices=[CUDA])
+        return done, done
+
     monkeypatch.setattr(lanes.StreamLane, "submit", careless)
+    monkeypatch.setattr(lanes.StreamLane, "promise", promise)
     train(gpu, monkeypatch, Case(), "sharded")
     assert any("not after test_stream_order.py" in race for race in gpu.races), gpu.races
 

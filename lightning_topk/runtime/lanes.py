@@ -219,6 +219,8 @@ class StreamLane(Lane):
 
     @override
     def promise(self) -> tuple[Future, Future]:
+        # Gradients of several buckets may be computed on several streams, and be submitted together.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future = torch.futures.Future(devices=[self._device])  # ``submit`` itself raises errors
         return done, done
 
