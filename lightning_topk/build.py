@@ -43,7 +43,12 @@ def make_shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int 
 
 
 def make_codecs(
-    config: TopKConfig, shape: Shape, step: int = 0, epoch: int = 0, selector: Selector | None = None
+    config: TopKConfig,
+    shape: Shape,
+    step: int = 0,
+    epoch: int = 0,
+    selector: Selector | None = None,
+    tag: int = 0,
 ) -> Codecs:
     """How the payloads of a step are written.
 
@@ -53,6 +58,7 @@ def make_codecs(
         step: Gradients exchanged before this one, for schedules.
         epoch: Epochs completed, for schedules.
         selector: The selector whose selections are written. Default: a new one, if only sizes are wanted.
+        tag: Of whose entries they are, see :class:`lightning_topk.core.wire.Codec`.
 
     Returns:
         The codecs. A server that does not compress has room for all that the workers can send it.
@@ -73,8 +79,8 @@ def make_codecs(
         # Workers that draw the same positions send nothing else.
         down = up if shared is not None else min(layout.shard_size, world * up)
     wire = WIRES[config.wire_name]
-    reply = Codec(wire, layout.shard_size, down, shared) if shape.topology.has_servers else None
-    return Codecs(Codec(wire, layout.shard_size, up, shared), reply)
+    reply = Codec(wire, layout.shard_size, down, shared, tag) if shape.topology.has_servers else None
+    return Codecs(Codec(wire, layout.shard_size, up, shared, tag), reply)
 
 
 def make_endpoint(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from groups import Group
 from test_gloo import mean_over_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -455,6 +456,32 @@ def test_replicas_that_use_different_parameters_are_told_so(groups):
         for message in messages:
             assert "the ranks differ: the gradient that comes next is" in message, messages
             assert "set_reduce_scatter_unused_params(True)" in message
+
+
+def other_modules(rank: int, world: int) -> str:
+    """Each node uses one of two modules of equal size, both of which were used by all before."""
+    mesh = mesh_of(2, 2)
+    net = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12)])
+    for part in net:
+        fully_shard(part, mesh=mesh["shard"])
+    state = attach(net, process_group=mesh["replicate"], ratio=0.1)
+    message = ""
+    try:
+        for used in (0, 1, 0 if rank < 2 else 1):
+            net[used](torch.randn(4, 12)).square().mean().backward()
+    except RuntimeError as error:
+        message = str(error)
+    state.close()
+    return message
+
+
+def test_gradients_of_different_modules_of_one_size_are_not_mixed_up(groups):
+    group = Group(4)
+    try:
+        for message in group.run(other_modules):
+            assert "is of other parameters than this rank's" in message
+    finally:
+        group.stop()
 
 
 def zeros_for_unused(rank: int, world: int) -> None:

@@ -162,7 +162,9 @@ WIRES: dict[str, Wire] = {
 
 WORD = torch.int32
 WORDS_SUM = 0x746F706B
-"""The sum of the words of an undamaged payload, modulo 2^32."""
+"""The sum of the words of an undamaged payload, modulo 2^32, less its tag."""
+
+DAMAGED = "was damaged in transit, or is of other parameters than this rank's"
 
 
 @dataclass(frozen=True)
@@ -174,12 +176,14 @@ class Codec:
         universe: Number of elements in the shard, S.
         kept: Number of entries in a payload, k.
         shared: The selector, if it draws the same positions on every rank; else None.
+        tag: Of whose entries they are, in [0, 2^24): a receiver that expects another tag refuses the payload.
     """
 
     wire: Wire
     universe: int
     kept: int
     shared: RandK | None = None
+    tag: int = 0
 
     def known_index(self, device: torch.device) -> Tensor | None:
         """The positions ``[k]`` int64, ascending, if both ends know them; else None."""
@@ -225,7 +229,12 @@ class Codec:
     def _format(self) -> Format:
         wire, low = self.wire, self.low_width
         sizes = self.value_bytes, low, self.index_bytes, self.nbytes
-        return Format(self.universe, self.kept, wire.width, wire.largest, *sizes, check=WORDS_SUM)
+        return Format(self.universe, self.kept, wire.width, wire.largest, *sizes, check=self._words_sum)
+
+    @property
+    def _words_sum(self) -> int:
+        """The sum of the words of an undamaged payload, modulo 2^32."""
+        return WORDS_SUM + self.tag
 
     def encode(
         self, index: Tensor, value: Tensor, delivered: torch.dtype | None = None, finite: Tensor | None = None
@@ -258,7 +267,7 @@ class Codec:
             payload[:, self.value_bytes : filled] = ops.elias_fano_encode(index, self.universe, self.low_width)
         payload[:, filled:] = 0
         words = payload.view(WORD)
-        words[:, -1] = WORDS_SUM - words.sum(dim=1, dtype=WORD)
+        words[:, -1] = self._words_sum - words.sum(dim=1, dtype=WORD)
         return payload, sent
 
     def decode(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -290,12 +299,12 @@ class Codec:
         """Refuses damaged payloads ``[R, P]``.
 
         Raises:
-            ValueError: A payload was damaged in transit. On a GPU, a device-side assertion fails instead, which needs
-                no host synchronisation.
+            ValueError: A payload was damaged in transit, or has another tag. On a GPU, a device-side assertion fails
+                instead, which needs no host synchronisation.
         """
-        whole = payload.view(WORD).sum(dim=1, dtype=WORD) == WORDS_SUM
+        whole = payload.view(WORD).sum(dim=1, dtype=WORD) == self._words_sum
         if payload.device.type != "cpu":
-            torch._assert_async(whole.all(), "lightning_topk: a payload was damaged in transit")
+            torch._assert_async(whole.all(), f"lightning_topk: a payload {DAMAGED}")
         elif not whole.all():
             rows = (~whole).nonzero().flatten().tolist()
-            raise ValueError(f"the payload from rank {', '.join(map(str, rows))} was damaged in transit.")
+            raise ValueError(f"the payload from rank {', '.join(map(str, rows))} {DAMAGED}.")

@@ -49,6 +49,7 @@ class Job:
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
         guard: Makes what undoes skipped steps, for a new endpoint; None if no step is skipped.
         measure: What to measure.
+        tag: See :meth:`lightning_topk.runtime.state.ExchangeState.tag`.
     """
 
     bucket: Bucket
@@ -62,6 +63,7 @@ class Job:
     scale: Tensor | None = None
     guard: Callable[[Endpoint], Undo] | None = None
     measure: Measure = NOTHING
+    tag: int = 0
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class Exchanger:
             end = self._residuals.endpoint(
                 job.bucket, job.config, lambda: self._make(job, groups), job.lr_ratio, job.guard
             )
-            codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector)
+            codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector, job.tag)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
             name = f"{self._place}, step {job.step}, {job.name}"
             outcome = yield from drive(path, groups, meter, name, background=lane.abreast > 1)

@@ -164,7 +164,12 @@ class ExchangeState:
             scale=self._optimizers.scale,
             guard=self._optimizers.guard([self.known_as(member) for member in bucket]),
             measure=Measure(self.measure, self.measure and self.measure_layers),
+            tag=self.tag(bucket),
         )
+
+    def tag(self, bucket: Bucket) -> int:
+        """What tells a bucket from others of its size, in [0, 2^24), where ranks might come with different ones."""
+        return 0
 
     def known_as(self, member: Tensor) -> Tensor:
         """What optimizers call a bucket's member: a parameter."""
