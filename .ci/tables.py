@@ -524,31 +524,60 @@ def masking() -> str:
     return markdown(rows)
 
 
+Way = tuple[str, str, str, float]
+"""Words; a method and a learning rate, or a learner and its saving."""
+
+
 def longest() -> str:
     """Accuracy of the convnet after 10,000 steps, seed by seed."""
+    return by_seed(
+        "convnet",
+        10_000,
+        [
+            ("dense, lr 0.05", "", "convnet, SGD", 0.0),
+            ("dense, lr 0.1", "dense", "", 0.1),
+            ("`saving=50`, lr 0.05", "", "convnet, SGD", 50.0),
+            ("momentum 0.5, lr 0.25", "", "convnet, SGD 0.5", 50.0),
+            ("momentum 0.5, lr 0.25, `momentum_masking=True`", "", "convnet, SGD 0.5 masked", 50.0),
+            ("`momentum_masking=True`, lr 0.05", "", "convnet, SGD masked", 50.0),
+            ("`momentum_masking=True`, lr 0.1", "SGD's momentum, masked", "", 0.1),
+            ("`momentum_masking=True`, lr 0.2", "SGD's momentum, masked", "", 0.2),
+            ("the same at lr 0.1, `saving=25`", "masked, saving 25", "", 0.1),
+            ("the same at lr 0.05, `lr_ratio=True`", "masked, lr ratio", "", 0.05),
+            ("`momentum=0.9` in the strategy, none in the optimizer, lr 0.05", "momentum correction", "", 0.05),
+            ("batch norm: dense, lr 0.05", "", "batch-norm convnet, SGD", 0.0),
+            ("batch norm: `momentum_masking=True`, lr 0.05", "", "batch-norm convnet, SGD masked", 50.0),
+            ("weight decay 0.0005: dense, lr 0.05", "", "convnet, SGD decay", 0.0),
+            ("weight decay 0.0005: `momentum_masking=True`, lr 0.05", "", "convnet, SGD decay masked", 50.0),
+        ],
+    )
+
+
+def longest_resnet() -> str:
+    """Accuracy of ResNet-20 after 3,000 steps, seed by seed."""
+    return by_seed(
+        "resnet20",
+        3000,
+        [
+            ("dense, lr 0.02", "", "resnet20, SGD", 0.0),
+            ("dense, lr 0.05", "dense", "", 0.05),
+            ("`saving=50`, lr 0.02", "", "resnet20, SGD", 50.0),
+            ("momentum 0.5, lr 0.1", "", "resnet20, SGD 0.5", 50.0),
+            ("`momentum_masking=True`, lr 0.02", "", "resnet20, SGD masked", 50.0),
+            ("`momentum_masking=True`, lr 0.05", "SGD's momentum, masked", "", 0.05),
+            ("`momentum_masking=True`, lr 0.1", "SGD's momentum, masked", "", 0.1),
+        ],
+    )
+
+
+def by_seed(model: str, steps: int, ways: Sequence[Way]) -> str:
+    """Accuracy of a model, seed by seed."""
     curve = {run["key"]: run for run in runs("saving-curves.jsonl")}
     learners = {each.name: each for each in curves.IMAGES}
-    ways: list[tuple[str, str, str, float]] = [  # words, learner or method, its saving or learning rate
-        ("dense, lr 0.05", "", "convnet, SGD", 0.0),
-        ("dense, lr 0.1", "dense", "", 0.1),
-        ("`saving=50`, lr 0.05", "", "convnet, SGD", 50.0),
-        ("momentum 0.5, lr 0.25", "", "convnet, SGD 0.5", 50.0),
-        ("momentum 0.5, lr 0.25, `momentum_masking=True`", "", "convnet, SGD 0.5 masked", 50.0),
-        ("`momentum_masking=True`, lr 0.05", "", "convnet, SGD masked", 50.0),
-        ("`momentum_masking=True`, lr 0.1", "SGD's momentum, masked", "", 0.1),
-        ("`momentum_masking=True`, lr 0.2", "SGD's momentum, masked", "", 0.2),
-        ("the same at lr 0.1, `saving=25`", "masked, saving 25", "", 0.1),
-        ("the same at lr 0.05, `lr_ratio=True`", "masked, lr ratio", "", 0.05),
-        ("`momentum=0.9` in the strategy, none in the optimizer, lr 0.05", "momentum correction", "", 0.05),
-        ("batch norm: dense, lr 0.05", "", "batch-norm convnet, SGD", 0.0),
-        ("batch norm: `momentum_masking=True`, lr 0.05", "", "batch-norm convnet, SGD masked", 50.0),
-        ("weight decay 0.0005: dense, lr 0.05", "", "convnet, SGD decay", 0.0),
-        ("weight decay 0.0005: `momentum_masking=True`, lr 0.05", "", "convnet, SGD decay masked", 50.0),
-    ]
     rows = []
     for words, method, name, value in ways:
-        keys = (curves.run_key(learners[name], 10_000, value, seed) for seed in range(3)) if name else ()
-        known = tried("convnet", 10_000, value, method) if method else [curve[key] for key in keys if key in curve]
+        keys = (curves.run_key(learners[name], steps, value, seed) for seed in range(3)) if name else ()
+        known = tried(model, steps, value, method) if method else [curve[key] for key in keys if key in curve]
         rows.append({"": words, "accuracy, %": ", ".join(f"{run['accuracy']:.2f}" for run in known)})
     return filled_only(rows)
 
@@ -576,6 +605,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "momentum": momentum,
     "masking": masking,
     "longest": longest,
+    "longest-resnet": longest_resnet,
     "newer": newer,
     "wires": wires,
     "beta1": beta1,

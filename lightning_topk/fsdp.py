@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -47,7 +48,7 @@ from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import ExchangeState
-from lightning_topk.runtime.units import Unit, at_end_of_backward, units_of
+from lightning_topk.runtime.units import EndOfBackward, Unit, units_of
 
 # ------------------------------------------------------------------------------------------------ the state
 
@@ -71,10 +72,9 @@ class ShardState(ExchangeState):
         self.device = units[0].device
         self._units, self._replicas = units, replicas
         sharded = {name for unit in units for name in unit.names.values()}
-        self._strangers = {name for name in names_of(model).values() if name not in sharded}  # all are frozen
+        self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
         self._trained: set[Tensor] = set()  # in the last pass
-        self._whole: Sequence[Tensor] = ()  # what is not compressed
-        self._stop = at_end_of_backward(model, self._end_pass)
+        self._end = EndOfBackward(model, self._end_pass)
         self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
@@ -83,14 +83,13 @@ class ShardState(ExchangeState):
 
     def name(self, names: Mapping[Tensor, str]) -> None:
         """Learns the names of the parameters, see :meth:`lightning_topk.runtime.buckets.BucketSettings.name`."""
-        self._whole = _copied_inside(self, self._units)
         self._trained = {member for unit in self._units for member in unit.trained}
-        self.buckets.name(names, self._whole)
+        self.buckets.name(names, _copied_inside(self, self._units))
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients are exchanged while they are trained, as the model has them between passes."""
-        return [unit.sharded(member) for member, unit in self._unit_of.items()]
+        """The parameters whose gradients are exchanged, as the model has them between two passes."""
+        return [unit.sharded(member) for unit in self._units for member in unit.trained]
 
     @override
     def known_as(self, member: Tensor) -> Tensor:
@@ -125,6 +124,9 @@ class ShardState(ExchangeState):
         if not self._buckets:
             self._follow_trained()
             self.begin_pass()
+            in_autograd = torch._C._current_graph_task_id() != -1  # else the user finalises backward: torch 2.15
+            if not self._end.is_seen(unit) and in_autograd:
+                Variable._execution_engine.queue_callback(self._end_pass)
         self._fit(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {unit} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
@@ -144,11 +146,27 @@ class ShardState(ExchangeState):
         self.telemetry.meter.bytes["intra_node"] += unit.node_bytes(g)
 
     def _follow_trained(self) -> None:
-        """Has the amounts follow what is trained, if parameters were frozen or unfrozen."""
+        """Has the amounts follow what is trained, if parameters were frozen or unfrozen.
+
+        Raises:
+            ValueError: A parameter is trained that this state does not exchange.
+        """
+        unfrozen = [name for name, parameter in self._strangers.items() if parameter.requires_grad]
+        if unfrozen:
+            raise ValueError(
+                f"the parameter {unfrozen[0]!r} (one of {len(unfrozen)}) was unfrozen, but nobody reduces its "
+                "gradient. Shard it by fully_shard before attach, or attach again."
+            )
         trained = {member for unit in self._units for member in unit.trained}
-        if trained != self._trained:
-            self._trained = trained
-            self.buckets.name(self.names, self._whole)
+        if trained == self._trained:
+            return
+        self._trained = trained
+        whole, compressed = _copied_inside(self, self._units), self.buckets.compressed
+        if compressed is not None and not trained.isdisjoint(compressed):
+            try:
+                self.buckets.name(self.names, whole)
+            except ValueError as error:  # of settings that were right for what was trained at first
+                self._say(f"lightning_topk: {error} Until then the density stays as it is.")
 
     def _fit(self, bucket: Bucket, g: Tensor) -> None:
         """Gives the stand-ins the dtype and device of the gradient, which FSDP decides at the first forward pass."""
@@ -184,7 +202,7 @@ class ShardState(ExchangeState):
 
     @override
     def close(self) -> None:
-        self._stop()
+        self._end.stop()
         for unit in self._units:
             unit.stop()
         super().close()
@@ -291,7 +309,8 @@ def attach(
     check_parameters(model)
     check_settings(config, model, optimizer is not None)
     residuals = residuals or Residuals()
-    units = units_of(model, residuals.stand_ins)
+    # What is frozen may be a part of two models. It is left to the first of them.
+    units = [unit for unit in units_of(model, residuals.stand_ins) if unit.trained or not _has_hook(unit)]
     _check_group(units, replicas)
     _check_hooks(units)
     with device_of(model):
@@ -327,9 +346,14 @@ def attach(
 def _check_hooks(units: Sequence[Unit]) -> None:
     """Refuses units whose gradients go to another hook."""
     for unit in units:
-        user = getattr(getattr(unit.hook, "func", None), "__self__", None)
-        if unit.hook is not None and not (isinstance(user, ShardState) and user.groups is None):
+        if _has_hook(unit):
             raise RuntimeError(f"FSDP calls a hook with the gradient of {unit} already. Close the earlier state first.")
+
+
+def _has_hook(unit: Unit) -> bool:
+    """Whether FSDP calls a hook with a unit's gradients, other than that of a state that was closed."""
+    user = getattr(getattr(unit.hook, "func", None), "__self__", None)
+    return unit.hook is not None and not (isinstance(user, ShardState) and user.groups is None)
 
 
 def _check_replicas(model: torch.nn.Module, units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
@@ -402,7 +426,7 @@ def _copied_inside(state: ShardState, units: Sequence[Unit]) -> list[Tensor]:
             ]
             if math.prod(sizes) < state.node_size:
                 found.append(member)
-    if found and state.config.momentum and state.config.compresses:
+    if any(member.requires_grad for member in found) and state.config.momentum and state.config.compresses:
         raise ValueError(
             f"momentum={state.config.momentum!r} corrects what a worker keeps, but {len(found)} parameters, of which "
             "a node has several copies, are exchanged whole. Use the optimizer's own momentum."

@@ -366,24 +366,35 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(groups):
 
 
 class Thawing(Frozen):
-    """Unfreezes its first layer where that is too late."""
+    """Unfreezes its first layer before the loss is computed, where that is too late, or after."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self._before = before
 
     def on_train_epoch_start(self):
         pass
 
     def training_step(self, batch, index):
-        self.net[0].requires_grad_(index > 0)
-        return super().training_step(batch, index)
+        if self._before:
+            self.net[0].requires_grad_(index > 0)
+        loss = super().training_step(batch, index)
+        if not self._before:
+            self.net[0].requires_grad_(True)
+        return loss
 
 
-def unfrozen_too_late(rank: int, world: int) -> None:
+def unfrozen_inside(rank: int, world: int) -> None:
     warnings.simplefilter("ignore")
     with pytest.raises(RuntimeError, match="training_step unfroze a parameter"):
-        trainer_of(rank, world, "topk", {}, {}, ratio=0.1).fit(Thawing())
+        trainer_of(rank, world, "topk", {}, {}, ratio=0.1).fit(Thawing(before=True))
+    trainer = trainer_of(rank, world, "topk", {}, {}, ratio=0.1)
+    trainer.fit(Thawing(before=False))
+    assert trainer.global_step > 2
 
 
 def test_a_training_step_that_unfreezes_a_layer_is_refused(groups):
-    groups(2).run(unfrozen_too_late)
+    groups(2).run(unfrozen_inside)
 
 
 class Steps(Callback):

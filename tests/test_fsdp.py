@@ -284,6 +284,61 @@ def thawed(rank: int, world: int) -> None:
     assert rank or "branch.weight" in kept["parameters"]
 
 
+def outside(rank: int, world: int) -> None:
+    """FSDP's root is a module around the model, whose parts are trained in turn, most of them uncompressed at times."""
+    mesh = mesh_of(2, 2)
+    net = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    for part in (*net, net):
+        fully_shard(part, mesh=mesh["shard"])
+    outer = fully_shard(nn.Sequential(net, nn.Tanh()), mesh=mesh["shard"])
+    state = attach(net, process_group=mesh["replicate"], saving=20, dense_parameters="1.bias", optimizer=list)
+    watched, steps = Watched(state), []
+    for step in range(6):
+        net[0].requires_grad_(step % 2 == 0)
+        outer(torch.randn(4, 12)).square().mean().backward()
+        steps.append(state.residuals.progress.steps)
+    watched.check()
+    state.close()
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_pass_ends_with_fsdps_root_though_that_is_outside_and_amounts_bear_what_is_frozen(groups):
+    groups(4).run(outside)
+
+
+class Beside(nn.Module):
+    """A frozen layer that is sharded, one that is not, and a head."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.plain, self.base, self.head = nn.Linear(12, 12), base, nn.Linear(12, 3)
+        self.plain.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.base(self.plain(x)))
+
+
+def shared(rank: int, world: int) -> None:
+    mesh, base = mesh_of(2, 2), nn.Linear(12, 12).requires_grad_(False)
+    fully_shard(base, mesh=mesh["shard"])
+    nets = [Beside(base) for _ in range(2)]
+    for net in nets:
+        fully_shard(net.head, mesh=mesh["shard"])
+    states = [attach(net, process_group=mesh["replicate"], ratio=0.1) for net in nets]
+    for net in nets:
+        net(torch.randn(4, 12)).square().mean().backward()
+    assert [state.residuals.progress.steps for state in states] == [1, 1]
+    nets[0].plain.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'plain\.\w+' \(one of 2\) was unfrozen, but nobody reduces its gradient"):
+        nets[0](torch.randn(4, 12)).square().mean().backward()
+    for state in states:
+        state.close()
+
+
+def test_two_models_may_share_a_frozen_module_and_what_is_not_sharded_stays_frozen(groups):
+    groups(4).run(shared)
+
+
 def test_layers_that_are_unfrozen_later_learn_as_with_torchs_hybrid_sharding(groups):
     groups(4).run(thawed)
 
@@ -858,7 +913,9 @@ def of_one_file(rank: int, world: int, folder: str) -> None:
     save_shards(state, Path(folder))
     load_shards(state, Path(folder))
     resumed = state.residuals.progress.steps
-    load_shards(state, Path(folder) / "consolidated")
+    one = Path(folder) / "consolidated"
+    one.touch()
+    load_shards(state, one)
     begun = state.residuals.progress.steps
     state.close()
     assert (resumed, begun) == (2, 0)

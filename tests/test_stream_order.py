@@ -247,7 +247,7 @@ class Shards:
         self.stream, self.device = gpu.current, CUDA
         self.bucket = lambda g: tuple(self.members)
         self.sharded = lambda member: member
-        self.node_bytes = lambda g: 0
+        self.node_bytes, self.root = lambda g: 0, None
         self.stop = lambda: None
 
 

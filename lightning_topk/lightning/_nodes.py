@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -108,8 +109,10 @@ def save_shards(state: ShardState, checkpoint: Path) -> None:
 
 
 def load_shards(state: ShardState, checkpoint: Path) -> None:
-    """Goes on with residuals that :func:`save_shards` saved, or with zeros where there are none. A collective."""
-    if not (checkpoint / KEY).is_dir():
+    """Goes on with residuals that :func:`save_shards` saved; with zeros if all is one file. A collective."""
+    one_file = [checkpoint.is_file()]
+    dist.broadcast_object_list(one_file)
+    if one_file[0]:
         rank_zero_info(
             f"lightning_topk starts with zero residuals: {checkpoint} is one file, made of a folder in which they are."
         )

@@ -126,11 +126,7 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the module's training step; first rebuilds DDP if a parameter was unfrozen.
-
-        Raises:
-            RuntimeError: The training step itself unfroze one, whose first gradient would not be exchanged.
-        """
+        """Runs the module's training step; first rebuilds DDP if a parameter was unfrozen."""
         state, model = self.topk_state, self.model
         if state is not None and any(parameter.requires_grad for parameter in self._frozen):
             # DDP never synchronises parameters that were frozen when it was built: they would differ between ranks.
@@ -141,15 +137,23 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
                 self.configure_ddp()
                 assert self.topk_state is not None
                 self.topk_state.follow(state)
-        frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
-        result = super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Refuses a gradient that DDP did not synchronise.
+
+        Raises:
+            RuntimeError: ``training_step`` unfroze a parameter before its backward pass.
+        """
+        super().post_backward(closure_loss)
         synchronised = getattr(self.model, "require_backward_grad_sync", True)  # else the next step rebuilds DDP
-        if self.topk_state is not None and synchronised and any(parameter.requires_grad for parameter in frozen):
+        alone = (parameter for parameter in self._frozen if parameter.requires_grad)
+        if self.topk_state is not None and synchronised and any(parameter.grad is not None for parameter in alone):
             raise RuntimeError(
                 "training_step unfroze a parameter: its gradient would stay different on every rank. Unfreeze it "
                 "before, in on_train_batch_start or on_train_epoch_start."
             )
-        return result
 
     @override
     def _register_ddp_hooks(self) -> None:

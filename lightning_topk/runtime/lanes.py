@@ -219,7 +219,7 @@ class StreamLane(Lane):
 
     @override
     def promise(self) -> tuple[Future, Future]:
-        # Gradients of several buckets may be computed on several streams, and be submitted together.
+        # Here, and not in `submit`: gradients of several buckets are submitted together, but may be of several streams.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future = torch.futures.Future(devices=[self._device])  # ``submit`` itself raises errors
         return done, done
@@ -227,7 +227,6 @@ class StreamLane(Lane):
     @override
     def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
         """Runs a job; its futures record the side stream, so that a wait for them is a wait on the GPU."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for future, result in zip(promised, finish(job), strict=True):
                 future.set_result(result)

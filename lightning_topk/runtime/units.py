@@ -148,6 +148,11 @@ class Unit:
         return device
 
     @property
+    def root(self) -> Any:
+        """FSDP's state of the module whose forward pass this unit is a part of."""
+        return self.module._get_fsdp_state()._state_ctx.all_states[0]
+
+    @property
     def hook(self) -> Any:
         """What FSDP calls with each reduced gradient; None if nothing."""
         return self._group._all_reduce_hook
@@ -157,7 +162,7 @@ class Unit:
         self.module.set_all_reduce_hook(hook, stream=stream)
 
     def later_divided_by(self, stand_in: Tensor) -> float:
-        """By what FSDP divides the hook's result: so sums of small floats do not overflow, or the user wants sums.
+        """By what FSDP divides the hook's result: that of float16, which could overflow, or where it only sums.
 
         Residuals have the hook's units; in a checkpoint they have the gradient's.
         """
@@ -218,33 +223,50 @@ def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
     return [unit for unit in units if unit.stand_ins and tuple(unit.ranks) in meshes]
 
 
-def at_end_of_backward(model: torch.nn.Module, ended: Callable[[], None]) -> Callable[[], None]:
-    """Has FSDP call back when a backward pass has ended; returns what stops that.
+class EndOfBackward:
+    """Has FSDP call back when a backward pass has ended.
 
     Autograd's own callbacks come too early where activations are checkpointed with ``use_reentrant=True``: each block
-    is then a backward pass inside the other.
+    is then a backward pass inside the other. FSDP calls the last callback of the root alone, which may be outside the
+    model, and is known after a forward pass.
+
+    Args:
+        model: The model.
+        ended: Is called.
     """
-    name, parts = "_root_post_backward_final_callback", set[Any]()
-    parts.update(module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
-    watched = True
 
-    def after(last: Callable[[], None]) -> None:
+    _NAME = "_root_post_backward_final_callback"
+
+    def __init__(self, model: torch.nn.Module, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._parts: dict[Any, partial[None]] = {}  # what they call now; two models may share some
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._watch(module._get_fsdp_state())
+
+    def is_seen(self, unit: Unit) -> bool:
+        """Whether the end of the pass that has just exchanged the gradient of a unit will be seen; the next will be."""
+        root = unit.root
+        seen = root in self._parts
+        self._watch(root)
+        return seen
+
+    def stop(self) -> None:
+        """Ends that."""
+        for part, callback in self._parts.items():
+            if getattr(part, self._NAME) is callback:
+                setattr(part, self._NAME, callback.args[0])  # what it called before
+        self._parts = {}
+
+    def _watch(self, part: Any) -> None:
+        if part not in self._parts:
+            self._parts[part] = partial(self._after, getattr(part, self._NAME))
+            setattr(part, self._NAME, self._parts[part])
+
+    def _after(self, last: Callable[[], None]) -> None:
         last()
-        others = any(part._state_ctx.post_backward_final_callback_queued for part in parts)  # of other roots
-        if watched and not others:
-            ended()
-
-    for part in parts:
-        setattr(part, name, partial(after, getattr(part, name)))
-
-    def stop() -> None:
-        nonlocal watched
-        if watched:
-            watched = False
-            for part in parts:
-                delattr(part, name)
-
-    return stop
+        if self._parts and not any(part._state_ctx.post_backward_final_callback_queued for part in self._parts):
+            self._ended()
 
 
 def _check_mesh(group: Any, name: str) -> None:
