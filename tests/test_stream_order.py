@@ -246,8 +246,9 @@ class Shards:
         self.partial = self.sums = False
         self.stream, self.device = gpu.current, CUDA
         self.bucket = lambda g: tuple(self.members)
-        self.sharded = lambda member: member
-        self.node_bytes, self.root = lambda g: 0, None
+        sharded = {member: mock.Mock(device_mesh=torch.empty(()), placements=()) for member in self.members}
+        self.sharded = sharded.__getitem__
+        self.node_bytes, self.root = lambda g: 0, mock.Mock()
         self.stop = lambda: None
 
 
@@ -264,7 +265,7 @@ def test_exchanges_of_shards_are_ordered_and_what_backward_does_not_hide_is_time
     given = dict.fromkeys(("timeout", "residuals", "epoch", "optimizers", "scaler", "announce"))
     state = fsdp.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
-        state.buckets.name({member: name for unit in units for member, name in unit.names.items()})
+        state.name({member: name for unit in units for member, name in unit.names.items()})
         run = state._exchanger.run
         monkeypatch.setattr(state._exchanger, "run", lambda batch, lane: (batches.append(batch), run(batch, lane))[1])
         state.timing, hooks = True, state.lane(CUDA).stream
