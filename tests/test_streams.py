@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,6 +167,13 @@ def test_a_model_on_several_devices_is_refused():
         check_parameters(net)
     net[1].requires_grad_(False)
     check_parameters(net)
+
+
+def test_an_optimizer_that_steps_during_backward_is_refused():
+    net = nn.Linear(3, 3)
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"'weight' has an optimizer in backward .* Step the optimizer after backward"):
+        check_parameters(net)
 
 
 class OnCpu(TorchDispatchMode):

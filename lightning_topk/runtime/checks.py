@@ -101,10 +101,11 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_parameters(module: torch.nn.Module) -> None:
-    """Refuses parameters whose gradients top-k cannot order.
+    """Refuses parameters whose gradients top-k cannot order, or that DDP would hand to another hook.
 
     Raises:
-        ValueError: A trainable parameter is not of a real floating-point dtype, or they are on several devices.
+        ValueError: A trainable parameter is not of a real floating-point dtype, or they are on several devices; or an
+            optimizer steps during backward.
     """
     devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
     if len(devices) > 1:
@@ -117,6 +118,11 @@ def check_parameters(module: torch.nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point gradients can be exchanged. "
                 "Freeze it, or use a real floating-point dtype."
+            )
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"parameter {name!r} has an optimizer in backward (_apply_optimizer_in_backward), for which DDP needs "
+                "the model's one comm hook. Step the optimizer after backward."
             )
 
 
