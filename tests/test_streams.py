@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from unittest import mock
@@ -153,6 +155,29 @@ def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
     assert not lane.close()
     collective.is_completed.return_value = True
     assert lane.close()
+
+
+ENDS_WHILE_TORCH_CALLS_BACK = """
+import time
+import torch
+from lightning_topk.runtime.lanes import ThreadLane
+
+def job():
+    yield from ()
+    return [torch.zeros(1)]
+
+lane = ThreadLane()
+promised, _ = lane.promise()
+promised.then(lambda future: [time.sleep(0.001) for _ in range(500)])
+lane.submit(job(), [promised])
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.process
+def test_a_process_ends_well_while_the_lane_is_at_work():
+    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_TORCH_CALLS_BACK], timeout=120)
+    assert ended.returncode == 0
 
 
 def test_a_lane_of_a_gpu_comes_before_the_kernels_of_backward():

@@ -10,9 +10,11 @@ the timing; and since the thread waits for the older exchange only, that one alw
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,6 +108,7 @@ class ThreadLane(Lane):
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
         self._thread: threading.Thread | None = None
+        _THREADED.add(self)
 
     def _run(self) -> None:
         """Begins the next job if it is there and has room; else takes the oldest one in progress a step further."""
@@ -194,6 +197,7 @@ class ThreadLane(Lane):
 
     @override
     def close(self) -> bool:
+        _THREADED.discard(self)
         with self._lock:
             thread = self._thread
             if thread is not None:
@@ -201,6 +205,17 @@ class ThreadLane(Lane):
         if thread is not None:
             thread.join(timeout=PATIENCE)
         return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
+
+
+_THREADED = weakref.WeakSet[ThreadLane]()
+"""Lanes that were not closed."""
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Waits for jobs in progress: Python ends daemon threads, and one that is inside torch then aborts the process."""
+    for lane in list(_THREADED):
+        lane.close()
 
 
 class StreamLane(Lane):
