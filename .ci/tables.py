@@ -564,6 +564,7 @@ def longest_resnet() -> str:
         3000,
         [
             ("dense, lr 0.02", "", "resnet20, SGD", 0.0),
+            ("dense, lr 0.01", "dense", "", 0.01),
             ("dense, lr 0.05", "dense", "", 0.05),
             ("`saving=50`, lr 0.02", "", "resnet20, SGD", 50.0),
             ("momentum 0.5, lr 0.1", "", "resnet20, SGD 0.5", 50.0),
