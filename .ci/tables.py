@@ -21,7 +21,8 @@ from typing import Any
 from lightning_topk.lab.bench.race import RACERS
 from lightning_topk.lab.papers import curves
 from lightning_topk.lab.papers.learning import METHODS, OURS, TASKS, Task, run_key
-from lightning_topk.lab.report import Result, draw, markdown, spread
+from lightning_topk.lab.report import Result, draw, markdown
+from lightning_topk.planning.quality import Point
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
@@ -235,10 +236,11 @@ def gpu_bytes() -> str:
 
 
 def seeds(values: Sequence[float], style: str, unit: str = "") -> str:
-    """Mean and half the range of several seeds, or the value of one."""
-    if len(values) == 1:
-        return f"{values[0]:{style}}{unit} (1 seed)"
-    return f"{spread([*values], style)}{unit}" if values else ""
+    """Mean and standard error of several seeds, or the value of one."""
+    if not values:
+        return ""
+    error = f" ± {stdev(values) / math.sqrt(len(values)):{style}}" if len(values) > 1 else ""
+    return f"{mean(values):{style}}{error}{unit}" + " (1 seed)" * (len(values) == 1)
 
 
 def filled_only(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -258,91 +260,138 @@ def learning(peers: bool = True) -> str:
 
     def shown(task: Task, name: str) -> str:
         measured = [run["held" if task.text else "accuracy"] for run in quality(task, name)]
-        return spread(measured, ".3f") if task.text else spread(measured, ".2f") + " %"
+        return seeds(measured, ".3f") if task.text else seeds(measured, ".2f", " %")
 
     rows = []
     small = () if peers else (("mlp", 2), ("mlp", 8))
     for task in (each for each in TASKS if each.steps == 300 and (each.model, each.workers) not in small):
         dense, ours = (mean(r["held" if task.text else "accuracy"] for r in quality(task, n)) for n in ("dense", OURS))
-        gap = 100 * (ours / dense - 1) if task.text else dense - ours
-        words = f"{abs(gap):.1f} %" if task.text else f"{abs(gap):.2f}"
-        words = words + (" behind" if gap > 0 else " ahead")
+        name = names.get(task.model, task.model.replace("mlp", "MLP"))
+        if peers or task.workers != 8:
+            name += f", {task.workers} workers"
         row = {
-            "model, simulated workers": f"{names.get(task.model, task.model.replace('mlp', 'MLP'))}, {task.workers}"
-            + " (loss)" * task.text,
+            "model": f"{name} (loss)" if task.text else name,
             "dense": shown(task, "dense"),
             "`saving=50`": shown(task, OURS),
-            "difference": f"**{words}**" if gap > 1 else words,
+            "difference": behind(100 * (ours / dense - 1), " %") if task.text else behind(dense - ours),
         }
         for peer in ("unidirectional", "all-gather") if peers else ():
             row[peer] = shown(task, peer)
-        power = quality(task, "PowerSGD 1")
-        row["PowerSGD 1 (its saving)"] = f"{shown(task, 'PowerSGD 1')} ({power[0]['dense'] / power[0]['bytes']:.0f}x)"
+        if peers:
+            power = quality(task, "PowerSGD 1")[0]
+            row["PowerSGD 1 (its saving)"] = f"{shown(task, 'PowerSGD 1')} ({power['dense'] / power['bytes']:.0f}x)"
         rows.append(row)
-    return markdown(rows if peers else rows + longest_on_images())
+    if peers:
+        return markdown(rows)
+    return markdown([{**row, "model": f"{row['model']}, 300 steps"} for row in rows] + longest_on_images())
 
 
 def longest_on_images() -> list[dict[str, str]]:
-    """The rows of the longest runs on images."""
+    """The rows of the longest runs on images: the seeds that dense training has too."""
     found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    learners = {each.name: each for each in curves.IMAGES}
     rows = []
     for name, words, steps in (
-        ("convnet, SGD", "convnet, 8", 10_000),
-        ("convnet, SGD 0.5", "same, momentum 0.5", 10_000),
-        ("convnet, SGD masked", "same, `momentum_masking=True`", 10_000),
-        ("resnet20, SGD", "ResNet-20, 8", 3000),
-        ("resnet20, SGD masked", "same, `momentum_masking=True`", 3000),
+        ("convnet, SGD", "convnet on CIFAR-10, SGD", 10_000),
+        ("convnet, SGD 0.5", "convnet, SGD, momentum 0.5", 10_000),
+        ("convnet, AdamW", "convnet, AdamW", 3000),
+        ("resnet20, SGD", "ResNet-20, SGD", 3000),
+        ("resnet20, SGD masked", "ResNet-20, SGD, `momentum_masking=True`", 3000),
+        ("resnet20, AdamW", "ResNet-20, AdamW", 3000),
     ):
-        learner = next(each for each in curves.IMAGES if each.name == name)
-        held = {0: curves.baseline(learner), 50: learner}
+        held = {0: curves.baseline(learners[name]), 50: learners[name]}
         both = [[found.get(curves.run_key(held[saving], steps, saving, n)) for saving in held] for n in range(3)]
         pairs = [pair for pair in both if all(pair)]
-        dense, ours = ([run["accuracy"] for run in each] for each in zip(*pairs, strict=True))
-        gap = mean(dense) - mean(ours)
-        shown = f"{abs(gap):.2f} {'behind' if gap > 0 else 'ahead'}"
-        row = {"model, simulated workers": f"{words} ({steps:,} steps)", "dense": seeds(dense, ".2f", " %")}
-        row |= {"`saving=50`": seeds(ours, ".2f", " %"), "difference": f"**{shown}**" if gap > 1 else shown}
-        rows.append(row)
-    ours = [run["accuracy"] for run in tried("resnet20", 3000, 0.05, "SGD's momentum, masked")]
-    gap = mean(dense) - mean(ours)  # to all three seeds, as in the last row
-    row = {"model, simulated workers": "same, at lr 0.05 instead of 0.02 (3,000 steps)", "dense": rows[-1]["dense"]}
-    shown = f"{abs(gap):.2f} {'behind' if gap > 0 else 'ahead'}"
-    return [*rows, row | {"`saving=50`": seeds(ours, ".2f", " %"), "difference": shown}]
+        if pairs:
+            dense, ours = ([run["accuracy"] for run in each] for each in zip(*pairs, strict=True))
+            row = {"model": f"{words}, {steps:,} steps", "dense": seeds(dense, ".2f", " %")}
+            rows.append(row | {"`saving=50`": seeds(ours, ".2f", " %"), "difference": behind(mean(dense) - mean(ours))})
+    return rows
+
+
+def behind(gap: float, unit: str = "") -> str:
+    """A gap to dense training in words; in bold if it is above 1."""
+    words = f"{abs(gap):.2f}{unit} {'behind' if gap > 0 else 'ahead'}"
+    return f"**{words}**" if gap > 1 else words
 
 
 def saving_curves() -> str:
     """The gap to dense training, by model, optimizer, length and saving."""
-    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    rows = []
-    learners = (*curves.LEARNERS, *curves.IMAGES)
-    savings = sorted(curves.SAVINGS)
-    points = curves.gaps(learners, curves.LENGTHS, savings, 3, found)
-    for learner in learners:
+    points, rows = measured_points(), []
+    for learner in (*curves.LEARNERS, *curves.IMAGES):
+        unit = "% of the loss" if learner.text else "points"
         for steps in curves.LENGTHS:
-            mine = {saving: points.get((learner.name, steps, saving)) for saving in savings}
-            if any(mine.values()):
-                unit = "% of the loss" if learner.text else "points"
-                cells = {f"{saving:g}x": str(point or "") for saving, point in mine.items()}
-                rows.append({"model, optimizer": f"{learner.name} ({unit})", "steps": f"{steps:,}"} | cells)
-    return filled_only(rows)
+            cells = {f"{saving:g}x": points.get((learner.name, steps, saving)) for saving in sorted(curves.SAVINGS)}
+            shown = {head: str(point or "") for head, point in cells.items()}
+            rows.append({"model, optimizer": f"{learner.name} ({unit})", "steps": f"{steps:,}"} | shown)
+    return markdown([row for row in rows if any([*row.values()][2:])])
+
+
+def measured_points() -> dict[tuple[str, int, float], Point]:
+    """The gap to dense training of each learner, length and saving of ``saving-curves.jsonl``."""
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    return curves.gaps((*curves.LEARNERS, *curves.IMAGES), curves.LENGTHS, sorted(curves.SAVINGS), 3, found)
 
 
 def how_far() -> str:
-    """The largest saving that ends within 1 point or 1 % of dense training, by model and length of the run."""
-    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    learners, savings = (*curves.LEARNERS, *curves.IMAGES), sorted(curves.SAVINGS)
-    points = curves.gaps(learners, curves.LENGTHS, savings, 3, found)
-    rows = []
-    for learner in learners:
+    """The largest saving that is near to dense training, and the next one, by model and length of the run."""
+    points, rows = measured_points(), []
+    for learner in (*curves.LEARNERS, *curves.IMAGES):
         row = {"model, optimizer": learner.name}
         for steps in curves.LENGTHS:
-            mine = {s: points[key] for s in savings if (key := (learner.name, steps, s)) in points}
-            within = [saving for saving, _ in takewhile(lambda each: each[1].gap <= 1, mine.items())]
-            shown = within[-1] if within else next(iter(mine), 0)
-            words = f"{shown:g}x ({mine[shown]})" if within else f"none ({shown:g}x: {mine[shown]})" if mine else ""
-            row[f"{steps:,} steps"] = words.replace(" (1 seed)", "")
-        if len({*row.values()} - {""}) > 1:
-            rows.append(row)
+            mine = {s: points[key] for s in sorted(curves.SAVINGS) if (key := (learner.name, steps, s)) in points}
+            near = [*takewhile(lambda each: each[1].gap + each[1].shown_error <= 1, mine.items())]
+            words = [f"**{saving:g}x** ({point})" for saving, point in near[-1:]]
+            words += [f"not {saving:g}x ({point})" for saving, point in [*mine.items()][len(near) :][:1]]
+            row[f"{steps:,} steps"] = "; ".join(words)
+        rows.append(row)
+    return filled_only(rows)
+
+
+ADVICE: dict[str, tuple[str, Sequence[tuple[str, str, int, int]]]] = {
+    "text, AdamW": (
+        "the defaults",
+        [("GPT", "gpt, AdamW", 3000, 50), ("LSTM", "char lstm, AdamW", 3000, 50)],
+    ),
+    "the same, a slow link, 10,000 steps or more": (
+        "`saving=200`",
+        [("GPT", "gpt, AdamW", 10_000, 200), ("LSTM", "char lstm, AdamW", 10_000, 200)],
+    ),
+    "text, SGD with momentum 0.9": (
+        "momentum 0.5 at five times the learning rate",
+        [("GPT", "gpt, SGD 0.5", 1000, 50), ("LSTM", "char lstm, SGD 0.5", 1000, 50)],
+    ),
+    "a perceptron, SGD or AdamW": (
+        "the defaults",
+        [("wide MLP, SGD", "wide mlp, SGD", 1000, 50), ("AdamW", "wide mlp, AdamW", 1000, 50)],
+    ),
+    "a convolutional net, AdamW": (
+        "the defaults",
+        [("convnet", "convnet, AdamW", 3000, 50), ("ResNet-20", "resnet20, AdamW", 3000, 50)],
+    ),
+    "a convolutional net, SGD with momentum 0.9, up to 10 epochs": (
+        "`momentum_masking=True`",
+        [("convnet", "convnet, SGD masked", 3000, 50), ("ResNet-20", "resnet20, SGD masked", 3000, 50)],
+    ),
+    "the same, more than 20 epochs": (
+        "momentum 0.5 at five times the learning rate",
+        [("convnet", "convnet, SGD 0.5", 10_000, 50)],
+    ),
+    "the same with batch norm": ("the defaults", [("convnet", "batch-norm convnet, SGD", 10_000, 50)]),
+}
+"""What to set, by kind of run; and the runs that say so: their name, learner, steps and saving."""
+
+
+def advice() -> str:
+    """What to set, and how far from dense training runs that did so ended."""
+    points, rows = measured_points(), []
+    for run, (setting, shown) in ADVICE.items():
+        ended = [
+            f"{name} {points[key]}{' %' * key[0].startswith(curves.TEXT)} after {key[1]:,} steps"
+            for name, key in ((name, (learner, steps, saving)) for name, learner, steps, saving in shown)
+            if key in points
+        ]
+        rows.append({"your run": run, "set": setting, "how far behind dense training ours ended": "; ".join(ended)})
     return markdown(rows)
 
 
@@ -358,49 +407,45 @@ def law() -> str:
 
 
 def momentum() -> str:
-    """The loss of text after SGD with a momentum of 0.9 and of 0.5, at the same lr / (1 - momentum)."""
+    """What SGD with a momentum of 0.9 and of 0.5, at the same lr / (1 - momentum), costs text."""
     models = {"char lstm": "character LSTM", "gpt": "small GPT"}
-    ways = {"dense": ("SGD", 0.0), "`saving=50`": ("SGD", 50.0), "and momentum 0.5": ("SGD 0.5", 50.0)}
-    return markdown(ended(models, ways, "held", ".3f"))
+    return ways(models, {"`saving=50`": "SGD", "and momentum 0.5": "SGD 0.5"}, "held", ".3f")
 
 
 def images() -> str:
-    """Accuracy on images: with a smaller momentum of SGD, and with masking of it."""
+    """What ways to step with SGD cost images."""
     models = {"convnet": "convnet", "batch-norm convnet": "with batch norm", "resnet20": "ResNet-20"}
-    ways = {
-        "dense": ("SGD", 0.0),
-        "`saving=50`": ("SGD", 50.0),
-        "and momentum 0.5": ("SGD 0.5", 50.0),
-        "and `momentum_masking=True`": ("SGD masked", 50.0),
-        "both": ("SGD 0.5 masked", 50.0),
+    optimizers = {
+        "`saving=50`": "SGD",
+        "and momentum 0.5": "SGD 0.5",
+        "and `momentum_masking=True`": "SGD masked",
+        "both": "SGD 0.5 masked",
+        "AdamW instead": "AdamW",
     }
-    return filled_only(ended(models, ways, "accuracy", ".2f"))
+    return ways(models, optimizers, "accuracy", ".2f")
 
 
-def ended(models: dict[str, str], ways: dict[str, tuple[str, float]], what: str, style: str) -> list[dict[str, str]]:
-    """What runs of ``saving-curves.jsonl`` ended with, by model and length: mean ± standard error.
+def ways(models: Mapping[str, str], optimizers: Mapping[str, str], what: str, style: str) -> str:
+    """How far behind dense training of the same seeds models end with 50x, by length of the run and way to step.
 
     Args:
         models: How to name each.
-        ways: Optimizer and saving, by the head of the column.
-        what: The quality.
-        style: Of its number.
+        optimizers: Those of the learners, by the head of the column.
+        what: What dense training, with a momentum of 0.9, is measured by.
+        style: Of that number.
     """
-    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    points, found = measured_points(), {run["key"]: run for run in runs("saving-curves.jsonl")}
     learners = {each.name: each for each in (*curves.LEARNERS, *curves.IMAGES)}
     rows = []
     for model, words in models.items():
         for steps in curves.LENGTHS:
+            keys = [curves.run_key(learners[f"{model}, SGD"], steps, 0.0, seed) for seed in range(3)]
             row = {"model": words, "steps": f"{steps:,}"}
-            for way, (optimizer, saving) in ways.items():
-                learner = learners.get(f"{model}, {optimizer}")
-                keys = (curves.run_key(learner, steps, saving, seed) for seed in range(3)) if learner else ()
-                measured = [found[key][what] for key in keys if key in found]
-                error = f" ± {stdev(measured) / math.sqrt(len(measured)):{style}}" if len(measured) > 1 else " (1 seed)"
-                row[way] = f"{mean(measured):{style}}{error}" if measured else ""
-            if any(row[way] for way in [*ways][1:]):
-                rows.append(row)
-    return rows
+            row["dense"] = seeds([found[key][what] for key in keys if key in found], style)
+            cells = {head: points.get((f"{model}, {name}", steps, 50)) for head, name in optimizers.items()}
+            if any(cells.values()):
+                rows.append(row | {head: str(point or "") for head, point in cells.items()})
+    return filled_only(rows)
 
 
 def draw_saving_curves() -> None:
@@ -588,7 +633,7 @@ def by_seed(model: str, steps: int, ways: Sequence[Way]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "bench-hosts": lambda: steps("hosts", also="of them exchange", words="ms of a rank's CPU, by link"),
+    "bench-hosts": lambda: steps("hosts", also="of them exchange", words="CPU ms of a rank, by link"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", words="hidden, by link"),
     "bench-select": compress_step,
     "bench-wire": positions,
@@ -604,6 +649,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "learning-short": lambda: learning(peers=False),
     "saving-curves": saving_curves,
+    "advice": advice,
     "how-far": how_far,
     "law": law,
     "images": images,

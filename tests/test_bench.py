@@ -232,7 +232,7 @@ def test_missing_extras_are_named_before_work_begins(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for words in (["bench", "wire", "--plot", "x.png"], ["reproduce", "saving"], ["simulate"]):
         monkeypatch.setattr(sys, "argv", ["lightning_topk", *words])
-        with pytest.raises(SystemExit, match=r"this needs matplotlib, which is not installed: pip install"):
+        with pytest.raises(SystemExit, match=r"this needs matplotlib, which is not installed: pip install matplotlib"):
             __main__.main()
 
 

@@ -135,10 +135,11 @@ def test_what_plans_say_of_quality_is_that_of_the_committed_runs():
     runs = map(json.loads, (ROOT / "examples" / "reproduced" / "saving-curves.jsonl").read_text().splitlines())
     learners = (*curves.LEARNERS, *curves.IMAGES)
     points = curves.gaps(learners, curves.LENGTHS, curves.SAVINGS, 3, {run["key"]: run for run in runs})
-    samples = curves.samples(points)
-    assert max(steps for name, steps, _ in points if name in samples) == quality.LONGEST
-    found = {name: quality.enough(pairs) for name, pairs in samples.items()}
-    assert found == pytest.approx(quality.ENOUGH, rel=0.05)
+    learned = curves.by_learner(points)
+    assert max(steps for name, steps, _ in points if name in learned) == quality.LONGEST
+    assert learned.keys() == quality.ENOUGH.keys()
+    for name, told in quality.ENOUGH.items():
+        assert quality.enough(learned[name]) == pytest.approx(told, rel=0.05), name
 
 
 MODEL = """

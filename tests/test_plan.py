@@ -192,7 +192,7 @@ def test_the_plan_command_prints_a_table_and_a_recommendation(monkeypatch, capsy
     assert "estimates for a GPU" in out
     assert re.search(r"sharded, ratio 0\.001 +\| 131 kB +\| 131 kB +\| 1144\.5x", out)
     assert "step ms" in out
-    assert "By time, with constants that were not measured here: use TopKStrategy(ratio=0.001, wire='bf16'" in out
+    assert "By time, a guess until `bench costs` has run on a node: use TopKStrategy(ratio=0.001, wire='bf16'" in out
     run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--inter", "1gbit")
     out = capsys.readouterr().out
     assert re.search(r"sharded, saving 50 +\|.*\| 50\.0x", out)
@@ -204,15 +204,17 @@ def test_the_plan_command_prints_a_table_and_a_recommendation(monkeypatch, capsy
     found = []
     for steps in (1000, 2000, 10_000):
         run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--steps", str(steps))
-        words = r"By quality: use saving=(\S+) at most\. .* (\S+) times on average\. .* needed (\S+) times\."
+        words = r"use saving=(\S+) at most\. .* (\S+) times or more.* needed (\S+) times, .* model (\S+) times"
         out = capsys.readouterr().out
-        saving, hardest, easiest = (float(value) for value in re.search(words, out).groups())
+        saving, most, fewer, least = (float(value) for value in re.search(words, out).groups())
         assert "Pass --steps" not in out
-        assert (hardest, easiest) == (max(ENOUGH.values()), min(ENOUGH.values()))
+        assert most == max(each.by_error for each in ENOUGH.values())
+        assert fewer == max(each.by_mean for each in ENOUGH.values())
+        assert least == min(each.by_mean for each in ENOUGH.values())
         found.append(saving)
     assert found == sorted(set(found))
     assert found[-1] == LARGEST  # not what no long run had
-    assert found[1] > 1.8 * found[0]
+    assert found[1] > 1.6 * found[0]
     run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--steps", "10")
     assert "10 steps are few" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="one rank exchanges nothing"):

@@ -35,6 +35,7 @@ from lightning_topk.lab.papers import (
 from lightning_topk.lab.papers.powersgd import PowerSGD
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.planning import quality
+from lightning_topk.planning.quality import Point
 from lightning_topk.planning.volume import volume
 from lightning_topk.runtime.autotune import TRIALS
 
@@ -290,14 +291,21 @@ def test_no_run_begins_when_the_time_is_over():
 
 def test_the_law_of_sends_is_found_and_predicts():
     truth = {"easy": 5.0, "hard": 80.0}
-    samples = {name: [(n, (s / n) ** 1.2) for n in (3, 10, 30, 100, 300)] for name, s in truth.items()}
-    law = quality.fit(samples)
+    points = {name: [Point(n, (s / n) ** 1.2) for n in (3, 10, 30, 100, 300)] for name, s in truth.items()}
+    law = quality.fit(points)
     assert law.exponent == pytest.approx(1.2, rel=0.05)
     assert law.sends == pytest.approx(truth, rel=0.1)
     assert law.typical == pytest.approx(20, rel=0.1)
-    assert quality.enough(samples["easy"]) == 10
-    assert quality.enough([(10, 0.5), (30, 1.1), (100, -3.0)]) == 100  # a good run with fewer sends may be luck
-    assert quality.enough([(10, 1.5)]) == math.inf
+    assert quality.enough(points["easy"]).by_mean == 10
+    assert quality.enough([Point(10, 0.5), Point(30, 1.1), Point(100, -3.0)]).by_mean == 100  # may be luck with fewer
+    assert quality.enough([Point(10, 1.5)]) == (math.inf, math.inf)
+
+
+def test_sends_are_enough_only_where_seeds_agree():
+    near, wide, single = Point(100, 0.2, 0.3, 3), Point(30, 0.2, 0.9, 3), Point(10, 0.2)
+    assert quality.enough([single, wide, near]) == (10, 100)
+    assert quality.enough([single, near]).by_error == 100  # a single run shows nothing
+    assert quality.enough([Point(200, 1.2), near]).by_error == math.inf  # but that sends are too few
 
 
 @pytest.mark.parametrize(

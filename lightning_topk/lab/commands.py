@@ -128,18 +128,18 @@ def number(text: str) -> float:
     return value
 
 
-def need(module: str, extra: str) -> None:
+def need(module: str, package: str | None = None) -> None:
     """Says that an optional package is missing, before any work is done.
 
     Args:
-        module: Its name.
-        extra: The extra of this package that installs it.
+        module: What is imported.
+        package: What pip calls it. Default: the same.
 
     Raises:
         ValueError: It is not installed.
     """
     if importlib.util.find_spec(module) is None:
-        raise ValueError(f"this needs {module}, which is not installed: pip install 'lightning_topk[{extra}]'.")
+        raise ValueError(f"this needs {module}, which is not installed: pip install {package or module}.")
 
 
 def _helps(function: Callable[..., Any]) -> dict[str, str]:

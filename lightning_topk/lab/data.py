@@ -37,7 +37,7 @@ def digits() -> Data:
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
-        raise SystemExit("The digits need scikit-learn: pip install 'lightning_topk[examples]'.") from error
+        raise SystemExit("The digits need scikit-learn: pip install scikit-learn.") from error
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)

@@ -35,7 +35,7 @@ def declare(commands: Any) -> None:
 def show(arguments: argparse.Namespace) -> None:
     """Prints the plan."""
     if arguments.model is not None:
-        need("torchvision", "examples")
+        need("torchvision")
     print(_sharded(arguments) if arguments.fsdp else call(arguments))
 
 
@@ -125,7 +125,7 @@ def run(
     if steps is not None:
         at = partial(saving_at, sizes=sizes, hardware=hardware, base=base, bucket_cap_mb=bucket_cap_mb)
         words = f"\n\n{quality(steps, at)}"
-    unsure = ", with constants that were not measured here" if hardware.costs in (CPU, GPU) else ""
+    unsure = ", a guess until `bench costs` has run on a node" if hardware.costs in (CPU, GPU) else ""
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
         f"inside.\nTimes are predictions; constants: {hardware.costs.source}.\n\n"

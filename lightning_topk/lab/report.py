@@ -1,6 +1,6 @@
 """The result of a command: tables, verdicts, curves; printed, and written as JSON and a picture.
 
-Pictures need matplotlib: ``pip install lightning_topk[plot]``.
+Pictures need matplotlib: the extra ``plot``.
 """
 
 from __future__ import annotations

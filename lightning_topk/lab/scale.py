@@ -36,8 +36,8 @@ def declare(commands: Any) -> None:
 
 def write(arguments: argparse.Namespace) -> None:
     """Simulates, prints the result, and writes its JSON and picture."""
-    need("matplotlib", "examples")
-    need("sklearn", "examples")
+    need("matplotlib")
+    need("sklearn", "scikit-learn")
     finish(arguments).write(arguments.out)
     print(f"files: {arguments.out / 'simulate.json'}, {arguments.out / 'simulate.png'}")
 

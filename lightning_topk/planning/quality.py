@@ -7,9 +7,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import geometric_mean
+from typing import NamedTuple
 
-Sample = tuple[float, float]
-"""Sends of an entry during a run, and the gap to dense training: points of accuracy, or percent of the loss."""
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured of a model and an optimizer, at one length of the run and one saving.
+
+    Attributes:
+        sends: How often an entry is sent during the run: density x steps.
+        gap: Mean distance to dense training of the same seeds; positive is worse. Points of accuracy, or percent of
+            the loss.
+        error: Its standard error; NaN of a single seed.
+        seeds: Runs.
+    """
+
+    sends: float
+    gap: float
+    error: float = math.nan
+    seeds: int = 1
+
+    @property
+    def shown_error(self) -> float:
+        """The length of its error bar."""
+        return 0.0 if math.isnan(self.error) else self.error
+
+    def __str__(self) -> str:
+        return f"{self.gap:+.2f}" + (f" ± {self.error:.2f}" if self.seeds > 1 else " (1 seed)")
 
 
 @dataclass(frozen=True)
@@ -30,37 +54,54 @@ class Law:
         return geometric_mean(self.sends.values())
 
 
-def enough(samples: Sequence[Sample]) -> float:
-    """The fewest sends of those measured from which on every gap was 1 at most; infinite if there are none.
+class Enough(NamedTuple):
+    """The fewest sends of those measured from which on a model was near to dense training; infinite if there are none.
 
-    A gap is a mean over seeds; single runs may be further behind.
+    Attributes:
+        by_mean: From which on every mean gap was 1 at most.
+        by_error: From which on every mean gap was so with its standard error added. A single run has none: it can show
+            that sends are too few, not that they are enough.
+    """
+
+    by_mean: float
+    by_error: float
+
+
+def enough(points: Sequence[Point]) -> Enough:
+    """How many sends were enough.
 
     Args:
-        samples: Of one model and optimizer.
+        points: Of one model and optimizer.
     """
-    near = takewhile(lambda sample: sample[1] <= 1, sorted(samples, reverse=True))
-    return min((sends for sends, _ in near), default=math.inf)
+    telling = [p for p in points if p.seeds > 1 or p.gap > 1]
+    return Enough(_fewest(points, lambda p: p.gap), _fewest(telling, lambda p: p.gap + p.shown_error))
 
 
-def fit(samples: Mapping[str, Sequence[Sample]]) -> Law:
+def _fewest(points: Sequence[Point], gap: Callable[[Point], float]) -> float:
+    """The fewest sends from which on every gap was 1 at most."""
+    near = takewhile(lambda p: gap(p) <= 1, sorted(points, key=lambda p: p.sends, reverse=True))
+    return min((p.sends for p in near), default=math.inf)
+
+
+def fit(points: Mapping[str, Sequence[Point]]) -> Law:
     """The law that is nearest to what was measured.
 
     Distances are between inverse hyperbolic sines of the gaps: near to zero they are absolute, as noise is, and
     relative where gaps are large.
 
     Args:
-        samples: By the name of the model and optimizer.
+        points: By the name of the model and optimizer.
     """
     exponents = [0.2 * 1.06**i for i in range(48)]  # to 3.1
-    return min((_with_exponent(exponent, samples) for exponent in exponents), key=lambda found: found[0])[1]
+    return min((_with_exponent(exponent, points) for exponent in exponents), key=lambda found: found[0])[1]
 
 
-def _with_exponent(exponent: float, samples: Mapping[str, Sequence[Sample]]) -> tuple[float, Law]:
+def _with_exponent(exponent: float, points: Mapping[str, Sequence[Point]]) -> tuple[float, Law]:
     """The summed squared distance, and the law, for an exponent."""
     total, sends = 0.0, {}
-    for name, pairs in samples.items():
+    for name, those in points.items():
         near = [
-            (sum((math.asinh((s / n) ** exponent) - math.asinh(gap)) ** 2 for n, gap in pairs), s)
+            (sum((math.asinh((s / p.sends) ** exponent) - math.asinh(p.gap)) ** 2 for p in those), s)
             for s in (0.1 * 1.1**i for i in range(100))  # to 1,250
         ]
         distance, sends[name] = min(near)
@@ -69,12 +110,12 @@ def _with_exponent(exponent: float, samples: Mapping[str, Sequence[Sample]]) -> 
 
 
 ENOUGH = {
-    "wide mlp, SGD": 3.6,
-    "wide mlp, AdamW": 3.6,
-    "cnn, SGD": 6.8,
-    "cnn, AdamW": 2.4,
-    "char lstm, AdamW": 19,
-    "gpt, AdamW": 42,
+    "wide mlp, SGD": Enough(3.6, 3.6),
+    "wide mlp, AdamW": Enough(3.6, 3.6),
+    "cnn, SGD": Enough(6.8, 6.8),
+    "cnn, AdamW": Enough(2.4, 6.8),
+    "char lstm, AdamW": Enough(19, 19),
+    "gpt, AdamW": Enough(42, 125),
 }
 """What :func:`enough` says of the runs of ``python -m lightning_topk reproduce saving-curves``."""
 LONGEST = 10_000
@@ -84,26 +125,26 @@ LARGEST = 200
 
 
 def sentence(steps: int, saving_at: Callable[[float], float]) -> str:
-    """What can be saved in a run without losing more than a point of accuracy, or 1 % of the loss.
+    """What can be saved in a run without losing more than a point of accuracy or 1 % of the loss, and how sure that is.
 
     Args:
         steps: Steps of the run.
         saving_at: How many times fewer bytes than all-reduce are sent at a density.
     """
-    least, most = min(ENOUGH.values()), max(ENOUGH.values())
+    most = max(each.by_error for each in ENOUGH.values())
     if steps <= most:
         return (
             f"By quality: use DDPStrategy, or try. {steps:,} steps are few: the hardest of our models had to send an "
             f"entry of the gradient {most:g} times to end within 1 % of the loss of dense training."
         )
-    saving, times = saving_at(most / steps), f"{most:g} times"
-    if saving > LARGEST:
-        saving, times = LARGEST, f"more than {most:g} times"
+    saving = f"{min(LARGEST, saving_at(most / steps)):.2g}"
+    fewer, least = max(each.by_mean for each in ENOUGH.values()), min(each.by_mean for each in ENOUGH.values())
     return (
-        f"By quality: use saving={float(f'{saving:.2g}'):g} at most. In {steps:,} steps it sends an entry of the "
-        f"gradient {times} on average. In our runs of digits, and of text with AdamW, that did so, the mean over the "
-        "seeds ended within a point of accuracy or 1 % of the loss of dense training. The easiest of these "
-        f"{len(ENOUGH)} pairs of model and optimizer needed {least:g} times. So models differ much: try a part of your "
-        f"run first. Ours had up to {LONGEST:,} steps, 210,000 parameters and, in the longest, a saving of {LARGEST}. "
-        "SGD with momentum on text, and convolutional nets on images, need more (examples/guides/learning.md)."
+        f"By quality: use saving={float(saving):g} at most. In {steps:,} steps it sends an entry of the gradient "
+        f"{most:g} times or more, on average. From there on the hardest of our models ended within 1 % of the loss of "
+        "dense training, the standard error of the mean over its seeds included. Without that error it needed "
+        f"{fewer:g} times, and the easiest model {least:g} times. So models differ much: try a part of your run first. "
+        f"These are {len(ENOUGH)} pairs of model and optimizer, on digits, and on text with AdamW: up to {LONGEST:,} "
+        f"steps and 210,000 parameters, and no long run with a saving above {LARGEST}. SGD with momentum on text, and "
+        "convolutional nets on images, need more (examples/guides/learning.md)."
     )

@@ -87,18 +87,19 @@ class Optimizers:
         self._followed = now
 
     def _advise_on_momentum(self, stepped: Sequence[tuple[float, Tensor]]) -> None:
-        """Says what learned better, of parameters that an SGD with momentum updates."""
-        if any(parameter.ndim >= 4 for _, parameter in stepped):
+        """Says what learned better, where an SGD with much momentum updates parameters."""
+        heavy = [parameter for momentum, parameter in stepped if momentum >= HEAVY]
+        if any(parameter.ndim >= 4 for parameter in heavy):
             self._say(
-                "lightning_topk: a model with convolutions and SGD with momentum: compare momentum_masking=True, with "
-                "which such models learned better on CIFAR-10, and worse on digits (the guide on learning). "
-                "momentum_masking=False says that momentum is meant as it is."
+                "lightning_topk: a model with convolutions, and much momentum of SGD: on CIFAR-10 they learned better "
+                "with momentum_masking=True in runs of up to ten epochs, and with a momentum of 0.5 at the same "
+                "lr / (1 - momentum) in longer runs (the guide on learning). momentum_masking=False silences this."
             )
-        elif any(momentum >= HEAVY for momentum, _ in stepped):
+        elif heavy:
             self._say(
                 "lightning_topk: SGD's momentum averages once more what error feedback has averaged over time. A "
                 "momentum of 0.5 at the same lr / (1 - momentum) often learns better (the guide on learning). "
-                "momentum_masking=False says that it is meant."
+                "momentum_masking=False silences this."
             )
 
     def lr_ratio(self) -> float:

@@ -127,7 +127,7 @@ class ExchangeState:
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
                 self._say(
                     "lightning_topk: compression on the CPU takes several times as long without numba: "
-                    "pip install 'lightning_topk[cpu]'."
+                    "pip install numba."
                 )
         return self._lane
 

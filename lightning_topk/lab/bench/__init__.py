@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs one bench and prints its result."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that emulated hosts are removed
     if arguments.plot is not None:
-        need("matplotlib", "plot")
+        need("matplotlib")
     result = finish(arguments)
     if arguments.json is not None:
         arguments.json.write_text(result.json())

@@ -56,7 +56,7 @@ def run(
         RuntimeError: Hosts cannot be emulated here.
     """
     settings = checked(workers, {"ratio": ratio, "saving": saving, "wire": wire})
-    need("torchvision", "examples")
+    need("torchvision")
     import torchvision
 
     if model not in torchvision.models.list_models():

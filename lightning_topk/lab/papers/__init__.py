@@ -59,8 +59,8 @@ def declare(commands: Any) -> None:
     def run(arguments: argparse.Namespace) -> None:
         if not arguments.all and not arguments.names:
             parser.error(f"name a claim ({', '.join(claims)}) or pass --all")
-        need("matplotlib", "examples")  # the pictures
-        need("sklearn", "examples")  # the digits
+        need("matplotlib")  # the pictures
+        need("sklearn", "scikit-learn")  # the digits
         results = []
         for name in CLAIMS if arguments.all else arguments.names:
             one = claims[name].parse_args(["--out", str(arguments.out)]) if arguments.all else arguments

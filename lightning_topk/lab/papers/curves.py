@@ -19,7 +19,7 @@ from lightning_topk.config import SAVING, TopKConfig, check_count
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, resume, train
-from lightning_topk.planning.quality import Sample, enough, fit
+from lightning_topk.planning.quality import Point, enough, fit
 from lightning_topk.saving import settled
 
 WORKERS = 8
@@ -100,6 +100,7 @@ IMAGES = (
     Learner("resnet20", "SGD 0.5", 0.1, 16),
     Learner("resnet20", "SGD 0.5 masked", 0.1, 16),
     Learner("resnet20", "SGD masked", 0.02, 16),
+    Learner("resnet20", "AdamW", 0.003, 16),
 )
 
 
@@ -173,31 +174,6 @@ def run(
     return result
 
 
-@dataclass(frozen=True)
-class Point:
-    """What was measured of a learner at a length and a saving.
-
-    Attributes:
-        gap: Mean distance to dense training of the same seed; positive is worse.
-        error: Its standard error; NaN of a single seed.
-        seeds: Runs.
-        sends: How often an entry is sent during the run: density x steps.
-    """
-
-    gap: float
-    error: float
-    seeds: int
-    sends: float
-
-    @property
-    def shown_error(self) -> float:
-        """The length of its error bar."""
-        return 0.0 if math.isnan(self.error) else self.error
-
-    def __str__(self) -> str:
-        return f"{self.gap:+.2f}" + (f" ± {self.error:.2f}" if self.seeds > 1 else " (1 seed)")
-
-
 def run_key(learner: Learner, steps: int, saving: float, seed: int) -> str:
     """What a run is known by in ``saving-curves.jsonl``; zero is dense training."""
     amount = f"saving {saving:g}" if saving else "dense"
@@ -251,7 +227,7 @@ def gaps(
                 if gaps:
                     error = stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
                     sends = density(learner.model, saving) * steps
-                    points[learner.name, steps, saving] = Point(mean(gaps), error, len(gaps), sends)
+                    points[learner.name, steps, saving] = Point(sends, mean(gaps), error, len(gaps))
     return points
 
 
@@ -328,32 +304,34 @@ def _enter_learner(
         result.panels.append(panel)
 
 
-def samples(points: Mapping[tuple[str, int, float], Point]) -> dict[str, list[Sample]]:
-    """Sends and gaps of each learner of digits and text that has three points or more: images follow no such law."""
-    found: dict[str, list[Sample]] = {}
+def by_learner(points: Mapping[tuple[str, int, float], Point]) -> dict[str, list[Point]]:
+    """The points of each learner of digits and text that has three or more: images follow no such law."""
+    found: dict[str, list[Point]] = {}
     known = {learner.name for learner in LEARNERS}
     for (name, _, _), point in points.items():
         if name in known:
-            found.setdefault(name, []).append((point.sends, point.gap))
-    return {name: pairs for name, pairs in found.items() if len(pairs) >= 3}
+            found.setdefault(name, []).append(point)
+    return {name: those for name, those in found.items() if len(those) >= 3}
 
 
 def _enter_law(result: Result, points: Mapping[tuple[str, int, float], Point]) -> None:
     """Enters the law that the points follow, and how well it predicts a learner that it has not seen."""
-    known = samples(points)
+    known = by_learner(points)
     if len(known) < 3:
         return
     law = fit(known)
     rows = []
     for name in known:
-        others = fit({other: pairs for other, pairs in known.items() if other != name})
+        needed = enough(known[name])
+        others = fit({other: those for other, those in known.items() if other != name})
         rows.append(
             {
                 "learner": name,
                 "sends for a gap of 1": law.sends[name],
                 "predicted from the others": others.typical,
                 "off by": f"{max(others.typical / law.sends[name], law.sends[name] / others.typical):.1f}x",
-                "mean within 1 from": enough(known[name]),
+                "mean within 1 from": needed.by_mean,
+                "with its error from": needed.by_error,
             }
         )
     title = f"gap = (sends for a gap of 1 / sends) ^ {law.exponent:.2f}, sends = density x steps"
