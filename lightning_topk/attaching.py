@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_topk import ddp
 from lightning_topk.config import TopKConfig
 from lightning_topk.ddp import TopKState
+from lightning_topk.runtime.optimizers import GetOptimizers
 from lightning_topk.runtime.residuals import Residuals
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def attach(
     residuals: Residuals | None = None,
     epoch: Callable[[], int] | None = None,
     init_sync: bool = True,
-    optimizer: Callable[[], Sequence[Optimizer]] | Optimizer | None = None,
+    optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
     local_world_size: int | None = None,
     announce: Callable[[str], None] | None = None,
@@ -52,9 +53,9 @@ def attach(
         epoch: See :class:`TopKState`.
         init_sync: For DDP, whether the model was wrapped with ``init_sync``, which broadcasts the weights once. For
             FSDP2, whether to give all replicas the weights of the first one now.
-        optimizer: The optimizer, for settings that depend on it (``momentum``, ``momentum_masking``, ``beta1``,
-            ``lr_ratio``, ``scaler``) and for what ``saving`` does for Adam; or a function that gives the optimizers at
-            the first step, if they do not exist yet.
+        optimizer: The optimizer, or several in a list, for settings that depend on it (``momentum``,
+            ``momentum_masking``, ``beta1``, ``lr_ratio``, ``scaler``) and for what ``saving`` does for Adam; or a
+            function that gives the optimizers at the first step, if they do not exist yet.
         scaler: See :class:`TopKState`.
         local_world_size: See :class:`TopKState`. For DDP only.
         announce: See :class:`TopKState`.
@@ -66,8 +67,8 @@ def attach(
         The state; call its ``close()`` when training is over.
 
     Raises:
-        TypeError: The model is neither wrapped in DistributedDataParallel nor by ``fully_shard``, or a setting is
-            unknown.
+        TypeError: The model is neither wrapped in DistributedDataParallel nor by ``fully_shard``, ``optimizer`` is
+            something else, or a setting is unknown.
         ValueError: An option of the model bypasses or contradicts the hook, a setting needs what is not passed, or an
             argument belongs to the other wrapper.
         RuntimeError: The model has a communication hook already.

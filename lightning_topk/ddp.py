@@ -29,6 +29,7 @@ from lightning_topk.runtime.drive import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future, Lane
+from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import LOGGER, ExchangeState
 from lightning_topk.runtime.telemetry import Telemetry
@@ -225,7 +226,7 @@ def attach(
     residuals: Residuals | None = None,
     epoch: Callable[[], int] | None = None,
     init_sync: bool = True,
-    optimizer: Callable[[], Sequence[Optimizer]] | Optimizer | None = None,
+    optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
     local_world_size: int | None = None,
     announce: Callable[[str], None] | None = None,
@@ -250,6 +251,7 @@ def attach(
     )
     check_parameters(model.module)
     check_settings(config, model.module, optimizer is not None)
+    optimizers = getter(optimizer)
     with device_of(model.module):
         state = TopKState(
             config,
@@ -257,7 +259,7 @@ def attach(
             timeout=timeout,
             residuals=residuals,
             epoch=epoch,
-            optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
+            optimizers=optimizers,
             scaler=scaler,
             local_world_size=local_world_size,
             announce=announce,
@@ -265,7 +267,7 @@ def attach(
     try:
         exchanged = {p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
         state.buckets.name({p: name for p, name in names_of(model.module).items() if p in exchanged})
-        if isinstance(optimizer, Optimizer):
+        if optimizers is not optimizer:  # there are some already
             state.follow_optimizers()
         model.register_comm_hook(state, topk_hook)
     except (RuntimeError, ValueError):
@@ -293,7 +295,10 @@ class _BeforeForward:
         if init_sync:
             ignored: set[str] = model.parameters_to_ignore
             weights = sum(p.nbytes for name, p in model.module.named_parameters() if name not in ignored)
-            self._count(weights + sum(b.nbytes for b in model.modules_buffers) * model.broadcast_buffers)
+            # Where DDP has forward_sync_buffers (torch 2.14), it does not apply here. The deprecated
+            # broadcast_buffers=False does, but the model does not keep it: then this counts too much.
+            buffers = model.broadcast_buffers or hasattr(model, "forward_sync_buffers")
+            self._count(weights + sum(buffer.nbytes for buffer in model.modules_buffers) * buffers)
 
     def __call__(self, model: DistributedDataParallel, args: Any) -> None:
         if model._join_config.enable and not model._divide_by_initial_world_size:

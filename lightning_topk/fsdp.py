@@ -46,6 +46,7 @@ from lightning_topk.runtime.checks import check_parameters, check_same_model, ch
 from lightning_topk.runtime.drive import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
+from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import ExchangeState
 from lightning_topk.runtime.units import EndOfBackward, Unit, units_of
@@ -265,7 +266,7 @@ def attach(
     residuals: Residuals | None = None,
     epoch: Callable[[], int] | None = None,
     init_sync: bool = True,
-    optimizer: Callable[[], Sequence[Optimizer]] | Optimizer | None = None,
+    optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
     announce: Callable[[str], None] | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -293,7 +294,7 @@ def attach(
         The state; call its ``close()`` when training is over.
 
     Raises:
-        TypeError: A setting is unknown.
+        TypeError: A setting is unknown, or ``optimizer`` is something else.
         ValueError: The group is missing or holds other shards, a setting has no meaning for shards, the model is
             sharded in a way that leaves replicas different, or replicas have different models.
         RuntimeError: FSDP calls another hook already.
@@ -308,6 +309,7 @@ def attach(
         )
     check_parameters(model)
     check_settings(config, model, optimizer is not None)
+    optimizers = getter(optimizer)
     residuals = residuals or Residuals()
     # What is frozen may be a part of two models. It is left to the first of them.
     units = [unit for unit in units_of(model, residuals.stand_ins) if unit.trained or not _has_hook(unit)]
@@ -322,14 +324,14 @@ def attach(
             timeout=timeout,
             residuals=residuals,
             epoch=epoch,
-            optimizers=(lambda: [optimizer]) if isinstance(optimizer, Optimizer) else optimizer,
+            optimizers=optimizers,
             scaler=scaler,
             announce=announce,
         )
         try:
             names = {member: name for unit in units for member, name in unit.names.items()}
             state.name(names)
-            if isinstance(optimizer, Optimizer):
+            if optimizers is not optimizer:  # there are some already
                 state.follow_optimizers()
             _check_replicas(model, units, replicas)
         except (RuntimeError, ValueError):

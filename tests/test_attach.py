@@ -198,6 +198,43 @@ def test_fabric_sets_up_a_module_without_processes_as_ddp_strategy_does():
     assert strategy.topk_states == []
 
 
+def with_optimizers(rank: int, world: int) -> list[str]:
+    """What is said of several optimizers, and what is refused: no optimizer, and momentum that comes later."""
+    found: list[str] = []
+    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    pair = [torch.optim.AdamW(part.parameters()) for part in net]
+    ddp = DistributedDataParallel(net)
+    state = attach(ddp, saving=20, optimizer=pair, announce=found.append)
+    ddp(torch.randn(2, 20)).sum().backward()
+    for optimizer in pair:
+        optimizer.step()
+    state.close()
+    for wrong in (net.parameters(), [net], pair[0].param_groups):
+        with pytest.raises(TypeError) as raised:
+            attach(DistributedDataParallel(net), saving=20, optimizer=wrong)
+        found.append(str(raised.value))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(net)
+    state = attach(ddp, ratio=0.1, momentum=0.9, optimizer=optimizer)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    with pytest.raises(ValueError, match="would apply it again") as raised:
+        ddp(torch.randn(2, 20)).sum().backward()
+    found.append(str(raised.value))
+    state.close()
+    return found
+
+
+def test_several_optimizers_are_taken_and_what_is_none_and_momentum_that_comes_later_are_refused(groups):
+    (said, *messages), (*others,) = groups(2).run(with_optimizers)
+    assert said.startswith("lightning_topk: AdamW steps with a beta1 of 0")
+    assert others == messages
+    *wrong, later = messages
+    assert len(wrong) == 3
+    assert all("must be a torch optimizer, a list of them, or a function" in words for words in wrong)
+    assert "SGD has momentum 0.95 of its own" in later
+    assert "a scheduler such as OneCycleLR (cycle_momentum=False) has set it" in later
+
+
 def resumed(rank: int, world: int) -> list[str]:
     """What is said when a run goes on with other settings."""
     net, said = nn.Linear(40, 40), []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import logging
+import math
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ import lightning as L
 import pytest
 import torch
 from groups import script, torchrun
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy, presets
+from lightning_topk.lightning.callback import BUFFERS
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.planning.volume import size, volume
 from lightning_topk.saving import settled
@@ -163,6 +165,10 @@ def test_broadcasts_of_buffers_are_counted_apart_from_the_exchange(tmp_path):
     assert logged["topk/total_broadcast_bytes"] == weights + size + 4 * size + link
     sent = logged["topk/total_uplink_bytes"] + logged["topk/total_downlink_bytes"]
     assert logged["topk/total_bytes"] == sent
+    strategy = TopKStrategy(start_method="forkserver", **{BUFFERS: False})  # as the monitor advises
+    _, logged = fit(tmp_path, Model(norm=True), strategy=strategy, max_steps=4)
+    first = weights + size * (BUFFERS == "forward_sync_buffers")
+    assert logged["topk/total_broadcast_bytes"] == first + link
 
 
 def test_the_monitor_says_that_it_has_nothing_to_monitor(tmp_path):
@@ -281,6 +287,37 @@ def test_a_checkpoint_is_restored_after_a_spawned_fit(tmp_path):
     torch.nn.init.zeros_(module.layer[0].weight)
     trainer._checkpoint_connector.restore(path)
     assert torch.equal(module.layer[0].weight, saved["layer.0.weight"])
+
+
+class Overflows(Model):
+    """At the smallest learning rates, which only the finder tries, gradients are infinite."""
+
+    lr = 0.01
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * (math.inf if self.optimizers().param_groups[0]["lr"] < 1e-7 else 1.0)
+
+
+def test_steps_of_the_learning_rate_finder_are_in_no_figure_of_the_monitor(tmp_path):
+    finder = LearningRateFinder(num_training_steps=8, early_stop_threshold=None, update_attr=False)
+    _, logged = fit(tmp_path, Overflows(), callbacks=[finder], log_every_n_steps=1)
+    plan = volume(TopKConfig(), [ELEMENTS], world=2)
+    assert logged["topk/total_bytes"] == 5 * (plan.uplink + plan.downlink)
+    assert logged["topk/total_dense_bytes"] == 5 * plan.dense
+    assert logged["topk/nonfinite_steps"] == 0
+
+
+class TakesIterator(Model):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_monitor_logs_steps_that_take_the_dataloaders_iterator(tmp_path):
+    _, logged = fit(tmp_path, TakesIterator())
+    plan = volume(TopKConfig(), [ELEMENTS], world=2)
+    assert logged["topk/total_bytes"] == 5 * (plan.uplink + plan.downlink)
 
 
 class Manual(Model):

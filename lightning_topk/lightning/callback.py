@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import inspect
 import math
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -11,6 +12,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 # First: importing Lightning makes _register import the strategy, and _compat must not be partially imported then.
@@ -33,6 +35,10 @@ EVERY_STEP = ("uplink_bytes", "downlink_bytes", "total_bytes", "saving")
 """What is logged at every step; the rest is logged when the Trainer logs."""
 SETTLED, COMPARED = 3, 5
 """Steps until DDP has its final buckets, and steps whose median time is compared with dense all-reduces."""
+
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+"""DDP's argument for its broadcasts of buffers: torch 2.14 deprecates the second name."""
 
 
 class CompressionMonitor(Callback):
@@ -72,6 +78,8 @@ class CompressionMonitor(Callback):
     ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; likewise for each kind of
                                    bytes above, such as ``topk/total_uplink_bytes``
     ============================== ==========================================================================
+
+    What the steps of a :class:`~lightning.pytorch.callbacks.LearningRateFinder` exchange is in none of these.
 
     After the first step the ranks time an all-reduce of at most 1 MiB. Some steps later, rank 0 warns if dense
     all-reduces would be faster than the exchanges. When fit ends, rank 0 prints a summary.
@@ -131,6 +139,8 @@ class CompressionMonitor(Callback):
         """Makes the exchange measure its error if this step will be logged."""
         state = _state(trainer)
         if state is not None:
+            if state.exchanged:
+                state.drop_report()  # of steps in between without callbacks: those of LearningRateFinder
             state.measure, state.measure_layers = _is_log_step(trainer), bool(self.per_layer)
             state.timing = state.measure or (state.world > 1 and len(self._timed) < COMPARED)
 
@@ -156,7 +166,8 @@ class CompressionMonitor(Callback):
             values |= self._log_step(trainer, state, report, dense)
         # A call of Lightning's log takes a millisecond, and loggers take values at log steps only.
         for name in values if state.measure else EVERY_STEP:
-            pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving")
+            # Lightning does not know the batch size of training_step(dataloader_iter); a step's values need none.
+            pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving", batch_size=1)
 
     def _every_step(self, state: ExchangeState, report: Report) -> dict[str, torch.Tensor]:
         """What is known of a step without waiting or reading data: bytes and densities, of it and of all steps."""
@@ -171,8 +182,8 @@ class CompressionMonitor(Callback):
         if self._steps == SETTLED + COMPARED and values["broadcast_bytes"] > sent:
             rank_zero_info(
                 f"lightning_topk: before each step DDP broadcasts buffers, {size(float(values['broadcast_bytes']))} "
-                f"from rank 0, more than the {size(float(sent))} of gradients. TopKStrategy(broadcast_buffers=False) "
-                "leaves that out; each rank then keeps its own, such as the statistics of batch norm."
+                f"from rank 0, more than the {size(float(sent))} of gradients. TopKStrategy({BUFFERS}=False) leaves "
+                "that out; each rank then keeps its own, such as the statistics of batch norm."
             )
         values["bound"] = torch.tensor((1 - report.kept / report.elements) ** 2)
         for name, total in self._total.compute().items():

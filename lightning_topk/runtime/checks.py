@@ -96,7 +96,9 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
                     f"momentum={config.momentum!r} is applied on the workers, before compression, but "
                     f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
                     "torch.optim.SGD(..., momentum=0) or AdamW(..., betas=(0, 0.999)), or remove momentum= from the "
-                    "strategy. With torch's Adam or AdamW, you can also pass beta1=0 to the strategy."
+                    "strategy. With torch's Adam or AdamW, you can also pass beta1=0 to the strategy. If you made the "
+                    "optimizer without momentum, a checkpoint or a scheduler such as OneCycleLR (cycle_momentum=False) "
+                    "has set it."
                 )
 
 

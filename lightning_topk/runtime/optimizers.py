@@ -20,6 +20,27 @@ from lightning_topk.runtime.skipped_steps import Steps, Undo
 
 HEAVY = 0.9
 """From which momentum of SGD on a smaller one is advised."""
+GetOptimizers = Callable[[], Sequence[Optimizer]]
+"""Gives the optimizers, which may be made later, or be replaced."""
+
+
+def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) -> GetOptimizers | None:
+    """A function that gives the optimizers; None if they are not known.
+
+    Args:
+        optimizer: Such a function, an optimizer, or several.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    if isinstance(several, list | tuple) and all(isinstance(each, Optimizer) for each in several):
+        return lambda: several
+    if optimizer is not None and (isinstance(optimizer, Sequence) or not callable(optimizer)):
+        raise TypeError(
+            f"optimizer={optimizer!r} must be a torch optimizer, a list of them, or a function that returns a list."
+        )
+    return optimizer
 
 
 class Optimizers:
@@ -35,7 +56,7 @@ class Optimizers:
 
     def __init__(
         self,
-        given: Callable[[], Sequence[Optimizer]] | None,
+        given: GetOptimizers | None,
         scaler: torch.amp.GradScaler | None,
         config: TopKConfig,
         residuals: Residuals,
@@ -52,7 +73,7 @@ class Optimizers:
         return scale
 
     def follow(self, compressed: Collection[Tensor] | None) -> None:
-        """Checks the optimizers when they are new, lends them a beta1, masks their momentum, notes the scaler's steps.
+        """Checks the optimizers; if they are new, lends them a beta1, masks their momentum, notes the scaler's steps.
 
         Args:
             compressed: The parameters that are compressed; None if they are not known.
@@ -61,9 +82,9 @@ class Optimizers:
             ValueError: An optimizer and the exchange would both apply momentum.
         """
         now = [] if self._given is None else list(self._given())
+        check_momentum(self._config, now)  # also of those that are known: checkpoints and schedulers set momentum
         if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
             return
-        check_momentum(self._config, now)
         self.release()
         lent, asked = self._config.lent_beta1, self._config.beta1 is not None
         if lent is not None:

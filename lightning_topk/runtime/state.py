@@ -244,6 +244,11 @@ class ExchangeState:
         self._collect()
         return self.telemetry.report(self.names)
 
+    def drop_report(self) -> None:
+        """Leaves what was exchanged since the last report out of the next one: it was for no step of the training."""
+        self._collect()
+        self.telemetry.drop()
+
     def predicted(self, rank: int | None = None) -> Volume:
         """The bytes that a rank will send in the next step, if it exchanges the buckets of the last.
 

@@ -65,11 +65,13 @@ class Telemetry:
         self._measured: list[Exchanged] = []
         self._timed: list[Timed] = []
         self._nonfinite_steps: Tensor | int = 0
+        self._nonfinite_reported: Tensor | int = 0
         self._dense_cost: DenseCost | None = None
 
     def follow(self, other: Telemetry) -> None:
         """Goes on counting where the telemetry of an earlier state ends."""
-        self._dense_cost, self._nonfinite_steps = other._dense_cost, other._nonfinite_steps
+        self._dense_cost = other._dense_cost
+        self._nonfinite_steps = self._nonfinite_reported = other._nonfinite_steps
 
     def add_pass(self, exchanged: list[Exchanged], timed: list[Timed]) -> None:
         """Adds what a backward pass exchanged. Figures stay on the device, so the host does not wait."""
@@ -129,8 +131,16 @@ class Telemetry:
         self._timed.clear()
         now = dict(self.meter.bytes)
         report.bytes = {kind: count - self._reported[kind] for kind, count in now.items()}
-        self._reported = now
+        self._reported, self._nonfinite_reported = now, self._nonfinite_steps
         return report
+
+    def drop(self) -> None:
+        """Leaves what was exchanged since the last report out of the next one; broadcasts stay in it."""
+        self._report = Report(bytes={})
+        self._measured.clear()
+        self._timed.clear()
+        self._reported = {**self.meter.bytes, "broadcast": self._reported["broadcast"]}
+        self._nonfinite_steps = self._nonfinite_reported
 
     def measure_link(self, device: torch.device, groups: Groups) -> None:
         """Times two all-reduces, of at most 1 MiB. A collective."""
