@@ -115,7 +115,7 @@ ENOUGH = {
     "cnn, SGD": Enough(6.8, 6.8),
     "cnn, AdamW": Enough(2.4, 6.8),
     "char lstm, AdamW": Enough(19, 19),
-    "gpt, AdamW": Enough(42, 125),
+    "gpt, AdamW": Enough(42, 83),
 }
 """What :func:`enough` says of the runs of ``python -m lightning_topk reproduce saving-curves``."""
 LONGEST = 10_000
