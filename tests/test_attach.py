@@ -210,9 +210,8 @@ def with_optimizers(rank: int, world: int) -> list[str]:
         optimizer.step()
     state.close()
     for wrong in (net.parameters(), [net], pair[0].param_groups):
-        with pytest.raises(TypeError) as raised:
+        with pytest.raises(TypeError, match="must be a torch optimizer, a list of them, or a function"):
             attach(DistributedDataParallel(net), saving=20, optimizer=wrong)
-        found.append(str(raised.value))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     ddp = DistributedDataParallel(net)
     state = attach(ddp, ratio=0.1, momentum=0.9, optimizer=optimizer)
@@ -225,12 +224,9 @@ def with_optimizers(rank: int, world: int) -> list[str]:
 
 
 def test_several_optimizers_are_taken_and_what_is_none_and_momentum_that_comes_later_are_refused(groups):
-    (said, *messages), (*others,) = groups(2).run(with_optimizers)
+    (said, later), (other,) = groups(2).run(with_optimizers)
     assert said.startswith("lightning_topk: AdamW steps with a beta1 of 0")
-    assert others == messages
-    *wrong, later = messages
-    assert len(wrong) == 3
-    assert all("must be a torch optimizer, a list of them, or a function" in words for words in wrong)
+    assert other == later
     assert "SGD has momentum 0.95 of its own" in later
     assert "a scheduler such as OneCycleLR (cycle_momentum=False) has set it" in later
 
