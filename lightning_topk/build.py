@@ -112,7 +112,7 @@ def make_endpoint(
         memory = _make_memory(config, side, layout.numel, whole, device)
         # On a GPU the one pass sends what a threshold lets pass; a server that does not compress sends all that is
         # nonzero.
-        everything = layout.shards == 1 and not config.bidirectional and device.type != "cpu"
+        everything = side == "server" and not config.bidirectional and device.type != "cpu"
         kind = FusedLink if FusedLink.suits(selector, memory, given) and not everything else Link
         return kind(layout, selector, memory, delivered, shape.parts.pieces if side == "worker" else ())
 

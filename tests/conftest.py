@@ -30,11 +30,14 @@ FILES = {
     "test_bench.py": "process",
     "test_examples.py": "trainer",
     "test_features.py": "trainer",
+    "test_gpu.py": "process",
     "test_lightning.py": "trainer",
     "test_model_parallel.py": "trainer",
     "test_nodes.py": "trainer",
     "test_reproduce.py": "process",
 }
+if os.path.exists("/dev/nvidiactl"):
+    FILES["test_kernels.py"] = "process"  # Triton asks its assembler for its version, in a process
 FIXTURES = {"groups": "gloo"}
 
 # Spawned processes spend seconds on imports. A fork server imports once; it is as clean as a spawned process. It finds

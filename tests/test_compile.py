@@ -115,8 +115,8 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(tmp_path, name, arch, aligned):
     usage, code = assembled(name, arch, aligned, tmp_path)
-    # Triton 3.5 (torch 2.9) allots one kernel more for sm_80, and 3.8 (torch 2.14) `move fp32` up to 215 for sm_90. That
-    # leaves 8 warps on a processor, whose loads in flight, 256 bytes a thread, are as many as its memory needs.
+    # Triton 3.5 (torch 2.9) allots more to one kernel for sm_80, and 3.8 (torch 2.14) 215 to `move fp32` for sm_90.
+    # That leaves 8 warps on a processor, whose loads in flight, 256 bytes a thread, should do for its memory.
     many = triton.__version__.startswith(("3.5", "3.8"))
     assert int(re.search(r"REG:(\d+)", usage)[1]) <= (255 if many else 128), usage
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 8, usage  # Triton 3.8 spills one value of one kernel, once

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
-from lightning_topk.core.link import NOTHING, Measure, aggregate, deliver
+from lightning_topk.core.link import NOTHING, FusedLink, Link, Measure, aggregate, deliver
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
 from lightning_topk.systems import presets
 
@@ -295,3 +295,12 @@ def test_copies_and_waits_are_noticed(fake):
     mixed = torch.empty(5, device=CUDA), torch.ones(5)
     with pytest.raises(RuntimeError, match="device"):
         torch.add(*mixed)
+
+
+@pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
+def test_workers_select_in_one_pass_where_servers_do_not_compress(topology):
+    config = TopKConfig(ratio=0.01, topology=topology, bidirectional=False)
+    with FakeTensorMode():
+        end = make_endpoint(config, make_shape(config, SIZES, WORLD, 1), 0, torch.float32, CUDA)
+    assert type(end.uplink) is FusedLink
+    assert end.downlink is None or type(end.downlink) is Link

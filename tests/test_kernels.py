@@ -265,8 +265,8 @@ def test_an_exchange_on_a_gpu_never_waits_for_it(config):
 
     exchange()  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         exchange()
     finally:
         torch.cuda.set_sync_debug_mode("default")

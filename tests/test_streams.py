@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -66,25 +67,55 @@ class Event:
     def __init__(self, ends: bool) -> None:
         self._ends = ends
 
+    def record(self, stream: object) -> None:
+        self.stream = stream
+
     def query(self) -> bool:
         return self._ends
+
+
+def lane_of_a_gpu() -> lanes.StreamLane:
+    with mock.patch("torch.cuda.Stream"):
+        return lanes.StreamLane(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_lane_of_a_gpu_says_whether_its_work_has_ended(monkeypatch, ends):
     """Groups with work in flight are not destroyed: that would wait for ranks that have failed."""
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
-    lane = lanes.StreamLane.__new__(lanes.StreamLane)
-    lane._last = Event(ends)
+    made: list[Event] = []
+    monkeypatch.setattr("torch.cuda.Event", lambda: made.append(Event(ends)) or made[-1])
+    lane = lane_of_a_gpu()
     assert lane.close() is ends
-    lane._last = None
-    assert lane.close()
+    assert [event.stream for event in made] == [lane._stream], "what a failed job has queued counts too"
 
 
-def test_a_lane_of_a_gpu_that_failed_leaves_the_first_error_to_be_seen():
-    lane = lanes.StreamLane.__new__(lanes.StreamLane)
-    lane._last = mock.Mock(query=mock.Mock(side_effect=RuntimeError("device-side assert triggered")))
-    assert not lane.close()
+def test_a_lane_of_a_gpu_that_failed_leaves_the_first_error_to_be_seen(monkeypatch):
+    failed = mock.Mock(query=mock.Mock(side_effect=RuntimeError("device-side assert triggered")))
+    monkeypatch.setattr("torch.cuda.Event", lambda: failed)
+    assert not lane_of_a_gpu().close()
+
+
+def test_a_lane_of_a_gpu_takes_no_job_after_one_that_failed(monkeypatch):
+    """Other ranks wait in the exchange that failed: the next one would answer it."""
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
+    ran: list[str] = []
+
+    def job(name: str, error: Exception | None = None):
+        ran.append(name)
+        if error is not None:
+            raise error
+        return []
+        yield
+
+    lane = lane_of_a_gpu()
+    lane.submit(job("first"), [])
+    with pytest.raises(MemoryError):
+        lane.submit(job("second", MemoryError()), [])
+    for go in (lambda: lane.submit(job("third"), []), lambda: lane.run(job("fourth"))):
+        with pytest.raises(MemoryError):
+            go()
+    assert ran == ["first", "second"]
 
 
 def test_times_of_two_streams_are_read_once_both_marks_have_come():

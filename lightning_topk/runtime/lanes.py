@@ -38,6 +38,17 @@ class Lane(Protocol):
     """
 
     abreast: int
+    _error: Exception | None = None  # the first of any job
+
+    def _finish(self, job: Steps[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Runs a job to its end, unless one before it failed: this one would answer the exchange that failed here."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return finish(job)
+        except Exception as error:
+            self._error = error
+            raise
 
     def promise(self) -> tuple[Future, Future]:
         """Two ends of one result: :meth:`submit` fulfils the first, DDP waits for the second."""
@@ -104,7 +115,6 @@ class ThreadLane(Lane):
     def __init__(self, abreast: int = 1) -> None:
         self.abreast = abreast
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
         self._thread: threading.Thread | None = None
@@ -174,13 +184,7 @@ class ThreadLane(Lane):
 
     @override
     def run(self, job: Steps[Sequence[Tensor]]) -> None:
-        if self._error is not None:
-            raise self._error  # the next exchange would answer the one that failed here
-        try:
-            finish(job)
-        except Exception as error:
-            self._error = error
-            raise
+        self._finish(job)
 
     @property
     @override
@@ -230,7 +234,6 @@ class StreamLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # before backward's kernels: others wait for its bytes
-        self._last: torch.cuda.Event | None = None  # the end of the last job
 
     @override
     def promise(self) -> tuple[Future, Future]:
@@ -243,16 +246,12 @@ class StreamLane(Lane):
     def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
         """Runs a job; its futures record the side stream, so that a wait for them is a wait on the GPU."""
         with torch.cuda.stream(self._stream):
-            for future, result in zip(promised, finish(job), strict=True):
+            for future, result in zip(promised, self._finish(job), strict=True):
                 future.set_result(result)
-            self._last = torch.cuda.Event()
-            self._last.record(self._stream)
 
     @override
     def run(self, job: Steps[Sequence[Tensor]]) -> None:
-        finish(job)
-        self._last = torch.cuda.Event()
-        self._last.record(self._stream)
+        self._finish(job)
 
     @property
     @override
@@ -277,7 +276,9 @@ class StreamLane(Lane):
         # them is to wait for it, and the error that ended the run would not be seen.
         end = time.monotonic() + PATIENCE
         try:
-            while self._last is not None and not self._last.query():
+            ended = torch.cuda.Event()
+            ended.record(self._stream)  # now, since a job that failed may have queued a collective
+            while not ended.query():
                 if time.monotonic() > end:
                     return False
                 time.sleep(0.01)
