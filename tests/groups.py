@@ -45,7 +45,7 @@ class Group:
     """
 
     def __init__(self, world: int, device: str = "cpu", backend: str | None = None) -> None:
-        self.world = world
+        self.world, self.device = world, device
         self.backend = backend or backend_for(world, device)
         context = multiprocessing.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
@@ -58,17 +58,19 @@ class Group:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Calls ``function(rank, world, *args)`` on every rank and returns what each returned.
 
         Args:
             function: A function of a test module. It should assert only after its last collective, so that a failing
                 rank does not keep the others waiting.
             *args: Picklable arguments.
-            timeout: Seconds after which the group is killed and the call fails.
+            timeout: Seconds after which the group is killed and the call fails. Default: 60, and 300 on GPUs, where
+                kernels may have to be compiled.
         """
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
+        timeout = timeout or (60.0 if self.device == "cpu" else 300.0)
         results, deadline = [], time.monotonic() + timeout
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
