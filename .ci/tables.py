@@ -294,7 +294,7 @@ def longest_on_images() -> list[dict[str, str]]:
     for name, words, steps in (
         ("convnet, SGD", "convnet on CIFAR-10, SGD", 10_000),
         ("convnet, SGD 0.5", "convnet, SGD, momentum 0.5", 10_000),
-        ("convnet, AdamW", "convnet, AdamW", 3000),
+        ("convnet, AdamW", "convnet, AdamW", 10_000),
         ("resnet20, SGD", "ResNet-20, SGD", 3000),
         ("resnet20, SGD masked", "ResNet-20, SGD, `momentum_masking=True`", 3000),
         ("resnet20, AdamW", "ResNet-20, AdamW", 3000),
@@ -367,7 +367,7 @@ ADVICE: dict[str, tuple[str, Sequence[tuple[str, str, int, int]]]] = {
     ),
     "a convolutional net, AdamW": (
         "the defaults",
-        [("convnet", "convnet, AdamW", 3000, 50), ("ResNet-20", "resnet20, AdamW", 3000, 50)],
+        [("ResNet-20", "resnet20, AdamW", 3000, 50), ("convnet", "convnet, AdamW", 10_000, 50)],
     ),
     "a convolutional net, SGD with momentum 0.9, up to 10 epochs": (
         "`momentum_masking=True`",
@@ -522,7 +522,7 @@ def newer() -> str:
         "dense": ["dense"],
         "`saving=50`": ["saving 50"],
         "4 local steps with an outer optimizer, 50x": [f"4 local steps, outer lr {each}" for each in local],
-        "DeMo, 50x to 55x": [f"DeMo, lr {lr}" for lr in (0.003, 0.001)],
+        "DeMo, 50x": [f"DeMo, lr {lr}" for lr in (0.003, 0.01, 0.03, 0.1)],
         "EF21-SGDM, 50x": ["EF21-SGDM"],
         "`saving=150`": ["saving 150"],
         "15 local steps with an outer optimizer, 109x to 113x": [f"15 local steps, outer lr {each}" for each in local],

@@ -70,7 +70,7 @@ TRIED: dict[str, Method] = {
     "momentum correction unmasked": changed(momentum=0.9, momentum_masking=False, keeps_momentum=False, beta1=0.0),
     "EF21-SGDM": changed(partial(Differences, new=0.1), keeps_momentum=False),
     # Newer ones, with learning rates of their own.
-    **{f"DeMo, lr {lr:g}": DeMo(lr=lr) for lr in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)},
+    **{f"DeMo, lr {lr:g}": DeMo(lr=lr) for lr in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)},
     **{
         f"{every} local steps, outer lr {lr:g}, momentum {momentum:g}": LocalSteps(
             every=every, lr=lr, momentum=momentum
