@@ -145,6 +145,6 @@ def sentence(steps: int, saving_at: Callable[[float], float]) -> str:
         "dense training, the standard error of the mean over its seeds included. Without that error it needed "
         f"{fewer:g} times, and the easiest model {least:g} times. So models differ much: try a part of your run first. "
         f"These are {len(ENOUGH)} pairs of model and optimizer, on digits, and on text with AdamW: up to {LONGEST:,} "
-        f"steps and 210,000 parameters, and no long run with a saving above {LARGEST}. SGD with momentum on text, and "
-        "convolutional nets on images, need more (examples/guides/learning.md)."
+        f"steps and 210,000 parameters, and no long run with a saving above {LARGEST}. SGD with a momentum of 0.9 "
+        "needs more, on text and for convolutional nets on images (examples/guides/learning.md)."
     )
