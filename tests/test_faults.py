@@ -11,6 +11,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.ddp import attach
 from lightning_topk.runtime import drive
+from lightning_topk.runtime import groups as process_groups
 from lightning_topk.runtime.checks import check_same_model
 from lightning_topk.runtime.groups import Groups
 
@@ -77,6 +79,26 @@ def test_groups_that_torch_has_forgotten_are_given_up_silently(tmp_path):
         else:
             groups.destroy()
         dist.destroy_process_group()
+
+
+def test_a_rank_that_failed_alone_does_not_wait_for_the_others_to_destroy_a_group_of_nccl(tmp_path, monkeypatch):
+    """Its error would not be seen before the others' collectives time out."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    groups, destroy, others, destroyed = Groups.make(None, None), dist.destroy_process_group, Event(), Event()
+
+    def waits(group: dist.ProcessGroup) -> None:
+        assert others.wait(60)
+        destroy(group)
+        destroyed.set()
+
+    monkeypatch.setattr(process_groups, "PATIENCE", 0.1)
+    monkeypatch.setattr(process_groups, "_only_gloo", lambda group: False)
+    monkeypatch.setattr(dist, "destroy_process_group", waits)
+    groups.destroy()
+    assert not destroyed.is_set()
+    others.set()
+    assert destroyed.wait(60)
+    destroy()
 
 
 def test_a_lazy_module_is_refused_with_the_remedy():
@@ -162,6 +184,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_topk import TopKStrategy
 from lightning_topk.runtime import drive
+from lightning_topk.runtime import groups as process_groups
 
 folder, kill = sys.argv[1:]
 first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -15,6 +16,8 @@ from lightning_topk.core.requests import Among
 
 DESCRIPTION = "lightning_topk"
 """Of the groups, in torch's messages: NCCL's watchdog names the group whose collective timed out."""
+PATIENCE = 5.0
+"""Seconds to wait, when training ends, for what another rank may never join."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,26 @@ class Groups:
         return replace(self, twin=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
     def destroy(self) -> None:
-        """Destroys the groups, unless other ranks are beside them."""
+        """Destroys the groups, unless other ranks are beside them.
+
+        NCCL waits until all ranks of a group destroy it. If this rank failed alone, they never do: so a thread waits,
+        and the caller goes on after ``PATIENCE`` seconds, with the error that ended the run.
+        """
+        if self.partial or self.all not in dist.distributed_c10d._world.pg_map:
+            return  # torch 2.9 would give the next such group the same name; or the caller destroyed all groups
+        if _only_gloo(self.all):
+            self._destroy()
+        else:
+            waits = threading.Thread(target=self._destroy, name="lightning_topk-destroy", daemon=True)
+            waits.start()
+            waits.join(PATIENCE)
+
+    def _destroy(self) -> None:
         if self.twin is not None:
-            self.twin.destroy()
-        if not self.partial:  # torch 2.9 would give the next such group the same name
-            for group in (self.peers, self.node, self.all):
-                if group is not None and group in dist.distributed_c10d._world.pg_map:  # else all were destroyed
+            self.twin._destroy()
+        for group in (self.peers, self.node, self.all):
+            if group is not None:
+                with suppress(KeyError, ValueError):  # of torch, where the caller destroys all groups meanwhile
                     dist.destroy_process_group(group)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.runtime.drive import Steps, finish
+from lightning_topk.runtime.groups import PATIENCE
 
 Future = torch.futures.Future[Tensor]
 
@@ -84,8 +85,6 @@ class Lane(Protocol):
         ...
 
 
-PATIENCE = 5.0
-"""Seconds to wait for a job in progress when a lane is closed."""
 IDLE = 0.5
 """Seconds after which an idle thread ends; the next job starts another one."""
 
