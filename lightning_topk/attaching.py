@@ -75,7 +75,7 @@ def attach(
     """
     same = config, timeout, residuals, epoch, init_sync, optimizer, scaler
     if _is_sharded(model):
-        from lightning_topk import fsdp  # torch's FSDP2 takes a while to import, and who has a sharded model has it
+        from lightning_topk import fsdp  # FSDP2 is slow to import; a sharded model has imported it already
 
         if local_world_size is not None:
             raise ValueError(

@@ -292,8 +292,9 @@ def _check_combinations(config: TopKConfig) -> None:
         raise ValueError("lr_ratio=True scales residuals, but error_feedback=False keeps none. Leave one of them out.")
     if config.masks_momentum and config.automatic:
         raise ValueError(
-            f"momentum_masking=True ends the momentum of what is delivered, and with topology={config.topology!r}, "
-            f"ratio={config.ratio!r} whole gradients may be. Pass a topology and a ratio or saving, or leave it out."
+            f"momentum_masking=True zeroes the momentum of delivered entries, but with topology={config.topology!r}, "
+            f"ratio={config.ratio!r} whole gradients may be delivered. Pass a topology and a ratio or saving, or leave "
+            "it out."
         )
     if not config.momentum:
         return

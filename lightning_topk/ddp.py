@@ -107,9 +107,9 @@ class TopKState(ExchangeState):
             A future of the buffer.
 
         Raises:
-            RuntimeError: The state was closed.
-            TypeError: The bucket is not one of DDP's reducer.
-            ValueError: The learning rates of two parameter groups changed by different factors, with ``lr_ratio=True``.
+            RuntimeError: As :meth:`lane`.
+            TypeError: The bucket is not one of DDP's reducer, or is on a device that the exchange does not support.
+            ValueError: As :meth:`begin_pass`.
         """
         _check_bucket(bucket)
         # The bucket itself is gone when this returns: take all that the job needs from it now.
@@ -281,12 +281,12 @@ def attach(
 
 
 class _BeforeForward:
-    """What happens before each forward pass of a DDP model: DDP's broadcast of buffers is counted.
+    """Counts DDP's broadcasts before each forward pass, and refuses a ``join`` whose mean is not over all ranks.
 
     Args:
         model: The model.
         state: Its state.
-        init_sync: Whether DDP's constructor has just made all ranks equal to rank 0.
+        init_sync: Whether DDP's constructor has broadcast rank 0's weights.
     """
 
     def __init__(self, model: DistributedDataParallel, state: TopKState, init_sync: bool) -> None:
@@ -330,7 +330,7 @@ class _Alone(TopKState):
 
     def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
         self.config, self.rank, self.world, self.local = config.dense, 0, 1, 1
-        self._companions, self.voting, self._epoch = 1, False, lambda: 0
+        self._shards_per_node, self.voting, self._epoch = 1, False, lambda: 0
         self.telemetry, self.residuals = Telemetry(1), Residuals()
         self.buckets = BucketSettings(self.config, 1, 1)
         self._say = Announcer(announce or LOGGER.warning, 0)
@@ -349,7 +349,7 @@ class _Alone(TopKState):
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         if entry.get("parameters"):
             self._say(
-                "lightning_topk: the checkpoint's residuals are left out: a bare module in one process has no exchange "
+                "lightning_topk: the checkpoint's residuals are ignored: a bare module in one process has no exchange "
                 "that could deliver them. Wrap it in DistributedDataParallel to apply them."
             )
 

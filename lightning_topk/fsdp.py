@@ -61,7 +61,7 @@ class ShardState(ExchangeState):
     ``torch.distributed.checkpoint``: its residuals are sharded as the parameters are.
     """
 
-    AFTER_CLOSE = "attach the model again, or its replicas would go different ways"
+    AFTER_CLOSE = "attach the model again, or its replicas will diverge"
     PEER = "replica"
 
     def __init__(
@@ -69,7 +69,7 @@ class ShardState(ExchangeState):
     ) -> None:
         self.node_size = dist.get_world_size() // dist.get_world_size(replicas)
         """Ranks of a node."""
-        super().__init__(process_group=replicas, local_world_size=1, companions=self.node_size, **arguments)
+        super().__init__(process_group=replicas, local_world_size=1, shards_per_node=self.node_size, **arguments)
         self.device = units[0].device
         self._units, self._replicas = units, replicas
         sharded = {name for unit in units for name in unit.names.values()}
@@ -116,12 +116,12 @@ class ShardState(ExchangeState):
         """
         if unit.partial:
             raise RuntimeError(
-                "set_requires_all_reduce(False) has FSDP2's own replicas wait, and would leave these different. To "
-                "accumulate gradients use set_requires_gradient_sync(False)."
+                "set_requires_all_reduce(False) skips the exchange, and the replicas would diverge. To accumulate "
+                "gradients, use set_requires_gradient_sync(False)."
             )
         bucket, lane = unit.bucket(g), self.lane(g.device)
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
-            self._end_pass()  # of a backward pass that failed, or was not told apart
+            self._end_pass()  # an earlier pass failed, or its end was not seen
         if not self._buckets:
             self._follow_trained()
             self.begin_pass()
@@ -147,7 +147,7 @@ class ShardState(ExchangeState):
         self.telemetry.meter.bytes["intra_node"] += unit.node_bytes(g)
 
     def _follow_trained(self) -> None:
-        """Has the amounts follow what is trained, if parameters were frozen or unfrozen.
+        """Recomputes the amounts if parameters were frozen or unfrozen.
 
         Raises:
             ValueError: A parameter is trained that this state does not exchange.
@@ -167,7 +167,7 @@ class ShardState(ExchangeState):
             try:
                 self.buckets.name(self.names, whole)
             except ValueError as error:  # of settings that were right for what was trained at first
-                self._say(f"lightning_topk: {error} Until then the density stays as it is.")
+                self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
     def _fit(self, bucket: Bucket, g: Tensor) -> None:
         """Gives the stand-ins the dtype and device of the gradient, which FSDP decides at the first forward pass."""
@@ -177,7 +177,7 @@ class ShardState(ExchangeState):
                 member.data = torch.zeros((), dtype=g.dtype, device=g.device).expand(member.numel())
 
     def _agree_on(self, gradient: str) -> None:
-        """Compares what comes next with the other replicas: payloads of different sizes would be taken for others."""
+        """Checks that all replicas exchange the same gradient next: payloads of equal size would be mixed up."""
         assert self.groups is not None
         remedy = (
             "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
@@ -394,7 +394,9 @@ def _replicas(group: Any) -> dist.ProcessGroup:
     if group is None:
         raise ValueError(f"process_group= is missing: the ranks that hold the same shard, one on each node. {remedy}")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"process_group={group!r} is a {type(group).__name__}, and no group of ranks. {remedy}")
+        raise TypeError(
+            f"process_group={group!r} is a {type(group).__name__}, not a process group or a device mesh. {remedy}"
+        )
     return group
 
 
@@ -405,9 +407,9 @@ def _check_group(units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(replicas)
     if set(ranks) & set(units[0].ranks) != {dist.get_rank()}:
         raise ValueError(
-            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {units[0].ranks}: a rank "
-            "must share with its group the shard that it holds and no other rank of its node. Pass the dimension of "
-            "the mesh along which nodes are counted."
+            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {units[0].ranks}: all "
+            "ranks of the group must hold the same shard, each on another node. Pass the dimension of the mesh along "
+            "which nodes are counted."
         )
 
 
@@ -416,6 +418,9 @@ def _copied_inside(state: ShardState, units: Sequence[Unit]) -> list[Tensor]:
 
     Each copy is exchanged by its own ranks. Where their gradients differ in the last bit, other entries would be
     selected, and the copies would drift apart; so they are exchanged whole.
+
+    Raises:
+        ValueError: The exchange would apply momentum, which is for what is compressed only.
     """
     found = []
     for unit in units:
@@ -430,8 +435,8 @@ def _copied_inside(state: ShardState, units: Sequence[Unit]) -> list[Tensor]:
                 found.append(member)
     if any(member.requires_grad for member in found) and state.config.momentum and state.config.compresses:
         raise ValueError(
-            f"momentum={state.config.momentum!r} corrects what a worker keeps, but {len(found)} parameters, of which "
-            "a node has several copies, are exchanged whole. Use the optimizer's own momentum."
+            f"momentum={state.config.momentum!r} is for what is compressed, but {len(found)} parameters, which are "
+            "replicated inside a node, are exchanged uncompressed. Use the optimizer's own momentum."
         )
     return found
 

@@ -104,8 +104,8 @@ def _ratio(
 
     _, dense = sent_and_dense(shape, replace(config, saving=None, ratio=1.0), local, itemsize)
     budget = dense * (1 - uncompressed / sum(sizes)) / config.saving
-    # Bytes grow with the entries, but for two steps down: where a server that does not compress, and where everybody
-    # sends everything, no positions are sent. More entries for as many bytes are better.
+    # Bytes grow with the number of entries, except at two points where positions are no longer sent: where a server
+    # that does not compress sends all entries, and where all ranks do. Of equal bytes, take those with more entries.
     whole = layout.shard_size if config.bidirectional else -(-layout.shard_size // shape.world)
     starts = sorted({1, whole, layout.shard_size})
     low = max((start for start in starts if sent(start) <= budget), default=1)

@@ -41,7 +41,7 @@ def test_a_bare_module_of_one_process_is_trained_alone():
     state.load_state_dict(entry)
     assert len(said) == 1
     state.load_state_dict({**entry, "parameters": {"weight": {}}})
-    assert "residuals are left out" in said[1]
+    assert "residuals are ignored" in said[1]
     state.close()
 
 

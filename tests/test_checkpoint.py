@@ -318,7 +318,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(groups):
     del headless["parameters"][name]["server"]
     cases = {
         "not written by lightning_topk": {"state": 1},
-        "made of a folder": {"version": 1, "mode": "sharded"},
+        "converted from a folder": {"version": 1, "mode": "sharded"},
         "version 99": changed(version=99),
         "buckets is missing": {k: v for k, v in good.items() if k != "buckets"},
         "no parameter 'other.weight'": changed(parameters={"other.weight": good["parameters"][name]}),

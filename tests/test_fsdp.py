@@ -577,7 +577,7 @@ def refusals(rank: int, world: int) -> list[str]:
         "process_group= is missing": (whole, {"ratio": 0.1}),
         "is a str, and no group": (whole, {"process_group": "replicate"}),
         "not one dimension": (whole, {"process_group": mesh}),
-        "must share with its group the shard": (whole, {"process_group": inside}),
+        "must hold the same shard, each on another node": (whole, {"process_group": inside}),
         "with a dimension of replicas": (sharded(Net(), mesh), {"process_group": between}),
         "on several meshes": (several, {"process_group": between}),
         "'scale' (one of 5) is not sharded": (partly, {"process_group": between}),

@@ -796,7 +796,7 @@ def with_optimizer(rank: int, world: int) -> list[str]:
 def test_settings_that_need_the_optimizer_refuse_bad_ones_and_follow_its_learning_rate(groups):
     for twice, adam, missing, unseen, epochs, groups_differ in groups(2).run(with_optimizer):
         assert "Pass optimizer=" in unseen
-        assert "goes by epochs" in epochs
+        assert "depends on the epoch" in epochs
         assert "SGD has momentum 0.5 of its own" in twice
         assert "Adam has momentum 0.9 of its own" in adam
         assert "needs the learning rate" in missing

@@ -609,7 +609,7 @@ def test_layers_are_logged_by_pattern():
         with pytest.raises(TypeError, match=rf"per_layer={re.escape(str(wrong))} must be True, False, a pattern of"):
             CompressionMonitor(wrong)
     monitor = CompressionMonitor("layer.7")
-    with pytest.raises(ValueError, match=r"per_layer='layer\.7'.*no parameter is called so.*layer\.weight"):
+    with pytest.raises(ValueError, match=r"per_layer='layer\.7'.*no parameter's name matches.*layer\.weight"):
         monitor.on_fit_start(mock.Mock(), BoringModel())
     frozen = BoringModel()
     frozen.layer.requires_grad_(False)  # until a later epoch, perhaps

@@ -130,7 +130,7 @@ def test_what_the_settings_mean():
     assert not TopKConfig(momentum_masking=True, momentum=0.9).masks_momentum  # that of the worker is masked
     assert not TopKConfig(momentum_masking=True).dense.masks_momentum
     for automatic in ({"topology": "auto"}, {"ratio": "auto"}):
-        with pytest.raises(ValueError, match="momentum_masking=True ends the momentum of what is delivered"):
+        with pytest.raises(ValueError, match="momentum_masking=True zeroes the momentum of delivered entries"):
             TopKConfig(momentum_masking=True, **automatic)
     with pytest.raises(TypeError, match="momentum_masking="):
         TopKConfig(momentum_masking=1)

@@ -4,7 +4,7 @@ Problem. A data-parallel step must turn W local gradients into one that all rank
 gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang et al. 2019; Zheng et al. 2019)::
 
     bucket g            [d]     the worker's gradient, from DDP
-    1 compensate        a = g + e            the worker's residual e [d] is added; g is empty now
+    1 compensate        a = g + e            the worker's residual e [d] is added; g is zeroed
     2 select            the k/W entries of largest |a| in each of the W shards
     3 encode            values + positions -> uint8 payload [W, P]; its size follows from (d, k, wire)
     4 keep              e = a - what will be decoded: the wire's rounding is kept too
@@ -419,7 +419,7 @@ def exchange(
     """The exchange of one bucket: replaces ``g`` by the mean that all ranks agree on.
 
     If the gradient is not finite on some rank, or does not stay finite, then on every rank the first element of each
-    parameter is NaN: every optimizer, and the scaler before it, sees that.
+    parameter that was exchanged is NaN: every optimizer, and the scaler before it, sees that.
 
     Args:
         end: This rank's links.

@@ -23,7 +23,7 @@ from lightning_topk.core.wire import Codec
 
 @dataclass(frozen=True)
 class Measure:
-    """What an exchange measures beside its work. Each costs two more passes over the bucket.
+    """What an exchange measures beside its work. Each costs several more passes over the bucket.
 
     Attributes:
         error: The compression error.
@@ -42,7 +42,7 @@ class LinkStats:
     """What one link sent of one vector.
 
     Attributes:
-        selected: Scalar int64: entries that the selector chose and that are not zero. None where nothing selects.
+        selected: Scalar int64: nonzero entries that were sent. None for all-reduce, unless it is measured.
         error: ``[2]`` float64: ‖a‖² and ‖a - C(a)‖². None unless measured.
         per_layer: ``[3, parameters]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, of each parameter. None unless
             measured.
@@ -82,8 +82,8 @@ class Link:
     def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
         """Compresses ``x`` and remembers what was left out.
 
-        A vector with a NaN or an infinity is not sent at all: every value on the wire is NaN, so that every
-        receiver learns of it, and the memory stays as it was.
+        If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver learns of
+        it, and the memory stays as it was.
 
         Args:
             x: ``[numel]``, floating. It is moved: zero afterwards.
@@ -132,9 +132,10 @@ class Link:
 
 
 class FusedLink(Link):
-    """A link that works in one pass over memory: exact top-k with a residual, on a GPU with momentum too.
+    """A link that compensates, selects, encodes and keeps in one pass over memory: for top-k with a residual.
 
-    One function does all of :meth:`send`; where more is to be measured, one does :meth:`select`.
+    On a GPU it does so with momentum too, and may send fewer than k entries (:mod:`lightning_topk.core.ops.cuda`). When
+    errors are measured, only compensating and selecting are one pass, and not with momentum.
     """
 
     @staticmethod

@@ -41,7 +41,7 @@ class Wire:
 
     @property
     def eps(self) -> float:
-        """Bound on how much larger than itself, relatively, the largest value can be decoded."""
+        """The largest factor by which rounding increases a value, minus one."""
         return torch.finfo(self.value_dtype).eps
 
     @property
@@ -176,7 +176,7 @@ class Codec:
         universe: Number of elements in the shard, S.
         kept: Number of entries in a payload, k.
         shared: The selector, if it draws the same positions on every rank; else None.
-        tag: Of whose entries they are, in [0, 2^24): a receiver that expects another tag refuses the payload.
+        tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
     """
 
     wire: Wire

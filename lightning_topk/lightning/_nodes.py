@@ -114,7 +114,8 @@ def load_shards(state: ShardState, checkpoint: Path) -> None:
     dist.broadcast_object_list(one_file)
     if one_file[0]:
         rank_zero_info(
-            f"lightning_topk starts with zero residuals: {checkpoint} is one file, made of a folder in which they are."
+            f"lightning_topk starts with zero residuals: {checkpoint} is one file, converted from a folder, and the "
+            "residuals are only in that folder."
         )
         state.load_state_dict(EMPTY)
         return

@@ -46,7 +46,7 @@ class CompressionMonitor(Callback):
 
     Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's); uplink, downlink, total
     and saving are logged at every step. All else is logged at log steps and in an epoch's last batch. Errors and norms
-    are over all ranks; measuring them costs two passes over each bucket and one small all-reduce.
+    are over all ranks; measuring them costs several passes over each bucket and one small all-reduce.
 
     ============================== ==========================================================================
     key                            meaning
@@ -127,7 +127,7 @@ class CompressionMonitor(Callback):
         for pattern in self.per_layer:
             if not fnmatch.filter(names, pattern):
                 raise ValueError(
-                    f"CompressionMonitor(per_layer={pattern!r}): no parameter is called so. There are "
+                    f"CompressionMonitor(per_layer={pattern!r}): no parameter's name matches. The names are "
                     f"{', '.join(names[:20])}."
                 )
         self._total.reset()
@@ -230,7 +230,8 @@ class CompressionMonitor(Callback):
             dense: Estimated duration of dense all-reduces in seconds; None if unknown.
             seconds: Duration of the step's exchanges.
             trainer: The Trainer.
-            end: The ratio after the schedule has ended; not a float if it is ``"auto"`` or a function of the step.
+            end: The ratio after the schedule has ended; not a float if it is ``"auto"``, a function of the step or
+                given by ``saving=``.
         """
         if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
             return

@@ -2,7 +2,7 @@
 
 In the first steps gradients are exchanged by all-reduce, until DDP has built its final buckets. Then every rank takes
 part in trial exchanges of made-up gradients of those sizes, over the very links, and all know the slowest rank's times.
-Nothing is compressed, and no residual exists, before the choice.
+Nothing is compressed before the choice; what a checkpoint's residuals hold is delivered by all-reduce first.
 """
 
 from __future__ import annotations

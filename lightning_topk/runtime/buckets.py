@@ -66,7 +66,7 @@ class BucketSettings:
             found = {parameter for parameter, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
             if not found:
                 known = ", ".join(sorted(names.values())[:20])
-                raise ValueError(f"dense_parameters: no parameter is called {pattern!r}. There are {known}.")
+                raise ValueError(f"dense_parameters: no parameter's name matches {pattern!r}. The names are {known}.")
             self._uncompressed |= found
         numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
@@ -180,11 +180,11 @@ class BucketSettings:
         seen = sent.node_saving if self.by_node else sent.saving
         if abs(seen / asked - 1) <= TOLERANCE:
             return ""
-        reason = "all entries are sent, and values take few bits"
+        reason = "every entry is sent, and the format of values alone saves this much"
         if any(self.config_of(bucket).ratio != 1 for bucket in buckets):
             reason = (
-                "buckets are so small that payloads, of whole words and an entry for each server, cannot be made to "
-                "measure. A smaller saving= or a larger bucket_cap_mb= comes nearer"
+                "buckets are small, and a payload holds at least one entry for each server and is padded to whole "
+                "words. A smaller saving= or a larger bucket_cap_mb= comes nearer"
             )
         return f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}."
 

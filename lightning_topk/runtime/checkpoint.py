@@ -238,7 +238,7 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     if entry["version"] != VERSION:
         return f"it has version {entry['version']!r}; this version of lightning_topk reads version {VERSION}"
     if entry.get("mode") == "sharded":
-        return "it is one file, made of a folder in which the residuals are"
+        return "it is one file, converted from a folder, and the residuals are only in that folder"
     missing = {"mode", "world_size", "steps", "rates", "buckets", "parameters"} - entry.keys()
     if missing:
         return f"it is incomplete: {', '.join(sorted(missing))} is missing"

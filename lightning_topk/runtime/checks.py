@@ -17,13 +17,13 @@ from lightning_topk.runtime.groups import check_agreement
 
 
 def check_ddp_options(options: Mapping[str, Any]) -> None:
-    """Refuses DDP options with which gradients would bypass the hook.
+    """Refuses DDP options that the exchange does not support.
 
     Args:
         options: Keyword arguments of DistributedDataParallel. Values decide, since some callers pass every default.
 
     Raises:
-        ValueError: An option bypasses the hook.
+        ValueError: An option is not supported.
     """
     reasons = {
         "mixed_precision": "DDP would cast gradients outside the hook. Use the Trainer's precision=, or autocast",
@@ -113,7 +113,7 @@ def check_parameters(module: torch.nn.Module) -> None:
     if len(devices) > 1:
         raise ValueError(
             f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: the exchange runs on one device a "
-            "rank. Put the model on one device, or exchange its parts by DDP."
+            "rank. Put the model on one device, or wrap each part in a DDP of its own."
         )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():

@@ -19,10 +19,7 @@ from lightning_topk.runtime.groups import Groups
 LOGGER = logging.getLogger("lightning_topk")
 T = TypeVar("T")
 Steps = Generator["dist.Work | None", None, T]
-"""Work that yields before it waits: for a collective, or until all that began earlier has ended (None).
-
-Whoever runs it may do something else in between.
-"""
+"""A generator that yields before it waits: a collective, or None to wait until all that began earlier has ended."""
 
 
 class Meter:
@@ -31,8 +28,8 @@ class Meter:
     Attributes:
         bytes: By this rank: ``uplink`` and ``downlink`` of the exchanges; ``broadcast`` of weights and buffers by DDP,
             and of what is sent to measure links; ``dense``, what a ring all-reduce of the same gradients would have
-            sent. By all ranks of its node together, in the exchanges: ``intra_node`` to each other, ``inter_node`` to
-            other nodes.
+            sent. By all ranks of its node together, in the exchanges: ``intra_node`` to each other (with FSDP2, also
+            what FSDP sends there), ``inter_node`` to other nodes.
     """
 
     def __init__(self) -> None:
@@ -44,8 +41,8 @@ class Meter:
         self.bytes[request.direction] += request.sent_bytes(dist.get_rank(group), dist.get_world_size(group))
         place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         inside, outside = request.node_bytes(*place)
-        self.bytes["intra_node"] += inside * groups.companions
-        self.bytes["inter_node"] += outside * groups.companions
+        self.bytes["intra_node"] += inside * groups.shards_per_node
+        self.bytes["inter_node"] += outside * groups.shards_per_node
 
     def add(self, other: Meter) -> None:
         """Adds what another meter has counted."""
@@ -73,8 +70,7 @@ def drive(
         groups: The groups that carry it.
         meter: Counts the bytes sent.
         name: What is exchanged, for the log at level DEBUG: a line for each collective, before it. NCCL's watchdog ends
-            the process after a timeout, and names but the group, the collective and its elements (bytes, as payloads
-            are uint8).
+            the process after a timeout, and names only the group, the collective and its size.
         background: Whether collectives run in the background while others' steps are taken; else it never yields.
 
     Returns:

@@ -1,6 +1,6 @@
 """The lane's side of a rank: takes jobs, begins and ends their exchanges in order, and says what became of each.
 
-An :class:`Exchanger` owns the rank's endpoints. During a backward pass it is used by the lane alone, on CPU by the
+An :class:`Exchanger` uses the rank's endpoints. During a backward pass it is used by the lane alone, on CPU by the
 lane's thread. What it learns it puts on a queue, which the caller's side empties between two backward passes. So no
 field is written by two threads, and nothing here calls the side that submits jobs.
 """

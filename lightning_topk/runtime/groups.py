@@ -30,7 +30,7 @@ class Groups:
         peers: Those of the same local rank on every node; None if that makes no difference.
         local: Ranks of a node.
         partial: Whether there are other ranks beside these.
-        companions: Ranks of this node that exchange as much at the same time, each a shard, in groups like these.
+        shards_per_node: Ranks of this node, this one included, that exchange a shard each, in groups like these.
         twin: Groups of the same ranks, for a second exchange at the same time; None if there are none.
     """
 
@@ -39,7 +39,7 @@ class Groups:
     peers: dist.ProcessGroup | None = None
     local: int = 1
     partial: bool = False
-    companions: int = 1
+    shards_per_node: int = 1
     twin: Groups | None = None
 
     @classmethod
@@ -88,7 +88,7 @@ class Groups:
         return replace(self, twin=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
     def destroy(self) -> None:
-        """Destroys the groups, unless other ranks are beside them.
+        """Destroys the groups, unless they are of some of the ranks only.
 
         NCCL waits until all ranks of a group destroy it. If this rank failed alone, they never do: so a thread waits,
         and the caller goes on after ``PATIENCE`` seconds, with the error that ended the run.

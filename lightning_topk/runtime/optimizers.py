@@ -19,7 +19,7 @@ from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.skipped_steps import Steps, Undo
 
 HEAVY = 0.9
-"""From which momentum of SGD on a smaller one is advised."""
+"""SGD's momentum from which on a smaller one is advised."""
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Gives the optimizers, which may be made later, or be replaced."""
 
@@ -93,9 +93,9 @@ class Optimizers:
         elif self._config.averages and any(isinstance(each, Adam) and each.param_groups[0]["betas"][0] for each in now):
             when = "If gradients are compressed, " * self._config.automatic
             self._say(
-                f"lightning_topk: {when}Adam's beta1 averages once more what error feedback has averaged over time. "
-                "beta1=0 often learns better (the guide on learning); beta1= with the optimizer's own says that it is "
-                "meant."
+                f"lightning_topk: {when}error feedback averages gradients over time, and Adam's beta1 averages them "
+                "again. beta1=0 often learns better (the guide on learning). To keep the optimizer's own and silence "
+                "this, pass it as beta1=."
             )
         if self._config.masks_momentum:
             for message in mask_momentum(now, self, compressed):
@@ -112,19 +112,22 @@ class Optimizers:
         heavy = [parameter for momentum, parameter in stepped if momentum >= HEAVY]
         if any(parameter.ndim >= 4 for parameter in heavy):
             self._say(
-                "lightning_topk: a model with convolutions, and much momentum of SGD: on CIFAR-10 they learned better "
+                "lightning_topk: convolutional nets that SGD trains with a momentum of 0.9 learned better on CIFAR-10 "
                 "with momentum_masking=True in runs of up to ten epochs, and with a momentum of 0.5 at the same "
                 "lr / (1 - momentum) in longer runs (the guide on learning). momentum_masking=False silences this."
             )
         elif heavy:
             self._say(
-                "lightning_topk: SGD's momentum averages once more what error feedback has averaged over time. A "
-                "momentum of 0.5 at the same lr / (1 - momentum) often learns better (the guide on learning). "
+                "lightning_topk: error feedback averages gradients over time, and SGD's momentum averages them again. "
+                "A momentum of 0.5 at the same lr / (1 - momentum) often learns better (the guide on learning). "
                 "momentum_masking=False silences this."
             )
 
-    def lr_ratio(self) -> float:
-        """The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``.
+    def advance_learning_rates(self) -> float:
+        """Notes this step's learning rates; called once in a backward pass.
+
+        Returns:
+            The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``.
 
         Raises:
             ValueError: The learning rates of two parameter groups changed by different factors.

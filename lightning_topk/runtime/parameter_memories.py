@@ -90,7 +90,7 @@ class ParameterMemories:
         self.server: Memories = {}
         """What this rank serves of parameters that have no endpoint."""
         self._copies: tuple[Memories, Memories] = {}, {}
-        """The same two as they were before a step that the scaler may still skip, until the new buckets have come."""
+        """The same two from before a step that the scaler may still skip, until their parameters have a bucket again."""
         self._forms: dict[Tensor, Form] = {}
         """The form that each parameter had when its endpoint was made."""
 
@@ -105,7 +105,7 @@ class ParameterMemories:
         Args:
             bucket: Its parameters.
             end: The endpoint.
-            undo: What brings back what it sent for skipped steps, if a scaler may skip some.
+            undo: The copies that restore it if the last step was skipped; None without a GradScaler.
         """
         for link in end.links:
             for tensor in link.memory.tensors().values():
@@ -200,7 +200,7 @@ class ParameterMemories:
                     served.copy_(reference.shard_rows(whole, end.layout)[end.shard])
 
     def convert(self, parameters: Iterable[Tensor], count: int) -> None:
-        """Has what parameters left be of another piece of them.
+        """Converts what parameters left to another number of pieces.
 
         Args:
             parameters: The parameters.
@@ -231,7 +231,7 @@ class ParameterMemories:
             How many parameters have another size now; their residuals are forgotten.
 
         Raises:
-            ValueError: This rank holds but a piece of a residual whose elements have another order now.
+            ValueError: The order of a parameter's elements changed, and this rank holds only a piece of its residual.
         """
         resized = [parameter for parameter, form in self._forms.items() if form.numel != parameter.numel()]
         for parameter in resized:

@@ -23,7 +23,7 @@ class Progress:
         steps: Gradients exchanged so far, for schedules and selectors.
         learning_rates: The optimizers', in the last step, for residuals that follow them.
         buckets: The parameters that were exchanged together in the last backward pass.
-        resumed: Backward passes in which DDP may not have built ``buckets``, which are those of a checkpoint, yet.
+        resumed: Backward passes in which DDP may still use its first buckets, instead of the checkpoint's ``buckets``.
     """
 
     steps: int = 0
@@ -56,7 +56,7 @@ class Residuals:
         self.kept = ParameterMemories()
         self.progress = Progress()
         self.stand_ins: dict[str, Tensor] = {}
-        """What stands for parameters that are sharded, by name (:class:`lightning_topk.fsdp.Unit`)."""
+        """What stands for parameters that are sharded, by name (:class:`lightning_topk.runtime.units.Unit`)."""
         self._live: dict[tuple[Tensor, ...], _InUse] = {}
 
     @property
@@ -105,7 +105,7 @@ class Residuals:
         self.kept.forget_copies()
 
     def forget_steps(self) -> None:
-        """Decides what becomes of the last pass; from now on, other optimizers decide."""
+        """Undoes the last step if it was skipped, and drops the copies: the next optimizers get new ones."""
         for each in self._live.values():
             each.decide()
             each.undo = None
@@ -153,14 +153,14 @@ class Residuals:
         """
         self.dissolve({parameter for bucket in self._live for parameter in bucket})
         progress = self.progress
-        progress.buckets, progress.resumed = tuple(buckets), 2  # with static_graph; else 1
+        progress.buckets, progress.resumed = tuple(buckets), 2  # static_graph regroups buckets one pass later; else 1
         made = {bucket: make(bucket) for bucket in progress.buckets}
         self.kept.restore({bucket: end for bucket, (_, end) in made.items()}, worker, server)
         for bucket, (config, end) in made.items():
             self._live[bucket] = _InUse(end, config)
 
     def undelivered(self) -> bool:
-        """Whether something that other settings left is not delivered yet, or would not be if the step is skipped."""
+        """Whether a residual of earlier settings is not delivered yet, or would return if the step is skipped."""
         kept: list[Tensor] = []
         for used in self._live.values():
             if isinstance(used.end.uplink.memory, Leftover):

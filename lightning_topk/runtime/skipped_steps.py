@@ -78,7 +78,7 @@ class Steps:
 
 
 class _Noting:
-    """Stands for a scaler's ``step``; in a copy of the scaler, or in a pickle, stands the plain one."""
+    """Replaces a scaler's ``step``. Copies and pickles of the scaler get the plain method."""
 
     def __init__(self, steps: Steps, scaler: torch.amp.GradScaler) -> None:
         self._steps, self._scaler, self._step = steps, scaler, scaler.step
@@ -121,7 +121,7 @@ class Undo:
 
     @property
     def open(self) -> bool:
-        """Whether a pass has begun whose optimizer step has not happened yet."""
+        """Whether a pass has begun whose optimizer step is neither taken nor skipped yet."""
         return self._begun and not self.outcomes.keys() >= self._masks.keys()
 
     def note(self, optimizer: Optimizer, skipped: Skipped) -> None:

@@ -36,14 +36,14 @@ from lightning_topk.runtime.telemetry import Report, Telemetry
 
 LOGGER = logging.getLogger("lightning_topk")
 _LEFT_OPEN: list[Groups] = []
-"""Groups with a collective in progress after an error: to let go of one, or to destroy it, is to wait for that."""
+"""Groups with an unfinished collective after an error. Dropping or destroying one would wait for the collective."""
 
 
 class ExchangeState:
     """What one rank keeps to exchange the gradients of one model. Every field is written by the caller's side alone.
 
-    Args are those of :class:`lightning_topk.TopKState`, which has its errors too, and ``companions``: ranks of this
-    node that exchange other shards of the same gradients, each with its own peers.
+    Args are those of :class:`lightning_topk.TopKState`, which has its errors too, and ``shards_per_node``: how many
+    ranks of this node, this one included, exchange a shard of the same gradients each.
     """
 
     AFTER_CLOSE = "wrap the model in a new DistributedDataParallel and attach"
@@ -62,14 +62,14 @@ class ExchangeState:
         scaler: torch.amp.GradScaler | None,
         local_world_size: int | None,
         announce: Callable[[str], None] | None,
-        companions: int = 1,
+        shards_per_node: int = 1,
     ) -> None:
-        self._given, self._companions = config, companions
+        self._given, self._shards_per_node = config, shards_per_node
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
         self.residuals = residuals or Residuals()
         self.residuals.settle()  # their endpoints may have been of other settings
         resized = self.residuals.kept.follow_parameters()
-        self.groups: Groups | None = replace(Groups.make(process_group, timeout), companions=companions)
+        self.groups: Groups | None = replace(Groups.make(process_group, timeout), shards_per_node=shards_per_node)
         group = self.groups.all
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         try:
@@ -90,7 +90,7 @@ class ExchangeState:
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the same for each parameter, and their time."""
         # Every rank of the first node is rank 0 of the replicas of its shard.
-        speaker = self.rank if companions == 1 else dist.get_rank()
+        speaker = self.rank if shards_per_node == 1 else dist.get_rank()
         self._say = Announcer(announce or LOGGER.warning, speaker)
         self._epoch = epoch or (lambda: 0)
         self._optimizers = Optimizers(optimizers, scaler, self.config, self.residuals, self._say)
@@ -141,7 +141,7 @@ class ExchangeState:
         self._collect()
         self.residuals.begin_pass()
         self.buckets.adopt(self.residuals.undecided)
-        self._lr_ratio = self._optimizers.lr_ratio()
+        self._lr_ratio = self._optimizers.advance_learning_rates()
         self.follow_optimizers()
 
     def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
@@ -168,11 +168,11 @@ class ExchangeState:
         )
 
     def tag(self, bucket: Bucket) -> int:
-        """What tells a bucket from others of its size, in [0, 2^24), where ranks might come with different ones."""
+        """A number in [0, 2^24) that identifies a bucket, where ranks might exchange different ones of equal size."""
         return 0
 
     def known_as(self, member: Tensor) -> Tensor:
-        """What optimizers call a bucket's member: a parameter."""
+        """The parameter, as optimizers hold it, of a bucket's member."""
         return member
 
     def tuning(self, buckets: Sequence[Bucket], static_graph: bool = False) -> Tuning | None:
@@ -252,13 +252,15 @@ class ExchangeState:
     def predicted(self, rank: int | None = None) -> Volume:
         """The bytes that a rank will send in the next step, if it exchanges the buckets of the last.
 
+        What FSDP2 sends inside a node is not among them.
+
         Args:
             rank: The rank. Default: this one.
         """
         progress, mine = self.residuals.progress, self.rank if rank is None else rank
         total = self.buckets.volume(progress.buckets, mine, progress.steps, self._epoch(), self.voting)
         inside, outside, dense = (
-            self._companions * each for each in (total.intra_node, total.inter_node, total.dense_inter_node)
+            self._shards_per_node * each for each in (total.intra_node, total.inter_node, total.dense_inter_node)
         )
         return replace(total, intra_node=inside, inter_node=outside, dense_inter_node=dense)
 
@@ -350,14 +352,14 @@ def _check_arguments(
     check_count("local_world_size", local_world_size)
     if config.by_epoch and epoch is None:
         raise ValueError(
-            f"{config.ratio!r} goes by epochs: pass epoch=, a function that returns the epoch, or use steps=."
+            f"{config.ratio!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=."
         )
     if optimizers is not None:
         return
     if config.lr_ratio:
         raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
     if config.beta1 is not None:
-        raise ValueError(f"beta1={config.beta1!r} is lent to the optimizer: pass optimizer= to attach.")
+        raise ValueError(f"beta1={config.beta1!r} overrides the optimizer's own: pass optimizer= to attach.")
     if config.masks_momentum:
         raise ValueError("momentum_masking=True masks the optimizer's momentum: pass optimizer= to attach.")
     if scaler is not None and scaler.is_enabled():

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a model's parameters, and what the exchange calls them.
+"""The parameter groups of an FSDP2 model, and the stand-ins for their shards in buckets.
 
 torch offers no list of what an all-reduce hook's tensor holds. So this reads FSDP's own account of its parameter
 groups, which is private; nothing else here does.
@@ -126,7 +126,7 @@ class Unit:
 
     @property
     def sums(self) -> bool:
-        """Whether the user divides the sum over all ranks, by ``set_gradient_divide_factor``: then we do not."""
+        """Whether ``set_gradient_divide_factor`` was called: then the exchange returns a sum, which FSDP divides."""
         return self._group.gradient_divide_factor is not None
 
     def node_bytes(self, g: Tensor) -> int:
@@ -162,7 +162,7 @@ class Unit:
         self.module.set_all_reduce_hook(hook, stream=stream)
 
     def later_divided_by(self, stand_in: Tensor) -> float:
-        """By what FSDP divides the hook's result: that of float16, which could overflow, or where it only sums.
+        """By what FSDP divides the hook's result: with float16, whose sums could overflow, and where it only sums.
 
         Residuals have the hook's units; in a checkpoint they have the gradient's.
         """
@@ -245,7 +245,7 @@ class EndOfBackward:
                 self._watch(module._get_fsdp_state())
 
     def is_seen(self, unit: Unit) -> bool:
-        """Whether the end of the pass that has just exchanged the gradient of a unit will be seen; the next will be."""
+        """Whether FSDP will call back at the end of this backward pass; from the next pass on it will."""
         root = unit.root
         seen = root in self._parts
         self._watch(root)

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 
 class Prepared(ABC):
-    """What some want done to an optimizer before each update. Use :meth:`of`: there is one instance per optimizer.
+    """Changes to one optimizer, made before each update on request. Use :meth:`of`: one instance per optimizer.
 
     Args:
         optimizer: The optimizer.
@@ -25,7 +25,7 @@ class Prepared(ABC):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.wanted: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """What each requester wants, as long as it lives."""
+        """The request of each requester, as long as that lives."""
         _before_update(optimizer, self.reset, self.prepare)
 
     @classmethod

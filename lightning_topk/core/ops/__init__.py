@@ -1,8 +1,9 @@
 """Tensor operations of the compression.
 
 :mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``cuda`` (Triton) are
-faster versions with the same bits, imported when a tensor needs them. The functions here dispatch to the fastest
-version for the given tensors.
+faster versions, imported when a tensor needs them. The functions here dispatch to the fastest version for the given
+tensors. ``cpu`` returns the same bits; ``cuda`` does too, unless its threshold, which is estimated from a sample,
+lets too few or too many entries pass.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and selects the k largest magnitudes of every shard of the sum.
 
-    Arguments and results are those of :func:`lightning_topk.core.ops.reference.add_and_select`.
+    Arguments and results are those of :func:`lightning_topk.core.ops.reference.add_and_select`; on a GPU fewer than k
+    may be selected.
     """
     version = _for(e, x, layout, k) or reference
     chosen: tuple[Tensor, Tensor] = version.add_and_select(e, x, finite, layout, k)

@@ -9,8 +9,10 @@ Numba needs no C compiler, and keeps what it has compiled on disk. A worker's si
              write_positions   in the Elias-Fano code
              add_at            e <- e - what arrives
 
-and the way back is ``read_positions``, ``read_values``, ``add_at``. Arguments are those of the functions of the same
-names in :mod:`lightning_topk.core.ops.cpu`; ``places`` are positions in a shard. Vectors are float32.
+and the way back is ``read_positions``, ``read_values``, ``add_at``. :mod:`lightning_topk.core.ops.cpu` calls them.
+``deal`` is the layout, ``form`` the format of payloads, ``salt`` seeds the sample, ``places`` are positions in a shard.
+Vectors are float32. All loops are in one file, since numba's cache on disk looks for changes in the file of the
+function that is called, not in those of the functions that it calls.
 """
 
 from __future__ import annotations
@@ -225,7 +227,8 @@ def keep_largest(places, values, n, k, least):
 def kth_largest(values, k, least):
     """The k-th largest magnitude, and how many of just this one are among the k largest.
 
-    None is below ``least``, but for such as :func:`scan` had when it raised it: they are the number before.
+    No magnitude is below ``least``, except those equal to the float32 before it: :func:`scan` kept them before it
+    raised ``least``.
 
     Magnitudes are ordered like their bits. A histogram tells in which bucket the k-th largest is; then only this bucket
     counts.
