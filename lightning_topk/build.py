@@ -65,7 +65,8 @@ def make_codecs(
     """
     layout, world = shape.layout, shape.world
     if not shape.topology.compresses:
-        return Codecs(Codec(WIRES["fp32"], layout.numel, layout.numel), None)
+        whole = Codec(WIRES["fp32"], layout.numel, layout.numel)
+        return Codecs(whole, whole)
     selector = selector or make_selector(config)
     shared = selector if isinstance(selector, RandK) else None
     assert config.ratio is not None
@@ -79,8 +80,7 @@ def make_codecs(
         # Workers that draw the same positions send nothing else.
         down = up if shared is not None else min(layout.shard_size, world * up)
     wire = WIRES[config.wire_name]
-    reply = Codec(wire, layout.shard_size, down, shared, tag) if shape.topology.has_servers else None
-    return Codecs(Codec(wire, layout.shard_size, up, shared, tag), reply)
+    return Codecs(Codec(wire, layout.shard_size, up, shared, tag), Codec(wire, layout.shard_size, down, shared, tag))
 
 
 def make_endpoint(

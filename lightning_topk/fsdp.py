@@ -228,8 +228,7 @@ class ShardState(ExchangeState):
                 f"mode={mode!r} saves every replica's own residuals, which sharded checkpoints have no place for: they "
                 "hold one copy of a model. Use mode='mean'."
             )
-        momentum = bool(self.config.momentum)
-        return sharded_checkpoint.collect(self.residuals, self._units, self._given, momentum, self._replicas)
+        return sharded_checkpoint.collect(self.residuals, self._units, self._given, self._replicas)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The residuals as one file holds them; every rank calls it between two backward passes.

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from lightning_topk import attach
-from lightning_topk.runtime.beta1 import Beta1, lend_beta1, take_back_beta1
+from lightning_topk.runtime.beta1 import Beta1, lend_beta1
 from lightning_topk.runtime.residuals import Residuals
 
 OWN = (0.9, 0.95)
@@ -91,7 +91,7 @@ def test_adam_steps_as_if_made_with_the_beta1_that_it_was_lent(kind, options, wa
     assert torch.equal(stepped(optimizer, one, gradients(), way), other.detach())
 
 
-@pytest.mark.parametrize("end", [take_back_beta1, None])
+@pytest.mark.parametrize("end", [Beta1.withdraw, None])
 def test_adam_steps_with_its_own_beta1_when_the_lender_takes_it_back_or_is_gone(end):
     one, other, lender = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
     optimizer, alone = (AdamW([parameter], lr=0.1, betas=OWN) for parameter in (one, other))
@@ -121,7 +121,7 @@ def test_every_lender_lends_only_to_groups_with_compressed_parameters():
     assert used(optimizer) == [0.0, 0.9, 0.9]
     lend_beta1([optimizer], 0.3, other, {parameters[1]})
     assert used(optimizer) == [0.0, 0.3, 0.9]
-    take_back_beta1([optimizer], lender)
+    Beta1.withdraw([optimizer], lender)
     assert used(optimizer) == [0.9, 0.3, 0.9]
 
 
@@ -160,7 +160,7 @@ def test_an_update_that_failed_leaves_nothing_behind():
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.98)
 
     optimizer, lender = failed()
-    take_back_beta1([optimizer], lender)
+    Beta1.withdraw([optimizer], lender)
     assert used(optimizer) == [0.9]
 
 
@@ -275,7 +275,7 @@ def test_a_saving_lends_adam_a_beta1_of_zero(groups):
         assert betas[name] == [0.9] * 6
     assert all("instead of its own" in words for words in said.pop("default"))
     assert all("beta1=0 often learns better" in words for words in said.pop("ratio"))
-    assert any("If gradients are compressed, Adam's beta1" in words for words in said.pop("automatic"))
+    assert any("If gradients are compressed, error feedback averages" in words for words in said.pop("automatic"))
     assert not any(said.values())
 
 

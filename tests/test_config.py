@@ -149,7 +149,6 @@ def test_a_selector_that_chooses_another_number_is_refused():
 def test_a_server_that_does_not_compress_has_room_for_all_that_workers_send():
     for world in (1, 2, 5, 100):
         codecs = codecs_of(TopKConfig(ratio=0.01, bidirectional=False), 100_000, world)
-        assert codecs.reply is not None
         assert codecs.reply.kept == min(Layout(100_000, world).shard_size, world * codecs.uplink.kept)
 
 

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, RMSprop
 
 from lightning_topk import TopKConfig, attach
 from lightning_topk.lab.training import Optimizer, train
-from lightning_topk.runtime.masking import mask_momentum, stop_masking
+from lightning_topk.runtime.masking import Masking, mask_momentum
 
 
 class Requester:
@@ -67,7 +67,7 @@ def test_each_requester_masks_the_parameters_that_it_exchanges():
             parameter.grad = None if step and parameter is idle else torch.ones(2)
         optimizer.step()
     assert momenta(optimizer, parameters) == [[1, 1], [1, 1], [1.5, 1.5], [1, 1]]
-    stop_masking([optimizer], first)
+    Masking.withdraw([optimizer], first)
     del second  # it is gone
     optimizer.step()
     assert momenta(optimizer, parameters) == [[1.5, 1.5], [1.5, 1.5], [1.75, 1.75], [1, 1]]

@@ -57,7 +57,7 @@ class Ranks:
         """Exchanges one gradient in two buckets, and returns its mean and what is delivered, by parameter."""
         produced, delivered = {}, {}
         for residuals in self.residuals:
-            residuals.begin_pass()
+            residuals.kept.forget_copies()
         for numbers in filter(None, (order[:cut], order[cut:])):
             bucket, sizes = tuple(self.parameters[i] for i in numbers), [NUMELS[i] for i in numbers]
             gradients = [torch.randn(sum(sizes), dtype=torch.float64, generator=self.random) for _ in self.residuals]

@@ -59,11 +59,11 @@ class Codecs:
 
     Attributes:
         uplink: The workers' payloads.
-        reply: The servers' payloads; None where there are no servers.
+        reply: The servers' payloads; unused where there are no servers.
     """
 
     uplink: Codec
-    reply: Codec | None
+    reply: Codec
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +202,6 @@ class Topology(ABC):
         written and read, ``copy`` bytes that are moved inside a node. Arguments are those of :meth:`requests`.
         """
         layout, up, reply = shape.layout, codecs.uplink, codecs.reply
-        assert reply is not None
         return {
             "fixed": 1,
             "scan": layout.numel + layout.shard_size,
@@ -223,7 +222,6 @@ class Sharded(Topology):
 
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        assert codecs.reply is not None
         replies, up, down = yield from _serve(end, g, codecs, measure, "all")
         return Outcome(deliver(replies, codecs.reply, end.layout, out=g), up, down)
 
@@ -237,7 +235,6 @@ def _serve(
 ) -> Generator[Request, Tensor, tuple[Tensor, LinkStats, LinkStats]]:
     """Steps 1-8: returns every server's reply ``[shards, P]``, and what this worker and this server sent."""
     assert end.downlink is not None
-    assert codecs.reply is not None
     payloads, up = end.uplink.send(g, codecs.uplink, measure)
     received = yield AllToAll(payloads, "uplink", among)
     b = aggregate(received, codecs.uplink, end.dtype, room=g)
@@ -248,7 +245,6 @@ def _serve(
 
 def _served_requests(world: int, codecs: Codecs, among: Among) -> list[Request]:
     """What :func:`_serve` asks for."""
-    assert codecs.reply is not None
     uplink = AllToAll(placeholder(world, codecs.uplink.nbytes), "uplink", among)
     return [uplink, AllGather(placeholder(codecs.reply.nbytes), "downlink", among)]
 
@@ -269,7 +265,6 @@ class Hierarchical(Topology):
 
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        assert codecs.reply is not None
         rows = reference.split_parts(g, end.parts)
         rows[:, :1].masked_fill_(~ops.is_finite(g), torch.nan)  # then no part of this node's gradient is sent
         received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
@@ -289,7 +284,6 @@ class Hierarchical(Topology):
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
-        assert codecs.reply is not None
         inside = placeholder(shape.parts.count, shape.parts.numel * itemsize)
         replies = placeholder(shape.world * codecs.reply.nbytes)
         between = _served_requests(shape.world, codecs, "peers")
@@ -297,7 +291,6 @@ class Hierarchical(Topology):
 
     @override
     def work(self, shape: Shape, codecs: Codecs, itemsize: int) -> dict[str, float]:
-        assert codecs.reply is not None
         delivered = codecs.reply.kept * shape.layout.shards * (shape.parts.count - 1)  # of the node's other parts
         found = super().work(shape, codecs, itemsize)
         return {**found, "decode": found["decode"] + delivered, "copy": itemsize * sum(shape.parts.sizes)}
@@ -310,7 +303,6 @@ class SingleServer(Topology):
 
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        assert codecs.reply is not None
         payload, up = end.uplink.send(g, codecs.uplink, measure)
         received = yield Gather(payload[0], "uplink")
         down = None
@@ -324,7 +316,6 @@ class SingleServer(Topology):
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
-        assert codecs.reply is not None
         uplink = Gather(placeholder(codecs.uplink.nbytes), "uplink")
         return [uplink, Broadcast(placeholder(codecs.reply.nbytes), "downlink")]
 

@@ -173,6 +173,10 @@ class MomentumResidual(Residual):
 class Leftover(Residual):
     """A residual left by other settings, under settings without error feedback: added once, then nothing is kept."""
 
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(numel, dtype, device)
+        self._finite = torch.ones((), dtype=torch.bool, device=device)  # whether the last vector was
+
     @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         self._finite = finite

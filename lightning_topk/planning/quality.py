@@ -134,8 +134,8 @@ def sentence(steps: int, saving_at: Callable[[float], float]) -> str:
     most = max(each.by_error for each in ENOUGH.values())
     if steps <= most:
         return (
-            f"By quality: use DDPStrategy, or compare with it. {steps:,} steps are few: the hardest of our models had to "
-            f"send an entry of the gradient {most:g} times to end within 1 % of the loss of dense training."
+            f"By quality: use DDPStrategy, or compare with it. {steps:,} steps are few: the hardest of our models had "
+            f"to send an entry of the gradient {most:g} times to end within 1 % of the loss of dense training."
         )
     saving = f"{min(LARGEST, saving_at(most / steps)):.2g}"
     fewer, least = max(each.by_mean for each in ENOUGH.values()), min(each.by_mean for each in ENOUGH.values())

@@ -13,12 +13,12 @@ class Announcer:
     Args:
         tell: Is called with each message.
         rank: This rank.
-        said: Messages that were told before; this object adds to it.
     """
 
-    def __init__(self, tell: Callable[[str], None], rank: int, said: set[str] | None = None) -> None:
+    def __init__(self, tell: Callable[[str], None], rank: int) -> None:
         self._tell, self._rank = tell, rank
-        self.said: set[str] = set() if said is None else said
+        self.said: set[str] = set()
+        """What was told, or would have been on rank 0."""
 
     def __call__(self, message: str) -> None:
         """Tells a message, unless it was told before."""

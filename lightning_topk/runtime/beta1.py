@@ -71,7 +71,7 @@ def lend_beta1(
     parameters: Collection[Tensor] | None = None,
     asked: bool = False,
 ) -> list[str]:
-    """Makes torch's Adam and AdamW step with another beta1, until :func:`take_back_beta1` is called.
+    """Makes torch's Adam and AdamW step with another beta1, until ``Beta1.withdraw`` is called.
 
     Args:
         optimizers: The optimizers. Only Adam and AdamW are changed.
@@ -101,11 +101,6 @@ def lend_beta1(
                 "If it wraps one of them, pass the inner optimizer."
             )
     return words
-
-
-def take_back_beta1(optimizers: Iterable[Optimizer], lender: Any) -> None:
-    """Withdraws the request of ``lender``: optimizers step with their own beta1 again, unless others override it."""
-    Beta1.withdraw(optimizers, lender)
 
 
 def _changes(group: dict[str, Any], beta1: float, parameters: Collection[Tensor] | None) -> bool:

@@ -89,22 +89,35 @@ def collect(
         served = {key: _gather(by_index(part).to(device), group, 1) for key, part in server.items()}
         if rank == 0:
             parameters[name] = {"worker": kept, "server": served}
+    buckets = [
+        [names[p] for p in bucket]
+        for bucket in residuals.progress.buckets
+        if all(p in names and p in parts for p in bucket)  # a bucket of empty parameters only is never exchanged
+    ]
+    node_sizes = {names[p]: count for p, count in residuals.kept.pieces.counts.items() if p in names and count > 1}
+    header = without_parameters(residuals, buckets, config, world)
+    return {**header, "mode": mode, "node_sizes": node_sizes, "parameters": parameters}
+
+
+def without_parameters(
+    residuals: Residuals, buckets: list[list[str]], config: TopKConfig, world: int
+) -> dict[str, Any]:
+    """The entry of a rank, but for the residuals.
+
+    Args:
+        residuals: The rank's residuals.
+        buckets: Names of the parameters that were exchanged together.
+        config: The settings that the user gave.
+        world: Number of ranks.
+    """
+    progress = residuals.progress
     return {
-        "version": VERSION,
-        "mode": mode,
+        **EMPTY,
         "world_size": world,
-        "node_sizes": {
-            names[p]: count for p, count in residuals.kept.pieces.counts.items() if p in names and count > 1
-        },
-        "steps": residuals.progress.steps,
-        "rates": list(residuals.progress.learning_rates),
-        "buckets": [
-            [names[p] for p in bucket]
-            for bucket in residuals.progress.buckets
-            if all(p in names and p in parts for p in bucket)  # a bucket of empty parameters only is never exchanged
-        ],
+        "steps": progress.steps,
+        "rates": list(progress.learning_rates),
+        "buckets": buckets,
         "settings": settings_of(config),
-        "parameters": parameters,
     }
 
 

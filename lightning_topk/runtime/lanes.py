@@ -15,10 +15,11 @@ import queue
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from lightning_topk.runtime.groups import PATIENCE
 Future = torch.futures.Future[Tensor]
 
 
-class Lane(Protocol):
+class Lane(ABC):
     """Runs jobs in the order of submission, beside the caller.
 
     Attributes:
@@ -41,8 +42,21 @@ class Lane(Protocol):
     abreast: int
     _error: Exception | None = None  # the first of any job
 
-    def _finish(self, job: Steps[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Runs a job to its end, unless one before it failed: this one would answer the exchange that failed here."""
+    @abstractmethod
+    def promise(self) -> tuple[Future, Future]:
+        """Two ends of one result: :meth:`submit` fulfils the first, DDP waits for the second."""
+
+    @abstractmethod
+    def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
+        """Queues a job; its results, or the first error of any job, fulfil the promises."""
+
+    def run(self, job: Steps[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Runs a job to its end at once, for a caller who is in its place already: on CUDA, in :attr:`stream`.
+
+        Raises:
+            Exception: That of this job or, if one before it failed, of that one: this job would answer the exchange
+                that failed here.
+        """
         if self._error is not None:
             raise self._error
         try:
@@ -51,38 +65,26 @@ class Lane(Protocol):
             self._error = error
             raise
 
-    def promise(self) -> tuple[Future, Future]:
-        """Two ends of one result: :meth:`submit` fulfils the first, DDP waits for the second."""
-        ...
-
-    def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
-        """Queues a job; its results, or the first error of any job, fulfil the promises."""
-        ...
-
-    def run(self, job: Steps[Sequence[Tensor]]) -> None:
-        """Runs a job at once, for a caller who is in its place already: on CUDA, in :attr:`stream`."""
-        ...
-
     @property
+    @abstractmethod
     def stream(self) -> torch.cuda.Stream | None:
         """Where jobs run on CUDA; None on CPU."""
-        ...
 
+    @abstractmethod
     def mark(self) -> Any:
         """A moment in the work of the caller: the host's clock, or an event in the current stream."""
-        ...
 
+    @abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks. Waits for the device."""
-        ...
 
+    @abstractmethod
     def close(self) -> bool:
         """Ends the lane when the submitted jobs are done.
 
         Returns:
             Whether that took no more than some seconds, and no collective is in progress.
         """
-        ...
 
 
 IDLE = 0.5
@@ -181,10 +183,6 @@ class ThreadLane(Lane):
                 self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
                 self._thread.start()
 
-    @override
-    def run(self, job: Steps[Sequence[Tensor]]) -> None:
-        self._finish(job)
-
     @property
     @override
     def stream(self) -> None:
@@ -245,12 +243,8 @@ class StreamLane(Lane):
     def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
         """Runs a job; its futures record the side stream, so that a wait for them is a wait on the GPU."""
         with torch.cuda.stream(self._stream):
-            for future, result in zip(promised, self._finish(job), strict=True):
+            for future, result in zip(promised, self.run(job), strict=True):
                 future.set_result(result)
-
-    @override
-    def run(self, job: Steps[Sequence[Tensor]]) -> None:
-        self._finish(job)
 
     @property
     @override

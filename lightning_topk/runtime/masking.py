@@ -51,7 +51,7 @@ class Masking(Prepared):
 def mask_momentum(
     optimizers: Iterable[Optimizer], requester: Any, parameters: Collection[Tensor] | None = None
 ) -> list[str]:
-    """Ends the momentum of torch's SGD where entries are delivered, until :func:`stop_masking` is called.
+    """Ends the momentum of torch's SGD where entries are delivered, until ``Masking.withdraw`` is called.
 
     Args:
         optimizers: The optimizers. Only SGD is changed. It raises a ValueError in a step with a sparse gradient.
@@ -73,8 +73,3 @@ def mask_momentum(
         if not any(group["momentum"] for group in optimizer.param_groups):
             words.append("lightning_topk: momentum_masking=True has no effect while the momentum of SGD is 0.")
     return words
-
-
-def stop_masking(optimizers: Iterable[Optimizer], requester: Any) -> None:
-    """Withdraws the request of ``requester``."""
-    Masking.withdraw(optimizers, requester)

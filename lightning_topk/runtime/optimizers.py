@@ -12,9 +12,9 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import Endpoint
-from lightning_topk.runtime.beta1 import lend_beta1, take_back_beta1
+from lightning_topk.runtime.beta1 import Beta1, lend_beta1
 from lightning_topk.runtime.checks import check_momentum
-from lightning_topk.runtime.masking import mask_momentum, stop_masking
+from lightning_topk.runtime.masking import Masking, mask_momentum
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.skipped_steps import Steps, Undo
 
@@ -158,8 +158,8 @@ class Optimizers:
 
     def release(self) -> None:
         """Leaves the optimizers' momentum and beta1 to themselves again."""
-        take_back_beta1(self._followed, self)
-        stop_masking(self._followed, self)
+        for requests in (Beta1, Masking):
+            requests.withdraw(self._followed, self)
 
 
 def _with_momentum(

@@ -90,7 +90,7 @@ class ParameterMemories:
         self.server: Memories = {}
         """What this rank serves of parameters that have no endpoint."""
         self._copies: tuple[Memories, Memories] = {}, {}
-        """The same two from before a step that the scaler may still skip, until their parameters have a bucket again."""
+        """The same two from before a step that may still be skipped, until their parameters are in a bucket again."""
         self._forms: dict[Tensor, Form] = {}
         """The form that each parameter had when its endpoint was made."""
 

@@ -100,10 +100,6 @@ class Residuals:
             used.undo.begin(renew=lr_ratio != 1)
         return used.end
 
-    def begin_pass(self) -> None:
-        """Forgets what skipped steps would need of parameters that did not come in the last pass."""
-        self.kept.forget_copies()
-
     def forget_steps(self) -> None:
         """Undoes the last step if it was skipped, and drops the copies: the next optimizers get new ones."""
         for each in self._live.values():

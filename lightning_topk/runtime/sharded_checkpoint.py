@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checkpoint import EMPTY, settings_of
+from lightning_topk.runtime.checkpoint import without_parameters
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.units import Unit
 
@@ -31,7 +31,7 @@ SIDES = ("worker", "server")
 
 
 def collect(
-    residuals: Residuals, units: Sequence[Unit], config: TopKConfig, momentum: bool, replicas: dist.ProcessGroup
+    residuals: Residuals, units: Sequence[Unit], config: TopKConfig, replicas: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Creates the entry of sharded residuals. A collective: every rank calls it, between two backward passes.
 
@@ -39,14 +39,13 @@ def collect(
         residuals: This rank's residuals.
         units: The model's.
         config: The settings that the user gave.
-        momentum: Whether workers keep velocities.
         replicas: The ranks that hold the same shards.
 
     Returns:
         The entry, with tensors on the CPU; the same on all replicas.
     """
     found: dict[str, Any] = {"worker": {"residual": {}}, "server": {"residual": {}}}
-    if momentum:
+    if config.momentum:
         found["worker"]["velocity"] = {}
     memories, world = residuals.memories(), dist.get_world_size(replicas)
     for unit in units:
@@ -56,23 +55,11 @@ def collect(
                 for what, parts in found[side].items():
                     total = _sum(kept.get(what), member, replicas) / unit.later_divided_by(member)
                     parts[name] = _like_parameter(total / world if side == "worker" else total, unit.sharded(member))
-    return {**found, "about": json.dumps(about(residuals, units, config, world))}
-
-
-def about(residuals: Residuals, units: Sequence[Unit], config: TopKConfig, world: int) -> dict[str, Any]:
-    """An entry without parameters."""
     names = {member: unit.names[member] for unit in units for member in unit.trained}
-    return {
-        **EMPTY,
-        "world_size": world,
-        "steps": residuals.progress.steps,
-        "rates": list(residuals.progress.learning_rates),
-        "buckets": [
-            [names[member] for member in bucket if member in names]  # others were frozen since
-            for bucket in residuals.progress.buckets
-        ],
-        "settings": settings_of(config),
-    }
+    buckets = [  # what is not trained was frozen since
+        [names[member] for member in bucket if member in names] for bucket in residuals.progress.buckets
+    ]
+    return {**found, "about": json.dumps(without_parameters(residuals, buckets, config, world))}
 
 
 def _sum(kept: Tensor | None, member: Tensor, replicas: dist.ProcessGroup) -> Tensor:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
 from lightning_topk.core.exchange import Endpoint
-from lightning_topk.core.link import Measure
+from lightning_topk.core.link import NOTHING
 from lightning_topk.planning.volume import Volume
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.announce import Announcer, remarks
@@ -87,8 +87,10 @@ class ExchangeState:
         self.telemetry = Telemetry(self.world)
         self.voting = False
         """Whether the ranks tell each other in every step which parameters they used."""
-        self.measure = self.measure_layers = self.timing = False
-        """Whether exchanges measure their compression error, the same for each parameter, and their time."""
+        self.measure = NOTHING
+        """What exchanges measure of their compression error."""
+        self.timing = False
+        """Whether they measure their time."""
         # Every rank of the first node is rank 0 of the replicas of its shard.
         speaker = self.rank if shards_per_node == 1 else dist.get_rank()
         self._say = Announcer(announce or LOGGER.warning, speaker)
@@ -139,7 +141,7 @@ class ExchangeState:
                 or an optimizer and the exchange would both apply momentum.
         """
         self._collect()
-        self.residuals.begin_pass()
+        self.residuals.kept.forget_copies()
         self.buckets.adopt(self.residuals.undecided)
         self._lr_ratio = self._optimizers.advance_learning_rates()
         self.follow_optimizers()
@@ -163,7 +165,7 @@ class ExchangeState:
             lr_ratio=self._lr_ratio,
             scale=self._optimizers.scale,
             guard=self._optimizers.guard([self.known_as(member) for member in bucket]),
-            measure=Measure(self.measure, self.measure and self.measure_layers),
+            measure=self.measure,
             tag=self.tag(bucket),
         )
 
@@ -318,7 +320,7 @@ class ExchangeState:
 
     def follow(self, other: ExchangeState) -> None:
         """Goes on counting and measuring where another state of the same training ends."""
-        self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
+        self.measure, self.timing = other.measure, other.timing
         self.telemetry.follow(other.telemetry)
         self.buckets.chosen, self._say.said = other.buckets.chosen, other._say.said
 
