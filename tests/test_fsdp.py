@@ -905,17 +905,17 @@ def test_residuals_of_shards_are_saved_and_go_on_on_other_nodes_and_ranks(groups
 
 def of_one_file(rank: int, world: int, folder: str) -> None:
     """Lightning makes one file of a distributed checkpoint, without the folder of the residuals."""
-    from lightning_topk.lightning._nodes import load_shards, save_shards
+    from lightning_topk.lightning._nodes import IN_SHARDS, resume, save_shards
 
     net, state = made(2, 2, ratio=0.05)
     for step in range(2):
         loss_of(net, rank, step).backward()
     save_shards(state, Path(folder))
-    load_shards(state, Path(folder))
+    resume(state, IN_SHARDS, Path(folder))
     resumed = state.residuals.progress.steps
     one = Path(folder) / "consolidated"
     one.touch()
-    load_shards(state, one)
+    resume(state, IN_SHARDS, one)
     begun = state.residuals.progress.steps
     state.close()
     assert (resumed, begun) == (2, 0)

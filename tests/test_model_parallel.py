@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topk import CompressionMonitor, TopKModelParallelStrategy
 from lightning_topk.lightning.fabric import TopKModelParallelStrategy as FabricStrategy
+from lightning_topk.lightning.fabric import TopKStrategy as FabricDDP
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 
@@ -294,6 +295,47 @@ def with_fabric(rank: int, world: int, folder: str, whole: bool) -> None:
     for name, sides in kept.items():
         for side, tensors in sides.items():
             torch.testing.assert_close(found[name][side]["residual"], tensors["residual"], atol=1e-6, rtol=1e-5)
+
+
+def from_ddp_to_shards(rank: int, world: int, folder: str) -> None:
+    """A checkpoint of TopKStrategy, which has a list of residuals, one for each module."""
+
+    def made(strategy):
+        strategy.cluster_environment = InThisProcess(rank, world)
+        fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(0)
+        model = fabric.setup_module(nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 1)))
+        optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.1))
+        return fabric, {"model": model, "optimizer": optimizer}
+
+    def parallelize(model, mesh):
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    fabric, run = made(FabricDDP(ratio=0.05))
+    for step in range(2):
+        run["optimizer"].zero_grad()
+        fabric.backward(run["model"](torch.ones(4, 12) * (1 + step + rank)).square().mean())
+        run["optimizer"].step()
+    fabric.save(path := Path(folder) / "ddp.ckpt", run)
+    (state,) = fabric.strategy.topk_states
+    kept = state.state_dict()["parameters"]
+    state.close()
+    for setting in ("mean", "none"):
+        fabric, run = made(FabricStrategy(parallelize, ratio=0.05, local_world_size=2, residual_checkpoint=setting))
+        fabric.load(path, run)
+        (state,) = fabric.strategy.topk_states
+        found = state.full_state_dict()["parameters"]
+        state.close()
+        assert found.keys() == kept.keys()
+        for name, sides in kept.items():
+            for side, tensors in sides.items():
+                wanted = tensors["residual"] * (setting == "mean")
+                torch.testing.assert_close(found[name][side]["residual"], wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_fabric_shards_a_model_that_was_saved_by_ddp_with_its_residuals(groups, tmp_path):
+    groups(4).run(from_ddp_to_shards, str(tmp_path))
 
 
 @pytest.mark.parametrize("whole", [False, True])

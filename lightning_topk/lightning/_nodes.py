@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_topk.config import check_count
 from lightning_topk.fsdp import ShardState
 from lightning_topk.lightning._compat import rank_zero_info
-from lightning_topk.runtime.checkpoint import EMPTY, KEY
+from lightning_topk.runtime.checkpoint import EMPTY, KEY, SHARDED, VERSION
 
 Size = Literal["auto"] | int
 
@@ -99,7 +99,7 @@ def unsynchronised(module: torch.nn.Module) -> Iterator[None]:
             part.set_requires_gradient_sync(True, recurse=False)
 
 
-SHARDED = {"version": 1, "mode": "sharded"}
+IN_SHARDS = {"version": VERSION, "mode": SHARDED}
 """In a distributed checkpoint's file of other things: that the residuals are in a folder beside it."""
 
 
@@ -108,8 +108,17 @@ def save_shards(state: ShardState, checkpoint: Path) -> None:
     save({KEY: state.state_dict()}, checkpoint_id=checkpoint / KEY)
 
 
-def load_shards(state: ShardState, checkpoint: Path) -> None:
-    """Goes on with residuals that :func:`save_shards` saved; with zeros if all is one file. A collective."""
+def resume(state: ShardState, entry: Any, checkpoint: Path) -> None:
+    """Goes on with the residuals of a checkpoint. A collective.
+
+    Args:
+        state: The state.
+        entry: What the checkpoint's file has of them; :data:`IN_SHARDS` if :func:`save_shards` saved them.
+        checkpoint: The checkpoint, a folder or one file. A folder may have been converted to one file, without them.
+    """
+    if not isinstance(entry, dict) or entry.get("mode") != SHARDED:
+        state.load_state_dict(entry)
+        return
     one_file = [checkpoint.is_file()]
     dist.broadcast_object_list(one_file)
     if one_file[0]:
@@ -119,6 +128,6 @@ def load_shards(state: ShardState, checkpoint: Path) -> None:
         )
         state.load_state_dict(EMPTY)
         return
-    entry = {KEY: state.state_dict()}
-    load(entry, checkpoint_id=checkpoint / KEY, planner=DefaultLoadPlanner(allow_partial_load=True))
-    state.load_state_dict(entry[KEY])
+    shards = {KEY: state.state_dict()}
+    load(shards, checkpoint_id=checkpoint / KEY, planner=DefaultLoadPlanner(allow_partial_load=True))
+    state.load_state_dict(shards[KEY])

@@ -30,14 +30,15 @@ from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
 from lightning_topk.ddp import TopKState, attach, own_memory_
 from lightning_topk.lightning._nodes import (
-    SHARDED,
+    IN_SHARDS,
     Size,
     check_size,
-    load_shards,
     meshes,
+    resume,
     sampler_arguments,
     save_shards,
 )
+from lightning_topk.lightning._resume import entry_to_resume
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checkpoint import EMPTY, KEY
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_momentum, check_same_model
@@ -178,14 +179,11 @@ class TopKStrategy(DDPStrategy):
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         if not isinstance(state, dict) or not any(isinstance(each, Optimizer) for each in state.values()):
             return remainder
-        entries = remainder.pop(KEY, [])
-        entries = [entries] if isinstance(entries, dict) else entries  # a Trainer's
-        if not entries or self._residual_checkpoint == "none":
-            rank_zero_info(
-                "TopKStrategy starts with zero residuals: the checkpoint has none, or residual_checkpoint='none' "
-                "ignores them."
-            )
+        entries = entry_to_resume(remainder.pop(KEY, None), self._residual_checkpoint, self)
+        if entries == EMPTY:
             entries = [EMPTY] * len(self.topk_states)
+        elif isinstance(entries, dict):  # of a Trainer
+            entries = [entries]
         if self.topk_states and len(entries) != len(self.topk_states):
             raise ValueError(
                 f"the checkpoint has residuals of {len(entries)} modules, but {len(self.topk_states)} are set up. "
@@ -358,7 +356,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
 
     def _state_of(self, state: dict[str, Any]) -> fsdp.ShardState | None:
         """The residuals that belong to a checkpoint: those of its module, if it has an optimizer."""
-        if self._residual_checkpoint == "none" or not any(isinstance(each, Optimizer) for each in state.values()):
+        if not any(isinstance(each, Optimizer) for each in state.values()):
             return None
         parameters = {p for each in state.values() if isinstance(each, Module) for p in each.parameters()}
         return next((each for each in self.topk_states if parameters & set(each.parameters)), None)
@@ -367,10 +365,10 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(self, path: _PATH, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Saves a checkpoint; with the residuals if ``state`` has an optimizer. Every rank must call it."""
         mine = self._state_of(state)
-        if mine is None:
+        if mine is None or self._residual_checkpoint == "none":
             super().save_checkpoint(path, state, *args, **kwargs)
         elif self._save_distributed_checkpoint:
-            super().save_checkpoint(path, {**state, KEY: dict(SHARDED)}, *args, **kwargs)
+            super().save_checkpoint(path, {**state, KEY: dict(IN_SHARDS)}, *args, **kwargs)
             save_shards(mine, Path(self.broadcast(path)))
         else:
             super().save_checkpoint(path, {**state, KEY: mine.full_state_dict()}, *args, **kwargs)
@@ -381,15 +379,10 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         entry = remainder.pop(KEY, None)
         mine = self._state_of(state) if isinstance(state, dict) else None
-        if mine is None:
-            return remainder
-        if entry is None:
-            rank_zero_info("TopKModelParallelStrategy starts with zero residuals: the checkpoint has none.")
-            mine.load_state_dict(EMPTY)
-        elif entry.get("mode") == SHARDED["mode"]:
-            load_shards(mine, Path(self.broadcast(path)))
-        else:
-            mine.load_state_dict(entry)
+        if mine is not None:
+            if isinstance(entry, list) and len(entry) == 1:  # of TopKStrategy, with one module
+                entry = entry[0]
+            resume(mine, entry_to_resume(entry, self._residual_checkpoint, self), Path(self.broadcast(path)))
         return remainder
 
     @override

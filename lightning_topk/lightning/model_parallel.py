@@ -22,21 +22,21 @@ from lightning_topk.lightning._compat import (
     ModelParallelStrategy,
     OfOnePackage,
     TrainerFn,
-    TrainerStatus,
     rank_zero_info,
 )
 from lightning_topk.lightning._nodes import (
-    SHARDED,
+    IN_SHARDS,
     Size,
     check_size,
-    load_shards,
     meshes,
+    resume,
     sampler_arguments,
     save_shards,
     unsynchronised,
 )
 from lightning_topk.lightning._register import when_imported
-from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
+from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
+from lightning_topk.runtime.checkpoint import KEY
 from lightning_topk.runtime.rendezvous import connect_after_restart
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import Ratio
@@ -194,46 +194,24 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
         state = self._last
         if state is None or self._residual_checkpoint == "none" or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self._alone(filepath):
-            checkpoint[KEY] = absent(
-                "it was saved while an exception or a signal was handled, when collectives could hang"
-            )
+        elif interrupted(self.lightning_module, filepath):
+            checkpoint[KEY] = dict(INTERRUPTED)
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self._save_distributed_checkpoint:
-            checkpoint[KEY] = dict(SHARDED)
+            checkpoint[KEY] = dict(IN_SHARDS)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             save_shards(state, Path(self.broadcast(filepath)))
         else:
             checkpoint[KEY] = state.full_state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _alone(self, filepath: _PATH) -> bool:
-        """Whether other ranks may not get to where this one saves."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        return interrupted or Path(filepath).name.startswith("hpc_ckpt")
-
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads a checkpoint. ``fit`` resumes with its residuals, or with zeros if it has none."""
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        if self.topk_state is None:
-            return checkpoint
-        entry = checkpoint.get(KEY, absent("it was saved by another strategy, or with residual_checkpoint='none'"))
-        if self._residual_checkpoint == "none":
-            entry = absent("residual_checkpoint='none' ignores them")
-        if entry.get("mode") == SHARDED["mode"]:
-            load_shards(self.topk_state, path)
-        elif entry.get("mode") == "none":
-            rank_zero_info(
-                f"TopKModelParallelStrategy starts with zero residuals: the checkpoint provides none "
-                f"({entry.get('reason')})."
-            )
-            self.topk_state.load_state_dict(EMPTY)
-        else:
-            self.topk_state.load_state_dict(entry)
+        if self.topk_state is not None:
+            resume(self.topk_state, entry_to_resume(checkpoint.get(KEY), self._residual_checkpoint, self), path)
         return checkpoint
 
     @override

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -28,11 +27,11 @@ from lightning_topk.lightning._compat import (
     OfOnePackage,
     StrategyRegistry,
     TrainerFn,
-    TrainerStatus,
     rank_zero_info,
 )
 from lightning_topk.lightning._register import when_imported
-from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent, collect
+from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
+from lightning_topk.runtime.checkpoint import KEY, absent, collect
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_same_model
 from lightning_topk.runtime.rendezvous import connect_after_restart
 from lightning_topk.runtime.residuals import Residuals
@@ -184,11 +183,8 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
         if self._residual_checkpoint != "none" and "optimizer_states" in checkpoint and module is not None:
             if not (dist.is_available() and dist.is_initialized()):
                 checkpoint[KEY] = absent("it was saved after the worker processes, which held them, had ended")
-            elif module.trainer.state.status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt"):
-                # Other ranks may not get here, so a collective could hang.
-                checkpoint[KEY] = absent(
-                    "it was saved while an exception or a signal was handled, when collectives could hang"
-                )
+            elif interrupted(module, filepath):
+                checkpoint[KEY] = dict(INTERRUPTED)
             else:
                 checkpoint[KEY] = collect(
                     self._residuals, self._names, self._residual_checkpoint, self.config, self.root_device
@@ -203,24 +199,12 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
         # After a spawned fit the main process's module is detached, and has no Trainer.
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._resume(
-                checkpoint.get(KEY, absent("it was saved by another strategy, or with residual_checkpoint='none'"))
-            )
+            entry = entry_to_resume(checkpoint.get(KEY), self._residual_checkpoint, self)
+            if self.topk_state is None:
+                self._resumed = entry  # when the model is wrapped in DDP
+            else:
+                self.topk_state.load_state_dict(entry)
         return checkpoint
-
-    def _resume(self, entry: Any) -> None:
-        """Resumes with the residuals of a checkpoint: now if the model is wrapped in DDP, else when it is."""
-        if self._residual_checkpoint == "none":
-            entry = absent("residual_checkpoint='none' ignores them")
-        if isinstance(entry, dict) and entry.get("mode") == "none":
-            rank_zero_info(
-                f"TopKStrategy starts with zero residuals: the checkpoint provides none ({entry.get('reason')})."
-            )
-            entry = EMPTY
-        if self.topk_state is None:
-            self._resumed = entry
-        else:
-            self.topk_state.load_state_dict(entry)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

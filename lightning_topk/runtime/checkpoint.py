@@ -48,6 +48,8 @@ EMPTY: dict[str, Any] = {
     "parameters": {},
 }
 """The entry of a run before its first step."""
+SHARDED = "sharded"
+"""The mode of an entry whose residuals are in a folder beside it (:mod:`lightning_topk.runtime.sharded_checkpoint`)."""
 Mode = Literal["mean", "full"]
 KEPT = ("residual", "velocity")
 """What a worker may keep of a parameter."""
@@ -250,7 +252,7 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
         return "it was not written by lightning_topk"
     if entry["version"] != VERSION:
         return f"it has version {entry['version']!r}; this version of lightning_topk reads version {VERSION}"
-    if entry.get("mode") == "sharded":
+    if entry.get("mode") == SHARDED:
         return "it is one file, converted from a folder, and the residuals are only in that folder"
     missing = {"mode", "world_size", "steps", "rates", "buckets", "parameters"} - entry.keys()
     if missing:

@@ -1,0 +1,43 @@
+"""When the residuals of a run can be saved, and with which ones it goes on: what all strategies share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_topk.lightning._compat import TrainerStatus, rank_zero_info
+from lightning_topk.runtime.checkpoint import EMPTY, absent
+
+INTERRUPTED = absent("it was saved while an exception or a signal was handled, when collectives could hang")
+"""In a checkpoint that not all ranks may have saved."""
+
+
+def interrupted(module: Any, filepath: Any) -> bool:
+    """Whether other ranks may not save this checkpoint, so that a collective could hang.
+
+    Args:
+        module: The LightningModule. After a spawned fit the main process's has no Trainer.
+        filepath: Where the checkpoint is saved.
+    """
+    trainer = None if module is None else module._trainer
+    status = None if trainer is None else trainer.state.status
+    return status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt")
+
+
+def entry_to_resume(entry: Any, residual_checkpoint: str, strategy: Any) -> Any:
+    """The residuals with which a run goes on: those of a checkpoint, or zeros, which is said.
+
+    Args:
+        entry: What the checkpoint has of them; None if nothing.
+        residual_checkpoint: The strategy's setting.
+        strategy: The strategy, for the message.
+    """
+    if residual_checkpoint == "none":
+        entry = absent("residual_checkpoint='none' ignores them")
+    elif entry is None:
+        entry = absent("it was saved by another strategy, or with residual_checkpoint='none'")
+    if isinstance(entry, dict) and entry.get("mode") == "none":
+        name = type(strategy).__name__
+        rank_zero_info(f"{name} starts with zero residuals: the checkpoint provides none ({entry.get('reason')}).")
+        return EMPTY
+    return entry
