@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 from lightning_topk import ddp
 from lightning_topk.config import TopKConfig
 from lightning_topk.ddp import TopKState
+from lightning_topk.runtime.announce import Announcer, remarks
+from lightning_topk.runtime.checkpoint import EMPTY, Mode
+from lightning_topk.runtime.checks import one_config
 from lightning_topk.runtime.optimizers import GetOptimizers
+from lightning_topk.runtime.reporting import Reporting
 from lightning_topk.runtime.residuals import Residuals
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ def attach(
     announce: Callable[[str], None] | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     **settings: Any,
-) -> TopKState | ShardState:
+) -> TopKState | ShardState | Alone:
     """Makes a wrapped model exchange its gradients compressed.
 
     Call it on every rank, right after wrapping the model. A DDP model's ranks exchange its buckets. Of a model that
@@ -88,6 +92,8 @@ def attach(
             f"process_group= is for models that fully_shard wrapped, and this is a {type(model).__name__}. A DDP model "
             "has its own: pass it to DistributedDataParallel."
         )
+    if _trains_alone(model):
+        return Alone(one_config(ddp.attach, config, settings), announce)
     return ddp.attach(model, *same, local_world_size, announce, **settings)
 
 
@@ -96,3 +102,40 @@ def _is_sharded(model: Any) -> bool:
     if not isinstance(model, torch.nn.Module):
         return False
     return any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
+
+
+def _trains_alone(model: Any) -> bool:
+    """Whether a model is a bare module, and this process the only one."""
+    fsdp1 = "FullyShardedDataParallel" in {kind.__name__ for kind in type(model).__mro__}
+    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return isinstance(model, torch.nn.Module) and not (ddp.is_ddp(model) or fsdp1 or others)
+
+
+class Alone(Reporting):
+    """The state of a module that one process trains alone: there is nothing to exchange, and nothing to keep.
+
+    Args:
+        config: The settings.
+        announce: See :class:`TopKState`.
+    """
+
+    def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
+        say = Announcer(announce, 0)
+        super().__init__(config.dense, Residuals(), rank=0, world=1, local=1, epoch=lambda: 0, say=say)
+        for message in remarks(config, self.config, 1, has_optimizers=True):
+            say(message)
+
+    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
+        """An entry without residuals, see :meth:`TopKState.state_dict`."""
+        return dict(EMPTY)
+
+    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
+        """Ignores residuals, and says so."""
+        if entry.get("parameters"):
+            self._say(
+                "lightning_topk: the checkpoint's residuals are ignored: a bare module in one process has no exchange "
+                "that could deliver them. Wrap it in DistributedDataParallel to apply them."
+            )
+
+    def close(self) -> None:
+        """Does nothing: nothing is held."""

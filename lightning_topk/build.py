@@ -10,7 +10,8 @@ from itertools import accumulate
 import torch
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import TOPOLOGIES, Codecs, Endpoint, Shape
+from lightning_topk.core.endpoint import Codecs, Endpoint, Shape
+from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout, Parts, kept_count
 from lightning_topk.core.link import FusedLink, Link
 from lightning_topk.core.memory import Memory, MomentumResidual, NoMemory, Residual

@@ -6,7 +6,7 @@ returns a future at once, so backward goes on while bytes travel.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,9 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.announce import Announcer, remarks
-from lightning_topk.runtime.buckets import BucketSettings, names_of
-from lightning_topk.runtime.checkpoint import EMPTY, Mode
+from lightning_topk.runtime.announce import LOGGER
+from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checks import check_ddp_options, check_parameters, check_settings, one_config
 from lightning_topk.runtime.drive import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
@@ -31,8 +30,7 @@ from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future, Lane
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.state import LOGGER, ExchangeState
-from lightning_topk.runtime.telemetry import Telemetry
+from lightning_topk.runtime.state import ExchangeState
 
 
 class TopKState(ExchangeState):
@@ -238,10 +236,7 @@ def attach(
     are those of :func:`lightning_topk.attach`, which has its errors too.
     """
     config = one_config(attach, config, settings)
-    if isinstance(compiled := getattr(model, "_orig_mod", None), DistributedDataParallel):
-        model = compiled
-    if not isinstance(model, DistributedDataParallel):
-        return _unwrapped(model, config, announce)
+    model = _ddp_of(model)
     check_ddp_options(
         {
             "mixed_precision": model.mixed_precision,
@@ -320,63 +315,33 @@ def _nothing(*_: Any) -> None:
     """Does nothing."""
 
 
-class _Alone(TopKState):
-    """The state of a module that one process trains alone: there is nothing to exchange, and nothing to keep.
-
-    Args:
-        config: The settings.
-        announce: See :class:`TopKState`.
-    """
-
-    def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
-        self.config, self.rank, self.world, self.local = config.dense, 0, 1, 1
-        self._shards_per_node, self.voting, self._epoch = 1, False, lambda: 0
-        self.telemetry, self.residuals = Telemetry(1), Residuals()
-        self.buckets = BucketSettings(self.config, 1, 1)
-        self._say = Announcer(announce or LOGGER.warning, 0)
-        for message in remarks(config, self.config, 1, has_optimizers=True):
-            self._say(message)
-
-    @override
-    def _collect(self) -> None:
-        pass
-
-    @override
-    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
-        return dict(EMPTY)
-
-    @override
-    def load_state_dict(self, entry: Mapping[str, Any]) -> None:
-        if entry.get("parameters"):
-            self._say(
-                "lightning_topk: the checkpoint's residuals are ignored: a bare module in one process has no exchange "
-                "that could deliver them. Wrap it in DistributedDataParallel to apply them."
-            )
-
-    @override
-    def close(self) -> None:
-        pass
+def is_ddp(model: Any) -> bool:
+    """Whether a model is wrapped in DDP, and compiled or not."""
+    return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
 
 
-def _unwrapped(model: Any, config: TopKConfig, announce: Callable[[str], None] | None) -> TopKState:
-    """The state of a module without DDP, where one process trains it.
+def _ddp_of(model: Any) -> DistributedDataParallel:
+    """The DDP model that a model is, compiled or not.
 
     Raises:
-        TypeError: It is no module, it is sharded, or there are other processes.
+        TypeError: It is another model, or none.
     """
+    if is_ddp(model):
+        found: DistributedDataParallel = getattr(model, "_orig_mod", model)
+        return found
+    kind = type(model).__name__
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach takes a DistributedDataParallel model, not a {type(model).__name__}.")
+        raise TypeError(f"attach takes a DistributedDataParallel model, not a {kind}.")
     if "FullyShardedDataParallel" in {kind.__name__ for kind in type(model).__mro__}:
         raise TypeError(
-            f"attach takes a DistributedDataParallel model; this {type(model).__name__} is FSDP1, which has no hook "
-            "for gradients of shards. Use torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel."
+            f"attach takes a DistributedDataParallel model; this {kind} is FSDP1, which has no hook for gradients of "
+            "shards. Use torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel."
         )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise TypeError(
-            f"attach takes a DistributedDataParallel model, and this is a bare {type(model).__name__} on one of "
-            f"{dist.get_world_size()} ranks. Pass attach(DistributedDataParallel(model), ...)."
-        )
-    return _Alone(config, announce)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    raise TypeError(
+        f"attach takes a DistributedDataParallel model, and this is a bare {kind} on one of {ranks} ranks. Pass "
+        "attach(DistributedDataParallel(model), ...)."
+    )
 
 
 def own_memory_(module: torch.nn.Module) -> None:

@@ -42,11 +42,12 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.runtime import sharded_checkpoint
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checkpoint import Mode
-from lightning_topk.runtime.checks import check_parameters, check_same_model, check_settings, one_config
+from lightning_topk.runtime.checks import check_parameters, check_settings, one_config
 from lightning_topk.runtime.drive import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
+from lightning_topk.runtime.replicas import check_group, check_hooks, check_replicas, has_hook, replicas_of
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import ExchangeState
 from lightning_topk.runtime.units import EndOfBackward, Unit, units_of
@@ -300,7 +301,7 @@ def attach(
     """
     config = one_config(attach, config, settings)
     check_shardable(config)
-    replicas = _replicas(process_group)
+    replicas = replicas_of(process_group)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
             "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
@@ -311,9 +312,9 @@ def attach(
     optimizers = getter(optimizer)
     residuals = residuals or Residuals()
     # What is frozen may be a part of two models. It is left to the first of them.
-    units = [unit for unit in units_of(model, residuals.stand_ins) if unit.trained or not _has_hook(unit)]
-    _check_group(units, replicas)
-    _check_hooks(units)
+    units = [unit for unit in units_of(model, residuals.stand_ins) if unit.trained or not has_hook(unit)]
+    check_group(units, replicas)
+    check_hooks(units)
     with device_of(model):
         state = ShardState(
             model,
@@ -332,7 +333,7 @@ def attach(
             state.name(names)
             if optimizers is not optimizer:  # there are some already
                 state.follow_optimizers()
-            _check_replicas(model, units, replicas)
+            check_replicas(model, units, replicas)
         except (RuntimeError, ValueError):
             state.close()
             raise
@@ -342,27 +343,6 @@ def attach(
             unit.watch_use()
             unit.set_hook(partial(state.exchange, unit), state.lane(unit.device).stream)
     return state
-
-
-def _check_hooks(units: Sequence[Unit]) -> None:
-    """Refuses units whose gradients go to another hook."""
-    for unit in units:
-        if _has_hook(unit):
-            raise RuntimeError(f"FSDP calls a hook with the gradient of {unit} already. Close the earlier state first.")
-
-
-def _has_hook(unit: Unit) -> bool:
-    """Whether FSDP calls a hook with a unit's gradients, other than that of a state that was closed."""
-    user = getattr(getattr(unit.hook, "func", None), "__self__", None)
-    return unit.hook is not None and not (isinstance(user, ShardState) and user.groups is None)
-
-
-def _check_replicas(model: torch.nn.Module, units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
-    """Refuses replicas that hold other shards, or that are of other models."""
-    shards = {"the shard that a rank holds": units[0].ranks.index(dist.get_rank())}
-    remedy = "process_group= must be the ranks that hold the same shard, one on each node."
-    check_agreement(shards, remedy, replicas)
-    check_same_model(model, replicas)
 
 
 def check_shardable(config: TopKConfig) -> None:
@@ -380,35 +360,6 @@ def check_shardable(config: TopKConfig) -> None:
         raise ValueError(
             f"clip_norm={config.clip_norm!r} would clip every shard by a norm of its own. Clip gradients after "
             "backward, by gradient_clip_val= of the Trainer or torch.nn.utils.clip_grad_norm_."
-        )
-
-
-def _replicas(group: Any) -> dist.ProcessGroup:
-    """The group of ranks that hold the same shard."""
-    remedy = "Pass process_group=mesh['replicate'], the dimension of a device mesh along which nodes are counted."
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"process_group= is a mesh of shape {tuple(group.shape)}, not one dimension. {remedy}")
-        return group.get_group()
-    if group is None:
-        raise ValueError(f"process_group= is missing: the ranks that hold the same shard, one on each node. {remedy}")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group={group!r} is a {type(group).__name__}, not a process group or a device mesh. {remedy}"
-        )
-    return group
-
-
-def _check_group(units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
-    """Refuses ranks that hold different shards."""
-    if not units:
-        raise ValueError("no parameter of the model is to be trained: there is no gradient to exchange.")
-    ranks = dist.get_process_group_ranks(replicas)
-    if set(ranks) & set(units[0].ranks) != {dist.get_rank()}:
-        raise ValueError(
-            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {units[0].ranks}: all "
-            "ranks of the group must hold the same shard, each on another node. Pass the dimension of the mesh along "
-            "which nodes are counted."
         )
 
 

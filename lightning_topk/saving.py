@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import Shape
+from lightning_topk.core.endpoint import Shape
 from lightning_topk.core.requests import AllReduce, placeholder
 
 TOLERANCE = 0.02

@@ -8,7 +8,7 @@ import torch
 
 from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import Codecs, Endpoint
+from lightning_topk.core.endpoint import Codecs, Endpoint
 
 
 def codecs_of(config: TopKConfig, numel: int, world: int, step: int = 0) -> Codecs:

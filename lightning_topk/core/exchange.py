@@ -14,19 +14,18 @@ gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang 
     8 downlink          all_gather: every worker gets every server's reply
     9 deliver           g <- the decoded replies; every rank holds the same bits
 
-Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`; a topology does 5-9. :class:`Sharded` is the one above; the
-others follow it, each with the requests that it makes, by arithmetic, and the work that it does. An exchange does no
-I/O: it *yields* a request where bytes must leave and is sent the reply. Process groups
-(:mod:`lightning_topk.runtime.drive`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same code.
+Begin reading at :func:`exchange`. Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`; a topology does 5-9.
+:class:`Sharded` is the one above; the others follow it, each with the requests that it makes, by arithmetic, and the
+work that it does. An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process
+groups (:mod:`lightning_topk.runtime.drive`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
+code.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Generator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -34,8 +33,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.layout import Layout, Parts
-from lightning_topk.core.link import NOTHING, Link, LinkStats, Measure, aggregate, deliver
+from lightning_topk.core.endpoint import Codecs, Endpoint, Outcome, Shape
+from lightning_topk.core.link import NOTHING, LinkStats, Measure, aggregate, deliver
 from lightning_topk.core.memory import Memory
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import (
@@ -48,117 +47,126 @@ from lightning_topk.core.requests import (
     Request,
     placeholder,
 )
-from lightning_topk.core.wire import Codec
-
-# ------------------------------------------------------------------------------------------------ the two ends
-
-
-@dataclass(frozen=True)
-class Codecs:
-    """How the payloads of one exchange are written, at the density in force.
-
-    Attributes:
-        uplink: The workers' payloads.
-        reply: The servers' payloads; unused where there are no servers.
-    """
-
-    uplink: Codec
-    reply: Codec
-
-
-@dataclass(frozen=True, eq=False)
-class Shape:
-    """One bucket and its ranks, in integers.
-
-    Ranks that exchange as a node hold a part of the bucket each: then ``layout`` is that of the part, and ``world``
-    counts the ranks on all nodes that hold the same part.
-
-    Attributes:
-        topology: Who sends what to whom.
-        parts: How the bucket is dealt to the ranks of a node; one part if each rank exchanges for itself.
-        layout: How a part is dealt to the servers.
-        world: Ranks that exchange a part, all of them workers.
-        workers: All ranks.
-    """
-
-    topology: Topology
-    parts: Parts
-    layout: Layout
-    world: int
-    workers: int
-
-
-@dataclass(frozen=True, eq=False)
-class Endpoint(Shape):
-    """What one rank holds for one bucket.
-
-    Attributes:
-        rank: This rank, among those that exchange its part.
-        dtype: dtype of sums and residuals.
-        uplink: The worker's link.
-        downlink: The server's link; None where this rank serves nothing.
-        sizes: ``[parameters]`` int64 on the bucket's device, elements of each.
-        clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
-        servers_keep: Whether there are servers that keep what they do not send, on this rank or another.
-        uncompressed: Begin and end, in the bucket, of the parameters that are exchanged by all-reduce, in order.
-    """
-
-    rank: int
-    dtype: torch.dtype
-    uplink: Link
-    downlink: Link | None
-    sizes: Tensor
-    clip_norm: float | None = None
-    servers_keep: bool = True
-    uncompressed: Sequence[tuple[int, int]] = ()
-
-    @cached_property
-    def starts(self) -> Tensor:
-        """``[parameters that have elements]`` int64: where each begins in the bucket."""
-        ends = accumulate(self.parts.sizes)
-        starts = [end - size for end, size in zip(ends, self.parts.sizes, strict=True) if size]
-        return torch.tensor(starts, device=self.sizes.device)
-
-    @property
-    def shard(self) -> int:
-        """The shard that this rank serves, where it serves one."""
-        return self.rank if self.layout.shards > 1 else 0
-
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """The links of this rank: the worker's, and the server's where it is one."""
-        return (self.uplink,) if self.downlink is None else (self.uplink, self.downlink)
-
-    def spread(self, flags: Tensor) -> Tensor:
-        """Copies what belongs to each parameter, ``[parameters]``, to each of its elements in this rank's part."""
-        if self.parts.count == 1:
-            return flags.repeat_interleave(self.sizes, output_size=self.layout.numel)
-        pieces = (self.sizes + self.parts.count - 1) // self.parts.count
-        return flags.repeat_interleave(pieces, output_size=self.layout.numel)
-
-    def rescale_(self, factor: float) -> None:
-        """Multiplies what is kept, for residuals that follow the learning rate (Zheng et al. 2019)."""
-        for link in self.links:
-            link.memory.scale_(factor)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one exchange.
-
-    Attributes:
-        finite: Scalar bool, the same on every rank: whether all that was delivered is finite.
-        uplink: What this worker sent.
-        downlink: What this server sent; None where this rank serves nothing.
-    """
-
-    finite: Tensor
-    uplink: LinkStats
-    downlink: LinkStats | None = None
-
 
 Exchange = Generator[Request, Tensor, Outcome]
 """The exchange of one bucket: yields requests, is sent their replies, and returns what became of it."""
+
+# ------------------------------------------------------------------------------------------------ the exchange
+
+
+def exchange(
+    end: Endpoint,
+    g: Tensor,
+    codecs: Codecs,
+    step: int = 0,
+    scale: Tensor | None = None,
+    used: Tensor | None = None,
+    measure: Measure = NOTHING,
+) -> Exchange:
+    """The exchange of one bucket: replaces ``g`` by the mean that all ranks agree on.
+
+    If the gradient is not finite on some rank, or does not stay finite, then on every rank the first element of each
+    parameter that was exchanged is NaN: every optimizer, and the scaler before it, sees that.
+
+    Args:
+        end: This rank's links.
+        g: ``[numel]``, this rank's gradient; overwritten.
+        codecs: How payloads are written in this step.
+        step: Exchanges of this gradient before this one; the same on every rank.
+        scale: Scalar: the factor by which the loss, and so ``g``, was multiplied. Residuals are kept without it.
+        used: ``[parameters]`` bool, which parameters this rank used, where some may go unused; else None.
+        measure: What to measure.
+
+    Yields:
+        Requests; each expects its reply.
+
+    Returns:
+        What became of it.
+    """
+    for link in end.links:
+        link.selector.step = step
+    if used is None:
+        return (yield from _exchange_all(end, g, codecs, scale, measure))
+    return (yield from _exchange_used(end, g, codecs, scale, used, measure))
+
+
+def _exchange_all(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
+    """The exchange of the whole bucket."""
+    if scale is not None:
+        g.div_(scale)
+    if end.clip_norm is not None:
+        g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=torch.float64)).clamp(max=1))
+    path = _reduce_uncompressed if end.uncompressed else end.topology.exchange
+    outcome = yield from path(end, g, codecs, measure)
+    if scale is not None:
+        outcome = replace(outcome, finite=outcome.finite & reference.is_finite(g.mul_(scale)))
+    poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
+    g.index_add_(0, end.starts, poison.expand(len(end.starts)))
+    return outcome
+
+
+def _reduce_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+    """The exchange of a bucket with uncompressed parameters: they are all-reduced first, and leave zeros behind."""
+    places = [g[begin:stop] for begin, stop in end.uncompressed]
+    mine = torch.cat(places).div_(end.workers)
+    for place in places:
+        place.zero_()
+    total = yield AllReduce(mine, "uplink")
+    outcome = yield from end.topology.exchange(end, g, codecs, measure)
+    for place, summed in zip(places, total.split([len(place) for place in places]), strict=True):
+        place += summed  # where other settings had kept something back, that was delivered
+    return replace(outcome, finite=outcome.finite & ops.is_finite(total))
+
+
+def _exchange_used(
+    end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, used: Tensor, measure: Measure
+) -> Exchange:
+    """The exchange of the parameters that some rank used.
+
+    DDP leaves the gradient of a parameter that no rank used as it is and discards what the hook delivers for it. What
+    is sent for it would be lost. So the ranks first tell each other which parameters they used, one bit each; the
+    bucket's content and the residuals of the others are set aside, on workers and servers.
+    """
+    votes = yield AllGather(reference.pack_bits(_to(used, g.device).unsqueeze(0))[0], "uplink")
+    unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
+    absent = unused.repeat_interleave(end.sizes, output_size=len(g))
+    aside = g.masked_fill(~absent, 0)
+    g.masked_fill_(absent, 0)
+    kept = end.spread(unused)
+    end.uplink.memory.hold(kept)
+    if end.downlink is not None:
+        end.downlink.memory.hold(reference.shard_rows(kept, end.layout)[end.shard])
+    outcome = yield from _exchange_all(end, g, codecs, scale, measure)
+    for link in end.links:
+        link.memory.release()
+    g.copy_(torch.where(absent, aside, g))
+    return outcome
+
+
+def _to(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to a device; a GPU's stream does not wait for the host, nor the host for it."""
+    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
+
+
+def requests(
+    shape: Shape, codecs: Codecs, itemsize: int, uncompressed: int = 0, voters: int | None = None
+) -> list[Request]:
+    """What :func:`exchange` will ask for, with payloads of the right size and no content.
+
+    Args:
+        shape: The bucket.
+        codecs: How payloads are written.
+        itemsize: Bytes of an element of the gradient.
+        uncompressed: Elements of the bucket that are not compressed.
+        voters: Parameters of the bucket where some may go unused; else None.
+    """
+    asked: list[Request] = []
+    if voters is not None:
+        asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
+    if uncompressed:
+        asked.append(AllReduce(placeholder(uncompressed * itemsize), "uplink"))
+    return asked + shape.topology.requests(shape, codecs, itemsize)
+
 
 # ------------------------------------------------------------------------------------------------ the topologies
 
@@ -394,119 +402,3 @@ TOPOLOGIES: dict[str, Topology] = {
     topology.name: topology for topology in (Sharded(), SingleServer(), AllGathered(), Hierarchical(), Dense())
 }
 """The topologies by name."""
-
-# ------------------------------------------------------------------------------------------------ the exchange
-
-
-def exchange(
-    end: Endpoint,
-    g: Tensor,
-    codecs: Codecs,
-    step: int = 0,
-    scale: Tensor | None = None,
-    used: Tensor | None = None,
-    measure: Measure = NOTHING,
-) -> Exchange:
-    """The exchange of one bucket: replaces ``g`` by the mean that all ranks agree on.
-
-    If the gradient is not finite on some rank, or does not stay finite, then on every rank the first element of each
-    parameter that was exchanged is NaN: every optimizer, and the scaler before it, sees that.
-
-    Args:
-        end: This rank's links.
-        g: ``[numel]``, this rank's gradient; overwritten.
-        codecs: How payloads are written in this step.
-        step: Exchanges of this gradient before this one; the same on every rank.
-        scale: Scalar: the factor by which the loss, and so ``g``, was multiplied. Residuals are kept without it.
-        used: ``[parameters]`` bool, which parameters this rank used, where some may go unused; else None.
-        measure: What to measure.
-
-    Yields:
-        Requests; each expects its reply.
-
-    Returns:
-        What became of it.
-    """
-    for link in end.links:
-        link.selector.step = step
-    if used is None:
-        return (yield from _exchange_all(end, g, codecs, scale, measure))
-    return (yield from _exchange_used(end, g, codecs, scale, used, measure))
-
-
-def _exchange_all(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
-    """The exchange of the whole bucket."""
-    if scale is not None:
-        g.div_(scale)
-    if end.clip_norm is not None:
-        g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=torch.float64)).clamp(max=1))
-    path = _reduce_uncompressed if end.uncompressed else end.topology.exchange
-    outcome = yield from path(end, g, codecs, measure)
-    if scale is not None:
-        outcome = replace(outcome, finite=outcome.finite & reference.is_finite(g.mul_(scale)))
-    poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
-    g.index_add_(0, end.starts, poison.expand(len(end.starts)))
-    return outcome
-
-
-def _reduce_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-    """The exchange of a bucket with uncompressed parameters: they are all-reduced first, and leave zeros behind."""
-    places = [g[begin:stop] for begin, stop in end.uncompressed]
-    mine = torch.cat(places).div_(end.workers)
-    for place in places:
-        place.zero_()
-    total = yield AllReduce(mine, "uplink")
-    outcome = yield from end.topology.exchange(end, g, codecs, measure)
-    for place, summed in zip(places, total.split([len(place) for place in places]), strict=True):
-        place += summed  # where other settings had kept something back, that was delivered
-    return replace(outcome, finite=outcome.finite & ops.is_finite(total))
-
-
-def _exchange_used(
-    end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, used: Tensor, measure: Measure
-) -> Exchange:
-    """The exchange of the parameters that some rank used.
-
-    DDP leaves the gradient of a parameter that no rank used as it is and discards what the hook delivers for it. What
-    is sent for it would be lost. So the ranks first tell each other which parameters they used, one bit each; the
-    bucket's content and the residuals of the others are set aside, on workers and servers.
-    """
-    votes = yield AllGather(reference.pack_bits(_to(used, g.device).unsqueeze(0))[0], "uplink")
-    unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
-    absent = unused.repeat_interleave(end.sizes, output_size=len(g))
-    aside = g.masked_fill(~absent, 0)
-    g.masked_fill_(absent, 0)
-    kept = end.spread(unused)
-    end.uplink.memory.hold(kept)
-    if end.downlink is not None:
-        end.downlink.memory.hold(reference.shard_rows(kept, end.layout)[end.shard])
-    outcome = yield from _exchange_all(end, g, codecs, scale, measure)
-    for link in end.links:
-        link.memory.release()
-    g.copy_(torch.where(absent, aside, g))
-    return outcome
-
-
-def _to(x: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to a device; a GPU's stream does not wait for the host, nor the host for it."""
-    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
-
-
-def requests(
-    shape: Shape, codecs: Codecs, itemsize: int, uncompressed: int = 0, voters: int | None = None
-) -> list[Request]:
-    """What :func:`exchange` will ask for, with payloads of the right size and no content.
-
-    Args:
-        shape: The bucket.
-        codecs: How payloads are written.
-        itemsize: Bytes of an element of the gradient.
-        uncompressed: Elements of the bucket that are not compressed.
-        voters: Parameters of the bucket where some may go unused; else None.
-    """
-    asked: list[Request] = []
-    if voters is not None:
-        asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
-    if uncompressed:
-        asked.append(AllReduce(placeholder(uncompressed * itemsize), "uplink"))
-    return asked + shape.topology.requests(shape, codecs, itemsize)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from lightning_topk.config import TopKConfig
+
+LOGGER = logging.getLogger("lightning_topk")
 
 
 class Announcer:
     """Tells the user something, on rank 0 and once.
 
     Args:
-        tell: Is called with each message.
+        tell: Is called with each message. Default: warnings of the logger ``lightning_topk``.
         rank: This rank.
     """
 
-    def __init__(self, tell: Callable[[str], None], rank: int) -> None:
-        self._tell, self._rank = tell, rank
+    def __init__(self, tell: Callable[[str], None] | None, rank: int) -> None:
+        self._tell, self._rank = tell or LOGGER.warning, rank
         self.said: set[str] = set()
         """What was told, or would have been on rank 0."""
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import Endpoint
+from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.runtime.forms import Form
 from lightning_topk.runtime.residuals import Residuals
 

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.core.exchange import Exchange, Outcome
+from lightning_topk.core.endpoint import Outcome
+from lightning_topk.core.exchange import Exchange
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
+from lightning_topk.runtime.announce import LOGGER
 from lightning_topk.runtime.groups import Groups
 
-LOGGER = logging.getLogger("lightning_topk")
 T = TypeVar("T")
 Steps = Generator["dist.Work | None", None, T]
 """A generator that yields before it waits: a collective, or None to wait until all that began earlier has ended."""

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import Endpoint, Outcome, exchange
+from lightning_topk.core.endpoint import Endpoint, Outcome
+from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.runtime.autotune import Choice, choose
 from lightning_topk.runtime.drive import Meter, Steps, drive

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import Endpoint
+from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.runtime.beta1 import Beta1, lend_beta1
 from lightning_topk.runtime.checks import check_momentum
 from lightning_topk.runtime.masking import Masking, mask_momentum

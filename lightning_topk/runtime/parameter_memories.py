@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_topk.core.exchange import Endpoint
+from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.layout import Parts
 from lightning_topk.core.memory import Leftover
 from lightning_topk.core.ops import reference

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import Endpoint
+from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.memory import Leftover
 from lightning_topk.runtime.parameter_memories import Memories, ParameterMemories, server_memory
 from lightning_topk.runtime.skipped_steps import Undo

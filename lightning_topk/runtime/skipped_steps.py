@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topk.core.exchange import Endpoint
+from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.ops import reference
 
 Skipped = bool | Tensor

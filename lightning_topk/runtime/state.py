@@ -6,10 +6,7 @@ jobs of them, queues them on the lane, and tells between two passes what became 
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,29 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
-from lightning_topk.core.exchange import Endpoint
-from lightning_topk.core.link import NOTHING
-from lightning_topk.planning.volume import Volume
+from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.runtime import checkpoint
+from lightning_topk.runtime.agreement import connect
 from lightning_topk.runtime.announce import Announcer, remarks
-from lightning_topk.runtime.buckets import BucketSettings
 from lightning_topk.runtime.checkpoint import Mode
 from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed, Tuned, Tuning, make_bucket_endpoint
-from lightning_topk.runtime.groups import Groups, check_agreement, gathered
+from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.optimizers import Optimizers
+from lightning_topk.runtime.reporting import Reporting
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.telemetry import Report, Telemetry
 
-LOGGER = logging.getLogger("lightning_topk")
 _LEFT_OPEN: list[Groups] = []
 """Groups with an unfinished collective after an error. Dropping or destroying one would wait for the collective."""
 
 
-class ExchangeState:
+class ExchangeState(Reporting):
     """What one rank keeps to exchange the gradients of one model. Every field is written by the caller's side alone.
 
     Args are those of :class:`lightning_topk.TopKState`, which has its errors too, and ``shards_per_node``: how many
@@ -64,52 +59,29 @@ class ExchangeState:
         announce: Callable[[str], None] | None,
         shards_per_node: int = 1,
     ) -> None:
-        self._given, self._shards_per_node = config, shards_per_node
+        self._given = config
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
-        self.residuals = residuals or Residuals()
-        self.residuals.settle()  # their endpoints may have been of other settings
-        resized = self.residuals.kept.follow_parameters()
-        self.groups: Groups | None = replace(Groups.make(process_group, timeout), shards_per_node=shards_per_node)
-        group = self.groups.all
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        try:
-            self.config, self.local = _agree(config, group, local_world_size)
-        except ValueError:
-            self.groups.destroy()
-            raise
-        by_node = self.config.by_node and 1 < self.local < self.world
-        self.groups = self.groups.divided(process_group, timeout, self.local, by_node)
-        if self.config.compresses:
-            self.groups = self.groups.with_twin(timeout, by_node)
-        timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
-        self.residuals.kept.pieces.rank = self.rank
-        self.buckets = BucketSettings(self.config, self.world, self.local)
-        self.telemetry = Telemetry(self.world)
-        self.voting = False
-        """Whether the ranks tell each other in every step which parameters they used."""
-        self.measure = NOTHING
-        """What exchanges measure of their compression error."""
-        self.timing = False
-        """Whether they measure their time."""
+        residuals = residuals or Residuals()
+        residuals.settle()  # their endpoints may have been of other settings
+        resized = residuals.kept.follow_parameters()
+        groups, agreed = connect(config, process_group, timeout, local_world_size, shards_per_node)
+        self.groups: Groups | None = groups
+        rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
+        residuals.kept.pieces.rank = rank
         # Every rank of the first node is rank 0 of the replicas of its shard.
-        speaker = self.rank if shards_per_node == 1 else dist.get_rank()
-        self._say = Announcer(announce or LOGGER.warning, speaker)
-        self._epoch = epoch or (lambda: 0)
-        self._optimizers = Optimizers(optimizers, scaler, self.config, self.residuals, self._say)
-        self._exchanger = Exchanger(self.residuals, self.groups, timeout)
+        say = Announcer(announce, rank if shards_per_node == 1 else dist.get_rank())
+        super().__init__(agreed, residuals, rank, world, groups.local, epoch or (lambda: 0), say, shards_per_node)
+        timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(groups.all)))
+        self._optimizers = Optimizers(optimizers, scaler, agreed, residuals, say)
+        self._exchanger = Exchanger(residuals, groups, timeout)
         self._lane: Lane | None = None
         self._lr_ratio = 1.0
         if resized:
             which = "1 parameter has" if resized == 1 else f"{resized} parameters have"
             self._say(f"lightning_topk: {which} another size than before: their residuals start at zero.")
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
-            for message in remarks(config, self.config, self.world, optimizers is not None, self.PEER):
+            for message in remarks(config, agreed, world, optimizers is not None, self.PEER):
                 self._say(message)
-
-    @property
-    def names(self) -> Mapping[Tensor, str]:
-        """The parameters' names; empty if they are not known."""
-        return self.buckets.names
 
     # -------------------------------------------------------------------------------- a backward pass
 
@@ -215,6 +187,7 @@ class ExchangeState:
 
     # -------------------------------------------------------------------------------- between two backward passes
 
+    @override
     def _collect(self) -> None:
         """Takes what the lane has finished."""
         found = self._exchanger.finished()
@@ -225,46 +198,6 @@ class ExchangeState:
             self.telemetry.meter.add(each.meter)
             self.buckets.note(each)
             self._say(each.choice.words)
-
-    @property
-    def exchanged(self) -> bool:
-        """Whether anything was exchanged since the last report."""
-        self._collect()
-        return self.telemetry.exchanged
-
-    @property
-    def nonfinite_steps(self) -> int:
-        """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
-        self._collect()
-        return self.telemetry.nonfinite_steps
-
-    def report(self) -> Report:
-        """What was exchanged since the last call. Call it between two backward passes.
-
-        There is one report: a :class:`lightning_topk.CompressionMonitor` takes it at every step.
-        """
-        self._collect()
-        return self.telemetry.report(self.names)
-
-    def drop_report(self) -> None:
-        """Leaves what was exchanged since the last report out of the next one: it was for no step of the training."""
-        self._collect()
-        self.telemetry.drop()
-
-    def predicted(self, rank: int | None = None) -> Volume:
-        """The bytes that a rank will send in the next step, if it exchanges the buckets of the last.
-
-        What FSDP2 sends inside a node is not among them.
-
-        Args:
-            rank: The rank. Default: this one.
-        """
-        progress, mine = self.residuals.progress, self.rank if rank is None else rank
-        total = self.buckets.volume(progress.buckets, mine, progress.steps, self._epoch(), self.voting)
-        inside, outside, dense = (
-            self._shards_per_node * each for each in (total.intra_node, total.inter_node, total.dense_inter_node)
-        )
-        return replace(total, intra_node=inside, inter_node=outside, dense_inter_node=dense)
 
     def measure_link(self) -> None:
         """Times two all-reduces, of at most 1 MiB. A collective; call it between two backward passes."""
@@ -318,12 +251,6 @@ class ExchangeState:
     def _device(self) -> torch.device:
         return next(iter(self._names())).device
 
-    def follow(self, other: ExchangeState) -> None:
-        """Goes on counting and measuring where another state of the same training ends."""
-        self.measure, self.timing = other.measure, other.timing
-        self.telemetry.follow(other.telemetry)
-        self.buckets.chosen, self._say.said = other.buckets.chosen, other._say.said
-
     def close(self) -> None:
         """Ends the lane and gives up the process groups. The residuals stay."""
         idle = self._lane is None or self._lane.close()
@@ -348,7 +275,7 @@ def _check_arguments(
     """Refuses settings that need what was not passed."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "TopKState creates a process group, but torch.distributed is not initialised; "
+            "torch.distributed is not initialised, and the exchange needs process groups; "
             "call torch.distributed.init_process_group first."
         )
     check_count("local_world_size", local_world_size)
@@ -366,28 +293,3 @@ def _check_arguments(
         raise ValueError("momentum_masking=True masks the optimizer's momentum: pass optimizer= to attach.")
     if scaler is not None and scaler.is_enabled():
         raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")
-
-
-def _agree(config: TopKConfig, group: dist.ProcessGroup, local_world_size: int | None) -> tuple[TopKConfig, int]:
-    """What all ranks go by: the settings, and the ranks of a node. A collective."""
-    world = dist.get_world_size(group)
-    summary = {**config.summary(), "local_world_size": local_world_size}
-    check_agreement(summary, "Pass the same settings on every rank.", group)
-    local = local_world_size or _local_world_size(config, group)
-    if world == 1 and not config.momentum:  # momentum is applied where something is kept
-        return config.dense, local
-    return config.on(world, local), local
-
-
-def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
-    """The ranks on a node by torchrun's word; 1 if it does not say, or if that does not fit these ranks."""
-    told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group)
-    everyone = len(told) == dist.get_world_size()
-    if everyone and len(set(told)) == 1 and len(told) % told[0] == 0:
-        return int(told[0])
-    if config.fixed_topology is not None and config.by_node:
-        raise ValueError(
-            f"topology={config.topology!r} needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is {told} on "
-            f"{len(told)} of {dist.get_world_size()} ranks. Pass local_world_size=, or topology='sharded'."
-        )
-    return 1

@@ -1,0 +1,123 @@
+"""What an exchange works on, in one rank: the bucket's shape, the links, the formats of a step, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_topk.core.layout import Layout, Parts
+from lightning_topk.core.link import Link, LinkStats
+from lightning_topk.core.wire import Codec
+
+if TYPE_CHECKING:
+    from lightning_topk.core.exchange import Topology
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """How the payloads of one exchange are written, at the density in force.
+
+    Attributes:
+        uplink: The workers' payloads.
+        reply: The servers' payloads; unused where there are no servers.
+    """
+
+    uplink: Codec
+    reply: Codec
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """One bucket and its ranks, in integers.
+
+    Ranks that exchange as a node hold a part of the bucket each: then ``layout`` is that of the part, and ``world``
+    counts the ranks on all nodes that hold the same part.
+
+    Attributes:
+        topology: Who sends what to whom.
+        parts: How the bucket is dealt to the ranks of a node; one part if each rank exchanges for itself.
+        layout: How a part is dealt to the servers.
+        world: Ranks that exchange a part, all of them workers.
+        workers: All ranks.
+    """
+
+    topology: Topology
+    parts: Parts
+    layout: Layout
+    world: int
+    workers: int
+
+
+@dataclass(frozen=True, eq=False)
+class Endpoint(Shape):
+    """What one rank holds for one bucket.
+
+    Attributes:
+        rank: This rank, among those that exchange its part.
+        dtype: dtype of sums and residuals.
+        uplink: The worker's link.
+        downlink: The server's link; None where this rank serves nothing.
+        sizes: ``[parameters]`` int64 on the bucket's device, elements of each.
+        clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
+        servers_keep: Whether there are servers that keep what they do not send, on this rank or another.
+        uncompressed: Begin and end, in the bucket, of the parameters that are exchanged by all-reduce, in order.
+    """
+
+    rank: int
+    dtype: torch.dtype
+    uplink: Link
+    downlink: Link | None
+    sizes: Tensor
+    clip_norm: float | None = None
+    servers_keep: bool = True
+    uncompressed: Sequence[tuple[int, int]] = ()
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """``[parameters that have elements]`` int64: where each begins in the bucket."""
+        ends = accumulate(self.parts.sizes)
+        starts = [end - size for end, size in zip(ends, self.parts.sizes, strict=True) if size]
+        return torch.tensor(starts, device=self.sizes.device)
+
+    @property
+    def shard(self) -> int:
+        """The shard that this rank serves, where it serves one."""
+        return self.rank if self.layout.shards > 1 else 0
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The links of this rank: the worker's, and the server's where it is one."""
+        return (self.uplink,) if self.downlink is None else (self.uplink, self.downlink)
+
+    def spread(self, flags: Tensor) -> Tensor:
+        """Copies what belongs to each parameter, ``[parameters]``, to each of its elements in this rank's part."""
+        if self.parts.count == 1:
+            return flags.repeat_interleave(self.sizes, output_size=self.layout.numel)
+        pieces = (self.sizes + self.parts.count - 1) // self.parts.count
+        return flags.repeat_interleave(pieces, output_size=self.layout.numel)
+
+    def rescale_(self, factor: float) -> None:
+        """Multiplies what is kept, for residuals that follow the learning rate (Zheng et al. 2019)."""
+        for link in self.links:
+            link.memory.scale_(factor)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one exchange.
+
+    Attributes:
+        finite: Scalar bool, the same on every rank: whether all that was delivered is finite.
+        uplink: What this worker sent.
+        downlink: What this server sent; None where this rank serves nothing.
+    """
+
+    finite: Tensor
+    uplink: LinkStats
+    downlink: LinkStats | None = None

@@ -1,0 +1,65 @@
+"""Which ranks are replicas of an FSDP2 model's shards, and what would make them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_topk.runtime.checks import check_same_model
+from lightning_topk.runtime.groups import check_agreement
+from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.runtime.units import Unit
+
+
+def replicas_of(group: Any) -> dist.ProcessGroup:
+    """The group of ranks that hold the same shard."""
+    remedy = "Pass process_group=mesh['replicate'], the dimension of a device mesh along which nodes are counted."
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"process_group= is a mesh of shape {tuple(group.shape)}, not one dimension. {remedy}")
+        return group.get_group()
+    if group is None:
+        raise ValueError(f"process_group= is missing: the ranks that hold the same shard, one on each node. {remedy}")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group={group!r} is a {type(group).__name__}, not a process group or a device mesh. {remedy}"
+        )
+    return group
+
+
+def check_group(units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
+    """Refuses ranks that hold different shards."""
+    if not units:
+        raise ValueError("no parameter of the model is to be trained: there is no gradient to exchange.")
+    ranks = dist.get_process_group_ranks(replicas)
+    if set(ranks) & set(units[0].ranks) != {dist.get_rank()}:
+        raise ValueError(
+            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {units[0].ranks}: all "
+            "ranks of the group must hold the same shard, each on another node. Pass the dimension of the mesh along "
+            "which nodes are counted."
+        )
+
+
+def check_hooks(units: Sequence[Unit]) -> None:
+    """Refuses units whose gradients go to another hook."""
+    for unit in units:
+        if has_hook(unit):
+            raise RuntimeError(f"FSDP calls a hook with the gradient of {unit} already. Close the earlier state first.")
+
+
+def has_hook(unit: Unit) -> bool:
+    """Whether FSDP calls a hook with a unit's gradients, other than that of a state that was closed."""
+    user = getattr(getattr(unit.hook, "func", None), "__self__", None)
+    return unit.hook is not None and not (isinstance(user, ExchangeState) and user.groups is None)
+
+
+def check_replicas(model: torch.nn.Module, units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
+    """Refuses replicas that hold other shards, or that are of other models."""
+    shards = {"the shard that a rank holds": units[0].ranks.index(dist.get_rank())}
+    remedy = "process_group= must be the ranks that hold the same shard, one on each node."
+    check_agreement(shards, remedy, replicas)
+    check_same_model(model, replicas)
