@@ -24,7 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_topk import CompressionMonitor, TopKStrategy, presets
 from lightning_topk.lab.data import digits, folders
 from lightning_topk.lab.report import Curve, Panel, draw
-from lightning_topk.planning.volume import size
+from lightning_topk.planning.volume import format_bytes
 
 
 class Classifier(L.LightningModule):
@@ -171,9 +171,9 @@ def table(results: dict[str, dict[str, float]]) -> str:
         dense = values["topk/total_dense_bytes"]
         up, down = (values.get(f"topk/total_{way}_bytes") for way in ("uplink", "downlink"))
         error, saving = values.get("topk/average_error", 0.0), values.get("topk/saving", 1.0)
-        cells = ["-" if sent is None else size(sent) for sent in (up, down)]
+        cells = ["-" if sent is None else format_bytes(sent) for sent in (up, down)]
         lines.append(
-            f"{name:<20}{values['accuracy']:>10.2%}{cells[0]:>10}{cells[1]:>10}{size(dense):>10}{saving:>8.1f}x"
+            f"{name:<20}{values['accuracy']:>10.2%}{cells[0]:>10}{cells[1]:>10}{format_bytes(dense):>10}{saving:>8.1f}x"
             f"{error:>8.3f}"
         )
     return "\n".join(lines)

@@ -141,7 +141,7 @@ class TopKConfig:
         return self.compresses and not self.momentum and self.error_feedback in (True, "worker")
 
     @property
-    def lent_beta1(self) -> float | None:
+    def adam_beta1(self) -> float | None:
         """The ``beta1`` that Adam is to step with; None for its own, as where nothing is compressed."""
         if self.beta1 is not None:
             return self.beta1 if self.compresses else None

@@ -261,7 +261,7 @@ def attach(
         )
     try:
         exchanged = {p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
-        state.buckets.name({p: name for p, name in names_of(model.module).items() if p in exchanged})
+        state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
         if optimizers is not optimizer:  # there are some already
             state.follow_optimizers()
         model.register_comm_hook(state, topk_hook)

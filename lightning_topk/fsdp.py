@@ -76,17 +76,17 @@ class ShardState(ExchangeState):
         sharded = {name for unit in units for name in unit.names.values()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
         self._trained: set[Tensor] = set()  # in the last pass
-        self._end = EndOfBackward(model, self._end_pass)
+        self._end = EndOfBackward(model, self._backward_ended)
         self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
         self._tags: dict[Bucket, int] = {}
         self._ready: Any | None = None  # when the last gradient was computed, on a GPU, where that is timed
 
-    def name(self, names: Mapping[Tensor, str]) -> None:
-        """Learns the names of the parameters, see :meth:`lightning_topk.runtime.buckets.BucketSettings.name`."""
+    def learn_names(self, names: Mapping[Tensor, str]) -> None:
+        """Learns the names of the parameters, see :meth:`lightning_topk.runtime.buckets.BucketSettings.learn_names`."""
         self._trained = {member for unit in self._units for member in unit.trained}
-        self.buckets.name(names, _copied_inside(self, self._units))
+        self.buckets.learn_names(names, _copied_inside(self, self._units))
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -94,7 +94,7 @@ class ShardState(ExchangeState):
         return [unit.sharded(member) for unit in self._units for member in unit.trained]
 
     @override
-    def known_as(self, member: Tensor) -> Tensor:
+    def parameter_of(self, member: Tensor) -> Tensor:
         return self._unit_of[member].sharded(member)
 
     @override
@@ -115,25 +115,25 @@ class ShardState(ExchangeState):
                 has for its own replicas only.
             ValueError: Replicas have gradients of different parameters; or as :meth:`begin_pass`.
         """
-        if unit.partial:
+        if unit.skips_all_reduce:
             raise RuntimeError(
                 "set_requires_all_reduce(False) skips the exchange, and the replicas would diverge. To accumulate "
                 "gradients, use set_requires_gradient_sync(False)."
             )
         bucket, lane = unit.bucket(g), self.lane(g.device)
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
-            self._end_pass()  # an earlier pass failed, or its end was not seen
+            self._backward_ended()  # an earlier pass failed, or its end was not seen
         if not self._buckets:
             self._follow_trained()
             self.begin_pass()
             in_autograd = torch._C._current_graph_task_id() != -1  # else the user finalises backward: torch 2.15
             if not self._end.is_seen(unit) and in_autograd:
-                Variable._execution_engine.queue_callback(self._end_pass)
+                Variable._execution_engine.queue_callback(self._backward_ended)
         self._fit(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {unit} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
             self._agreed.add(bucket)
-        if unit.sums:
+        if unit.user_divides:
             g.mul_(self.world)
         if g.is_cuda:
             g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
@@ -166,7 +166,7 @@ class ShardState(ExchangeState):
         whole, compressed = _copied_inside(self, self._units), self.buckets.compressed
         if compressed is not None and not trained.isdisjoint(compressed):
             try:
-                self.buckets.name(self.names, whole)
+                self.buckets.learn_names(self.names, whole)
             except ValueError as error:  # of settings that were right for what was trained at first
                 self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
@@ -186,7 +186,7 @@ class ShardState(ExchangeState):
         )
         check_agreement({"the gradient that comes next": gradient}, remedy, self.groups.all)
 
-    def _end_pass(self) -> None:
+    def _backward_ended(self) -> None:
         """The backward pass has ended."""
         if not self._buckets:
             return
@@ -330,7 +330,7 @@ def attach(
         )
         try:
             names = {member: name for unit in units for member, name in unit.names.items()}
-            state.name(names)
+            state.learn_names(names)
             if optimizers is not optimizer:  # there are some already
                 state.follow_optimizers()
             check_replicas(model, units, replicas)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from lightning_topk import attach
-from lightning_topk.runtime.beta1 import Beta1, lend_beta1
+from lightning_topk.runtime.beta1 import Beta1, override_beta1
 from lightning_topk.runtime.residuals import Residuals
 
 OWN = (0.9, 0.95)
@@ -81,9 +81,9 @@ WAYS = {
 @pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind, ways in WAYS.items() for way in ways])
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"amsgrad": True, "foreach": True}])
 def test_adam_steps_as_if_made_with_the_beta1_that_it_was_lent(kind, options, way):
-    one, other, lender = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
+    one, other, requester = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
     optimizer = kind([one], lr=0.1, betas=OWN, **options)
-    lend_beta1([optimizer, SGD([other], lr=0.1)], 0.5, lender)
+    override_beta1([optimizer, SGD([other], lr=0.1)], 0.5, requester)
     wanted = kind([other], lr=0.1, betas=(0.5, OWN[1]), **options)
     for gradient in gradients():
         other.grad = gradient.clone()
@@ -93,12 +93,12 @@ def test_adam_steps_as_if_made_with_the_beta1_that_it_was_lent(kind, options, wa
 
 @pytest.mark.parametrize("end", [Beta1.withdraw, None])
 def test_adam_steps_with_its_own_beta1_when_the_lender_takes_it_back_or_is_gone(end):
-    one, other, lender = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
+    one, other, requester = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
     optimizer, alone = (AdamW([parameter], lr=0.1, betas=OWN) for parameter in (one, other))
-    lend_beta1([optimizer], 0.0, lender)
+    override_beta1([optimizer], 0.0, requester)
     if end is not None:
-        end([optimizer], lender)
-    del lender
+        end([optimizer], requester)
+    del requester
     gc.collect()
     assert torch.equal(stepped(optimizer, one, gradients()), stepped(alone, other, gradients()))
 
@@ -113,37 +113,37 @@ def used(optimizer) -> list[float]:
 
 
 def test_every_lender_lends_only_to_groups_with_compressed_parameters():
-    parameters, lender, other = [nn.Parameter(torch.ones(3)) for _ in range(3)], Lender(), Lender()
+    parameters, requester, other = [nn.Parameter(torch.ones(3)) for _ in range(3)], Lender(), Lender()
     optimizer = AdamW([{"params": [p]} for p in parameters], betas=OWN)
-    (words,) = lend_beta1([optimizer], 0.0, lender, {parameters[0]})
+    (words,) = override_beta1([optimizer], 0.0, requester, {parameters[0]})
     assert "AdamW steps with a beta1 of 0 instead of its own" in words
-    assert lend_beta1([optimizer], 0.9, other, {parameters[1]}) == []  # it has that already
+    assert override_beta1([optimizer], 0.9, other, {parameters[1]}) == []  # it has that already
     assert used(optimizer) == [0.0, 0.9, 0.9]
-    lend_beta1([optimizer], 0.3, other, {parameters[1]})
+    override_beta1([optimizer], 0.3, other, {parameters[1]})
     assert used(optimizer) == [0.0, 0.3, 0.9]
-    Beta1.withdraw([optimizer], lender)
+    Beta1.withdraw([optimizer], requester)
     assert used(optimizer) == [0.9, 0.3, 0.9]
 
 
 def test_optimizers_other_than_torchs_adam_are_unchanged_and_that_is_said():
-    parameter, lender = nn.Parameter(torch.ones(3)), Lender()
-    (words,) = lend_beta1([NAdam([parameter])], 0.0, lender)
+    parameter, requester = nn.Parameter(torch.ones(3)), Lender()
+    (words,) = override_beta1([NAdam([parameter])], 0.0, requester)
     assert "NAdam is unchanged" in words
-    assert lend_beta1([SGD([parameter], lr=0.1)], 0.0, lender) == []
-    assert "SGD is unchanged" in lend_beta1([SGD([parameter], lr=0.1)], 0.0, lender, asked=True)[0]
-    assert lend_beta1([AdamW([parameter])], 0.0, lender, asked=True) == []
+    assert override_beta1([SGD([parameter], lr=0.1)], 0.0, requester) == []
+    assert "SGD is unchanged" in override_beta1([SGD([parameter], lr=0.1)], 0.0, requester, asked=True)[0]
+    assert override_beta1([AdamW([parameter])], 0.0, requester, asked=True) == []
 
 
 def failed() -> tuple[Adam, Lender]:
     """An optimizer whose last update raised an error half-way."""
-    parameter, lender = nn.Parameter(torch.ones(2, 2)), Lender()
+    parameter, requester = nn.Parameter(torch.ones(2, 2)), Lender()
     optimizer = Adam([parameter], betas=OWN)
-    lend_beta1([optimizer], 0.0, lender)
+    override_beta1([optimizer], 0.0, requester)
     parameter.grad = torch.eye(2).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
     parameter.grad = torch.eye(2)
-    return optimizer, lender
+    return optimizer, requester
 
 
 def test_an_update_that_failed_leaves_nothing_behind():
@@ -159,8 +159,8 @@ def test_an_update_that_failed_leaves_nothing_behind():
     assert used(optimizer) == [0.0]
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.98)
 
-    optimizer, lender = failed()
-    Beta1.withdraw([optimizer], lender)
+    optimizer, requester = failed()
+    Beta1.withdraw([optimizer], requester)
     assert used(optimizer) == [0.9]
 
 
@@ -169,8 +169,8 @@ def test_two_lenders_do_not_lend_on_top_of_each_other():
     for kind in (Derived, Twice):
         optimizer = kind([parameter], betas=OWN)
         AdamW([parameter])  # so that torch calls hooks in AdamW.step, and in that of Derived once more
-        for lender, beta1 in zip(lenders, (0.0, 0.5), strict=True):
-            lend_beta1([optimizer], beta1, lender)
+        for requester, beta1 in zip(lenders, (0.0, 0.5), strict=True):
+            override_beta1([optimizer], beta1, requester)
         for _ in range(2):
             parameter.grad = torch.ones(3)
             optimizer.step(closure=lambda groups=optimizer.param_groups: seen.append(groups[0]["betas"]))
@@ -179,11 +179,11 @@ def test_two_lenders_do_not_lend_on_top_of_each_other():
 
 
 def test_schedules_and_betas_as_tensors_are_kept():
-    parameter, lender = nn.Parameter(torch.ones(3)), Lender()
+    parameter, requester = nn.Parameter(torch.ones(3)), Lender()
     optimizer = AdamW([parameter], lr=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
     alone = torch.optim.lr_scheduler.OneCycleLR(AdamW([nn.Parameter(torch.ones(3))], lr=0.1), 0.1, total_steps=5)
-    lend_beta1([optimizer], 0.0, lender)
+    override_beta1([optimizer], 0.0, requester)
     for _ in range(4):
         parameter.grad = torch.ones(3)
         assert used(optimizer) == [0.0]
@@ -193,7 +193,7 @@ def test_schedules_and_betas_as_tensors_are_kept():
         alone.step()
     own = torch.tensor(0.9), torch.tensor(0.99)
     optimizer = Adam([parameter], betas=own, capturable=True, foreach=False)
-    lend_beta1([optimizer], 0.0, lender)
+    override_beta1([optimizer], 0.0, requester)
     group = optimizer.param_groups[0]
     Beta1.of(optimizer).prepare(optimizer)  # to step with these needs CUDA
     assert group["betas"][0] == 0
@@ -204,10 +204,10 @@ def test_schedules_and_betas_as_tensors_are_kept():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_scaler_skips_changes_nothing_and_the_next_is_lent(fused):
-    one, other, lender = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)), Lender()
+    one, other, requester = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)), Lender()
     optimizer = AdamW([one], lr=0.1, betas=OWN, fused=fused)
     wanted = AdamW([other], lr=0.1, betas=(0.0, OWN[1]), fused=fused)
-    lend_beta1([optimizer], 0.0, lender)
+    override_beta1([optimizer], 0.0, requester)
     for steps in (optimizer, wanted):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         (parameter,) = steps.param_groups[0]["params"]

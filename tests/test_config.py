@@ -206,7 +206,7 @@ def test_a_ratio_changes_nothing_else():
     config = TopKConfig(ratio=0.001, bidirectional=True)
     assert config.at(0, 0) == config.at(10_000, 9) == config
     assert config.saving is None
-    assert config.lent_beta1 is None
+    assert config.adam_beta1 is None
     assert config.wire_name == TopKConfig().wire_name == "int4"
     assert codecs_of(config, 1_000_000, 4).uplink.kept * 4 == 1000
 
@@ -240,11 +240,11 @@ def test_four_bits_are_the_default_where_their_rounding_is_kept():
     ],
 )
 def test_adam_steps_with_another_beta1_only_with_a_saving_or_when_asked_for(settings, lent):
-    assert TopKConfig(**settings).lent_beta1 == lent
+    assert TopKConfig(**settings).adam_beta1 == lent
 
 
 def test_a_hierarchy_of_one_node_is_dense_and_adam_keeps_its_beta1():
-    assert TopKConfig(topology="hierarchical").on(4, 4).lent_beta1 is None
+    assert TopKConfig(topology="hierarchical").on(4, 4).adam_beta1 is None
 
 
 def test_settings_at_a_step_are_numbers_where_there_is_a_schedule():

@@ -30,7 +30,7 @@ from torchmetrics import MetricCollection
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy, presets
 from lightning_topk.lightning.callback import BUFFERS
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.planning.volume import size, volume
+from lightning_topk.planning.volume import format_bytes, volume
 from lightning_topk.saving import settled
 
 ROOT = Path(__file__).parent.parent
@@ -220,7 +220,7 @@ def test_layers_histograms_and_a_summary_on_request(tmp_path):
     assert sorted(rows) == sorted(f"{step} topk/residual/{name}" for step in (2, 4) for name in names)
     plan = volume(TopKConfig(ratio=0.1), [ELEMENTS], world=2)
     words = (tmp_path / "summary.txt").read_text()
-    up, down, dense = (size(4 * sent) for sent in (plan.uplink, plan.downlink, plan.dense))
+    up, down, dense = (format_bytes(4 * sent) for sent in (plan.uplink, plan.downlink, plan.dense))
     assert f"in 4 steps each rank sent {up} up and {down} down instead of {dense} ({plan.saving:.1f}x less)" in words
     assert "hidden behind backward (2 steps measured)" in words
 
@@ -592,7 +592,7 @@ def summary_of(topology: str, by_node: bool = False, since: int = 0) -> str:
 def test_the_summary_tells_who_sends_what_and_since_when():
     words = summary_of("single_server", since=2000)
     assert "in 1,000 steps since step 2,000 rank 0, which serves all, sent 3 MB down" in words
-    up = size(1000 * volume(TopKConfig(0.01, topology="single_server"), [100_000], 4, rank=3).uplink)
+    up = format_bytes(1000 * volume(TopKConfig(0.01, topology="single_server"), [100_000], 4, rank=3).uplink)
     assert f"each other rank about {up} up, instead of 90 MB (30.0x less)" in words
     words = summary_of("hierarchical", by_node=True)
     assert "each node sent 1.5 MB to others (and 8 MB inside) instead of 90 MB (60.0x less)" in words

@@ -70,7 +70,7 @@ class Ranks:
                     lambda rank=rank, sizes=sizes: endpoint_of(
                         config, sizes, rank, self.world, torch.float64, local=self.local
                     ),
-                    guard=lambda end, bucket=bucket: Undo(end, bucket, self.scaler, self.optimizers),
+                    make_undo=lambda end, bucket=bucket: Undo(end, bucket, self.scaler, self.optimizers),
                 )
                 codecs = make_codecs(config, end, selector=end.uplink.selector)
                 running.append(exchange(end, g, codecs, self.passes))
@@ -85,7 +85,7 @@ class Ranks:
         """Takes a step of several passes; the scaler skips that of some optimizers."""
         did = [self.backward(*each) for each in passes]
         for optimizer, skips in zip(self.optimizers, skipped, strict=True):
-            for undo in self.scaler.guarded:
+            for undo in self.scaler.undos:
                 undo.note(optimizer, skips)
         for produced, delivered in did:
             for i in range(len(NUMELS)):

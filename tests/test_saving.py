@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.planning.volume import size, volume
+from lightning_topk.planning.volume import format_bytes, volume
 from lightning_topk.saving import TOLERANCE, of_the_rest, settled
 from lightning_topk.simulate import Cluster
 
@@ -86,4 +86,4 @@ def test_a_cluster_sends_what_was_asked_for():
     [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (89_453_760, "89.5 MB"), (5e9, "5 GB"), (123e12, "123 TB")],
 )
 def test_bytes_are_told_in_words(nbytes, words):
-    assert size(nbytes) == words
+    assert format_bytes(nbytes) == words

@@ -152,7 +152,7 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
         optimizers = [Plain(each) for each in (parameters[:2], parameters[2:])]
         scaler = Scaler(case.scaler == "fused") if case.scaler else None
     state = ddp.TopKState(optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL, **settings)
-    state.buckets.name({p: f"p{number}" for number, p in enumerate(parameters)})
+    state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     if case.votes:
         state.watch_use([])
     state.measure = Measure(case.measured, case.measured)
@@ -244,7 +244,7 @@ class Shards:
         self.members = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES[number : number + 2]]
         self.names = {member: f"{number}.{place}" for place, member in enumerate(self.members)}
         self.stand_ins, self.trained = dict(self.names), self.members
-        self.partial = self.sums = False
+        self.skips_all_reduce = self.user_divides = False
         self.stream, self.device = gpu.current, CUDA
         self.bucket = lambda g: tuple(self.members)
         sharded = {member: mock.Mock(device_mesh=torch.empty(()), placements=()) for member in self.members}
@@ -266,7 +266,7 @@ def test_exchanges_of_shards_are_ordered_and_what_backward_does_not_hide_is_time
     given = dict.fromkeys(("timeout", "residuals", "epoch", "optimizers", "scaler", "announce"))
     state = fsdp.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
-        state.name({member: name for unit in units for member, name in unit.names.items()})
+        state.learn_names({member: name for unit in units for member, name in unit.names.items()})
         run = state._exchanger.run
         monkeypatch.setattr(state._exchanger, "run", lambda batch, lane: (batches.append(batch), run(batch, lane))[1])
         state.timing, hooks = True, state.lane(CUDA).stream
@@ -280,7 +280,7 @@ def test_exchanges_of_shards_are_ordered_and_what_backward_does_not_hide_is_time
                 torch.zeros(64, device=CUDA)  # backward goes on, and takes memory
             gpu.current.wait_stream(hooks)
             g.add_(1.0)  # it is copied to the parameters
-            state._end_pass()
+            state._backward_ended()
         begun = batches[-2].ready, batches[-1].ready
         state.close()
         torch.zeros(1, device=CUDA)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab.data import Data, digits, documentation, image_folder
 from lightning_topk.lab.models import MODELS, TEXT
-from lightning_topk.runtime.beta1 import lend_beta1
+from lightning_topk.runtime.beta1 import override_beta1
 from lightning_topk.runtime.masking import mask_momentum
 from lightning_topk.simulate import Cluster
 
@@ -221,8 +221,8 @@ def train(
     skipped = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
     ranks = cluster(config, workers, len(theta), local=local, sizes=sizes, uncompressed=skipped)
     here = config.on(workers, local)
-    if here.lent_beta1 is not None:
-        lend_beta1([stepped], here.lent_beta1, ranks)
+    if here.adam_beta1 is not None:
+        override_beta1([stepped], here.adam_beta1, ranks)
     if here.masks_momentum:
         if skipped:
             raise ValueError("momentum_masking=True with dense_parameters is not simulated: leave one of them out.")

@@ -20,7 +20,7 @@ import lightning_topk.lightning.strategy  # noqa: F401
 from lightning_topk.core.link import Measure
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.planning.volume import size
+from lightning_topk.planning.volume import format_bytes
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.state import ExchangeState
 from lightning_topk.runtime.telemetry import Report
@@ -182,10 +182,11 @@ class CompressionMonitor(Callback):
         if self._steps > 1:
             values["mbit_per_second"] = 8e-6 * sent / (now - before)
         if self._steps == SETTLED + COMPARED and values["broadcast_bytes"] > sent:
+            buffers = format_bytes(float(values["broadcast_bytes"]))
             rank_zero_info(
-                f"lightning_topk: before each step DDP broadcasts buffers, {size(float(values['broadcast_bytes']))} "
-                f"from rank 0, more than the {size(float(sent))} of gradients. TopKStrategy({BUFFERS}=False) leaves "
-                "that out; each rank then keeps its own, such as the statistics of batch norm."
+                f"lightning_topk: before each step DDP broadcasts buffers, {buffers} from rank 0, more than the "
+                f"{format_bytes(float(sent))} of gradients. TopKStrategy({BUFFERS}=False) leaves that out; each rank "
+                "then keeps its own, such as the statistics of batch norm."
             )
         values["bound"] = torch.tensor((1 - report.kept / report.elements) ** 2)
         for name, total in self._total.compute().items():
@@ -275,13 +276,13 @@ class CompressionMonitor(Callback):
             state: That of the strategy, which knows who sends what.
         """
         volume = {name: float(value) for name, value in self._total.compute().items()}
-        up, down, instead = (size(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
+        up, down, instead = (format_bytes(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
         begun = f"{self._steps:,} steps" + f" since step {self._since:,}" * (self._since > 0)
         if state is not None and state.buckets.by_node:
-            outside, inside = (size(volume[f"{kind}_node_bytes"]) for kind in ("inter", "intra"))
+            outside, inside = (format_bytes(volume[f"{kind}_node_bytes"]) for kind in ("inter", "intra"))
             sent = f"each node sent {outside} to others (and {inside} inside)"
         elif state is not None and state.config.topology == "single_server":
-            worker = size(self._steps * state.predicted(rank=state.world - 1).uplink)
+            worker = format_bytes(self._steps * state.predicted(rank=state.world - 1).uplink)
             sent = f"rank 0, which serves all, sent {down} down, and each other rank about {worker} up,"
         else:
             sent = f"each rank sent {up} up and {down} down"
@@ -290,7 +291,9 @@ class CompressionMonitor(Callback):
             f"density {self._kept / max(1, self._elements):.3g} on average, {self._ratio:.3g} at the end",
         ]
         if volume["broadcast_bytes"]:
-            words.append(f"weights, buffers and measuring took {size(volume['broadcast_bytes'])} more on rank 0")
+            words.append(
+                f"weights, buffers and measuring took {format_bytes(volume['broadcast_bytes'])} more on rank 0"
+            )
         if self._measured:
             errors, seconds, exposed = zip(*self._measured, strict=True)
             steps = len(self._measured)

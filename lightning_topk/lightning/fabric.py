@@ -324,7 +324,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         _give_up(before, self.topk_states)
         residuals = before[0].residuals if len(before) == 1 else None
         names = names_of(sharded)
-        if residuals and any(names.get(before[0].known_as(p)) != name for p, name in before[0].names.items()):
+        if residuals and any(names.get(before[0].parameter_of(p)) != name for p, name in before[0].names.items()):
             rank_zero_info("lightning_topk starts with zero residuals: the module has other layers than before.")
             residuals = None
         state = fsdp.attach(

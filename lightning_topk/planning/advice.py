@@ -14,7 +14,7 @@ from lightning_topk.build import make_endpoint, make_shape
 from lightning_topk.config import SAVING, SLACK, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.planning.costs import Costs, Links, break_even, ddp_buckets, exchange_seconds, step_seconds
-from lightning_topk.planning.volume import Volume, size, volume
+from lightning_topk.planning.volume import Volume, format_bytes, volume
 from lightning_topk.saving import settled
 from lightning_topk.schedule import LATE, Ratio, ratio_at
 
@@ -235,7 +235,7 @@ def sentence(found: Sequence[Forecast], compute: float, bucket_cap_mb: float = 2
     ours, theirs = best.volume.inter_node, dense.volume.inter_node
     if not theirs:
         return f"{said}, inside the one node there is."
-    return f"{said}, since a node sends {size(ours)} over the network instead of {size(theirs)}."
+    return f"{said}, since a node sends {format_bytes(ours)} over the network instead of {format_bytes(theirs)}."
 
 
 def table(found: Sequence[Forecast], compute: float) -> list[dict[str, object]]:
@@ -248,8 +248,8 @@ def table(found: Sequence[Forecast], compute: float) -> list[dict[str, object]]:
     return [
         {
             "exchange": each.name,
-            "a rank sends": size(each.volume.uplink + each.volume.downlink),
-            "a node sends": size(each.volume.inter_node),
+            "a rank sends": format_bytes(each.volume.uplink + each.volume.downlink),
+            "a node sends": format_bytes(each.volume.inter_node),
             "saving": f"{found[0].volume.inter_node / each.volume.inter_node:.1f}x" if each.volume.inter_node else "",
             "exchange ms": 1000 * each.exchange,
             **({"step ms": 1000 * each.step} if compute else {}),

@@ -10,7 +10,7 @@ import torch
 
 from lightning_topk.build import make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.planning.volume import size, volume
+from lightning_topk.planning.volume import format_bytes, volume
 from lightning_topk.saving import settled
 
 UNIT = 200_000_000
@@ -76,11 +76,11 @@ def sharded_table(found: Sequence[ShardedForecast], speed: float, memory: float)
     return [
         {
             "exchange": f"saving {each.config.saving:g}" if each.config.saving else "all-reduce (HSDP)",
-            "a node sends": size(each.inter_node),
+            "a node sends": format_bytes(each.inter_node),
             "at its speed": f"{each.inter_node / speed:.3g} s",
-            "inside the node": size(each.intra_node),
-            "residuals": size(each.residuals),
-            "with weights, gradients, Adam": size(each.residuals + each.states),
+            "inside the node": format_bytes(each.intra_node),
+            "residuals": format_bytes(each.residuals),
+            "with weights, gradients, Adam": format_bytes(each.residuals + each.states),
             "of a GPU": f"{(each.residuals + each.states) / memory:.0%}",
         }
         for each in found

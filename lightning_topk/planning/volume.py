@@ -47,8 +47,8 @@ class Volume:
         return self.dense_inter_node / self.inter_node if self.inter_node else 1.0
 
 
-def size(nbytes: float) -> str:
-    """Bytes for people: ``1.23 MB``."""
+def format_bytes(nbytes: float) -> str:
+    """A number of bytes in words: ``1.23 MB``."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = next((power for power in range(len(units)) if nbytes < 1000 ** (power + 1)), len(units) - 1)
     value = nbytes / 1000**power

@@ -26,7 +26,7 @@ class Beta1(Prepared):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._lent: list[tuple[dict[str, Any], Any, Any]] = []
+        self._overridden: list[tuple[dict[str, Any], Any, Any]] = []
         """Parameter groups whose betas are overridden: the group, its own betas, and the overriding ones."""
         super().__init__(optimizer)
         optimizer.register_step_post_hook(lambda *_: self.reset())
@@ -44,30 +44,30 @@ class Beta1(Prepared):
             beta1 = self._wanted(group)
             if beta1 is not None:
                 own, *rest = betas = group["betas"]
-                lent = (torch.full_like(own, beta1) if isinstance(own, Tensor) else beta1, *rest)
-                group["betas"] = lent
-                self._lent.append((group, betas, lent))
+                new = (torch.full_like(own, beta1) if isinstance(own, Tensor) else beta1, *rest)
+                group["betas"] = new
+                self._overridden.append((group, betas, new))
 
     @override
     def reset(self) -> None:
         """Restores the groups' own betas."""
-        for group, own, lent in self._lent:
-            if group["betas"] is lent:
+        for group, own, new in self._overridden:
+            if group["betas"] is new:
                 group["betas"] = own
-        self._lent.clear()
+        self._overridden.clear()
 
     def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Saves the optimizer's own betas, even after an update that failed."""
         for group in state["param_groups"]:
-            for _, own, lent in self._lent:
-                if group["betas"] is lent:
+            for _, own, new in self._overridden:
+                if group["betas"] is new:
                     group["betas"] = own
 
 
-def lend_beta1(
+def override_beta1(
     optimizers: Iterable[Optimizer],
     beta1: float,
-    lender: Any,
+    requester: Any,
     parameters: Collection[Tensor] | None = None,
     asked: bool = False,
 ) -> list[str]:
@@ -76,7 +76,7 @@ def lend_beta1(
     Args:
         optimizers: The optimizers. Only Adam and AdamW are changed.
         beta1: The beta1 to step with, in [0, 1).
-        lender: The object that exchanges their gradients; it identifies this request.
+        requester: The object that exchanges their gradients; it identifies this request.
         parameters: The compressed parameters; a parameter group with at least one of them is overridden. Default: all.
         asked: Whether the user set ``beta1``. If so, all optimizers that it does not apply to are reported; if not,
             those that it changes, and those with a nonzero beta1 that it does not apply to.
@@ -88,7 +88,7 @@ def lend_beta1(
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if isinstance(optimizer, Adam):
-            Beta1.of(optimizer).wanted[lender] = (float(beta1), parameters)
+            Beta1.of(optimizer).wanted[requester] = (float(beta1), parameters)
             if not asked and any(_changes(group, beta1, parameters) for group in optimizer.param_groups):
                 words.append(
                     f"lightning_topk: {name} steps with a beta1 of {beta1:g} instead of its own, since error feedback "

@@ -50,7 +50,7 @@ class BucketSettings:
         self._unchanged = 0  # backward passes since the buckets were regrouped
         self._final = False  # whether DDP will not regroup them any more
 
-    def name(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
+    def learn_names(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
         """Learns the parameters' names, and which of them ``dense_parameters`` matches.
 
         Args:

@@ -48,7 +48,7 @@ class Job:
         epoch: Epochs completed.
         lr_ratio: The last step's learning rate over this step's.
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
-        guard: Makes what undoes skipped steps, for a new endpoint; None if no step is skipped.
+        make_undo: Makes what undoes skipped steps, for a new endpoint; None if no step is skipped.
         measure: What to measure.
         tag: See :meth:`lightning_topk.runtime.state.ExchangeState.tag`.
     """
@@ -62,7 +62,7 @@ class Job:
     epoch: int = 0
     lr_ratio: float = 1.0
     scale: Tensor | None = None
-    guard: Callable[[Endpoint], Undo] | None = None
+    make_undo: Callable[[Endpoint], Undo] | None = None
     measure: Measure = NOTHING
     tag: int = 0
 
@@ -230,7 +230,7 @@ class Exchanger:
         meter = Meter()
         try:
             end = self._residuals.endpoint(
-                job.bucket, job.config, lambda: self._make(job, groups), job.lr_ratio, job.guard
+                job.bucket, job.config, lambda: self._make(job, groups), job.lr_ratio, job.make_undo
             )
             codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector, job.tag)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)

@@ -29,7 +29,7 @@ class Groups:
         node: Those of this node; None if that makes no difference.
         peers: Those of the same local rank on every node; None if that makes no difference.
         local: Ranks of a node.
-        partial: Whether there are other ranks beside these.
+        some: Whether there are other ranks beside these.
         shards_per_node: Ranks of this node, this one included, that exchange a shard each, in groups like these.
         twin: Groups of the same ranks, for a second exchange at the same time; None if there are none.
     """
@@ -38,7 +38,7 @@ class Groups:
     node: dist.ProcessGroup | None = None
     peers: dist.ProcessGroup | None = None
     local: int = 1
-    partial: bool = False
+    some: bool = False
     shards_per_node: int = 1
     twin: Groups | None = None
 
@@ -51,7 +51,7 @@ class Groups:
             timeout: After which a collective that some rank does not join fails. Default: the backend's own.
         """
         ranks = None if parent is None else dist.get_process_group_ranks(parent)
-        return cls(_new_group(ranks, parent, timeout), partial=parent is not None)
+        return cls(_new_group(ranks, parent, timeout), some=parent is not None)
 
     def divided(
         self, parent: dist.ProcessGroup | None, timeout: timedelta | None, local: int, hierarchy: bool
@@ -83,7 +83,7 @@ class Groups:
 
         NCCL's have none: on a GPU one side stream takes all exchanges.
         """
-        if self.partial or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
+        if self.some or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
             return self
         return replace(self, twin=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
@@ -93,7 +93,7 @@ class Groups:
         NCCL waits until all ranks of a group destroy it. If this rank failed alone, they never do: so a thread waits,
         and the caller goes on after ``PATIENCE`` seconds, with the error that ended the run.
         """
-        if self.partial or self.all not in dist.distributed_c10d._world.pg_map:
+        if self.some or self.all not in dist.distributed_c10d._world.pg_map:
             return  # torch 2.9 would give the next such group the same name; or the caller destroyed all groups
         if _only_gloo(self.all):
             self._destroy()

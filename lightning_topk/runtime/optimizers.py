@@ -12,11 +12,11 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Endpoint
-from lightning_topk.runtime.beta1 import Beta1, lend_beta1
+from lightning_topk.runtime.beta1 import Beta1, override_beta1
 from lightning_topk.runtime.checks import check_momentum
 from lightning_topk.runtime.masking import Masking, mask_momentum
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.skipped_steps import Steps, Undo
+from lightning_topk.runtime.skipped_steps import ScalerSteps, Undo
 
 HEAVY = 0.9
 """SGD's momentum from which on a smaller one is advised."""
@@ -86,9 +86,9 @@ class Optimizers:
         if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
             return
         self.release()
-        lent, asked = self._config.lent_beta1, self._config.beta1 is not None
+        lent, asked = self._config.adam_beta1, self._config.beta1 is not None
         if lent is not None:
-            for message in lend_beta1(now, lent, self, compressed, asked):
+            for message in override_beta1(now, lent, self, compressed, asked):
                 self._say(message)
         elif self._config.averages and any(isinstance(each, Adam) and each.param_groups[0]["betas"][0] for each in now):
             when = "If gradients are compressed, " * self._config.automatic
@@ -103,7 +103,7 @@ class Optimizers:
         elif self._config.averages and not self._config.automatic and self._config.momentum_masking is None:
             self._advise_on_momentum([*_with_momentum(now, compressed)])
         if self._scaler is not None:
-            Steps.of(self._scaler).watch(now)
+            ScalerSteps.of(self._scaler).watch(now)
             self._residuals.forget_steps()
         self._followed = now
 
@@ -149,11 +149,11 @@ class Optimizers:
             )
         return ratios[0] if ratios else 1.0
 
-    def guard(self, bucket: Sequence[Tensor]) -> Callable[[Endpoint], Undo] | None:
+    def make_undo(self, bucket: Sequence[Tensor]) -> Callable[[Endpoint], Undo] | None:
         """Makes what undoes the steps that the scaler skips, for a bucket's endpoint; None if it skips none."""
         if self._scaler is None or not self._followed:
             return None
-        steps, optimizers = Steps.of(self._scaler), self._followed
+        steps, optimizers = ScalerSteps.of(self._scaler), self._followed
         return lambda end: Undo(end, bucket, steps, optimizers)
 
     def release(self) -> None:

@@ -72,7 +72,7 @@ class Residuals:
         config: TopKConfig,
         make: Callable[[], Endpoint],
         lr_ratio: float = 1.0,
-        guard: Callable[[Endpoint], Undo] | None = None,
+        make_undo: Callable[[Endpoint], Undo] | None = None,
     ) -> Endpoint:
         """The endpoint of a bucket for its next exchange, with all that its parameters have left so far.
 
@@ -81,7 +81,7 @@ class Residuals:
             config: The settings in force for the bucket.
             make: Makes an endpoint with empty memories, for a bucket that is new, or whose settings are.
             lr_ratio: The last step's learning rate over this step's, by which residuals are scaled (Zheng et al. 2019).
-            guard: Makes what undoes skipped steps of a new endpoint, if a scaler may skip some.
+            make_undo: Makes what undoes skipped steps of a new endpoint, if a scaler may skip some.
         """
         before: list[Tensor] = []
         if parameters not in self._live or self._live[parameters].config != config:
@@ -93,9 +93,9 @@ class Residuals:
         used.decide()
         if lr_ratio != 1:
             used.end.rescale_(lr_ratio)
-        if guard is not None:
+        if make_undo is not None:
             if used.undo is None:
-                used.undo = guard(used.end)
+                used.undo = make_undo(used.end)
                 used.undo.before = before
             used.undo.begin(renew=lr_ratio != 1)
         return used.end

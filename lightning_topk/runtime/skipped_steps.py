@@ -27,24 +27,24 @@ Skipped = bool | Tensor
 """Whether a step was skipped: a bool on the host or, with a fused optimizer, a scalar bool tensor on the device."""
 
 
-class Steps:
+class ScalerSteps:
     """Records which optimizer steps a GradScaler skipped. Use :meth:`of`: there is one instance per GradScaler.
 
     Args:
         scaler: The GradScaler; its ``step`` is wrapped.
     """
 
-    _known: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, Steps]] = WeakKeyDictionary()
+    _known: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, ScalerSteps]] = WeakKeyDictionary()
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self.guarded: WeakSet[Undo] = WeakSet()
+        self.undos: WeakSet[Undo] = WeakSet()
         """The objects that receive the outcomes."""
         self._hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._stepped = False
         scaler.step = _Noting(self, scaler)  # type: ignore[method-assign]  # there is no hook for skipped steps
 
     @classmethod
-    def of(cls, scaler: torch.amp.GradScaler) -> Steps:
+    def of(cls, scaler: torch.amp.GradScaler) -> ScalerSteps:
         """Returns the instance of a scaler, and creates it if needed."""
         if scaler not in cls._known:
             cls._known[scaler] = cls(scaler)
@@ -73,14 +73,14 @@ class Steps:
         self._tell(optimizer, False if found is None else found.bool().any())
 
     def _tell(self, optimizer: Optimizer, skipped: Skipped) -> None:
-        for undo in self.guarded:
+        for undo in self.undos:
             undo.note(optimizer, skipped)
 
 
 class _Noting:
     """Replaces a scaler's ``step``. Copies and pickles of the scaler get the plain method."""
 
-    def __init__(self, steps: Steps, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, steps: ScalerSteps, scaler: torch.amp.GradScaler) -> None:
         self._steps, self._scaler, self._step = steps, scaler, scaler.step
 
     def __call__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -101,12 +101,12 @@ class Undo:
     """
 
     def __init__(
-        self, end: Endpoint, parameters: Sequence[Tensor], steps: Steps, optimizers: Sequence[Optimizer]
+        self, end: Endpoint, parameters: Sequence[Tensor], steps: ScalerSteps, optimizers: Sequence[Optimizer]
     ) -> None:
         self._begun = False
         self.outcomes: dict[Optimizer, Skipped] = {}
         """The outcome of each optimizer's first step since the last :meth:`decide`."""
-        steps.guarded.add(self)
+        steps.undos.add(self)
         self._now = [tensor for link in end.links for tensor in link.memory.tensors().values()]
         self.before: list[Tensor] = []
         """The copy; empty before the first pass."""

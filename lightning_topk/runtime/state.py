@@ -136,7 +136,7 @@ class ExchangeState(Reporting):
             epoch=self._epoch(),
             lr_ratio=self._lr_ratio,
             scale=self._optimizers.scale,
-            guard=self._optimizers.guard([self.known_as(member) for member in bucket]),
+            make_undo=self._optimizers.make_undo([self.parameter_of(member) for member in bucket]),
             measure=self.measure,
             tag=self.tag(bucket),
         )
@@ -145,7 +145,7 @@ class ExchangeState(Reporting):
         """A number in [0, 2^24) that identifies a bucket, where ranks might exchange different ones of equal size."""
         return 0
 
-    def known_as(self, member: Tensor) -> Tensor:
+    def parameter_of(self, member: Tensor) -> Tensor:
         """The parameter, as optimizers hold it, of a bucket's member."""
         return member
 
@@ -183,7 +183,7 @@ class ExchangeState(Reporting):
             ValueError: An optimizer and the exchange would both apply momentum.
         """
         compressed = self.buckets.compressed
-        self._optimizers.follow(None if compressed is None else {self.known_as(member) for member in compressed})
+        self._optimizers.follow(None if compressed is None else {self.parameter_of(member) for member in compressed})
 
     # -------------------------------------------------------------------------------- between two backward passes
 

@@ -120,12 +120,12 @@ class Unit:
         )
 
     @property
-    def partial(self) -> bool:
+    def skips_all_reduce(self) -> bool:
         """Whether a part of the reduction is switched off, so that replicas would differ."""
         return bool(self._group.reduce_grads and not self._group.all_reduce_grads)
 
     @property
-    def sums(self) -> bool:
+    def user_divides(self) -> bool:
         """Whether ``set_gradient_divide_factor`` was called: then the exchange returns a sum, which FSDP divides."""
         return self._group.gradient_divide_factor is not None
 
