@@ -129,7 +129,7 @@ class ShardState(ExchangeState):
             in_autograd = torch._C._current_graph_task_id() != -1  # else the user finalises backward: torch 2.15
             if not self._end.is_seen(unit) and in_autograd:
                 Variable._execution_engine.queue_callback(self._backward_ended)
-        self._fit(bucket, g)
+        self._match_gradient(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {unit} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
             self._agreed.add(bucket)
@@ -170,7 +170,7 @@ class ShardState(ExchangeState):
             except ValueError as error:  # of settings that were right for what was trained at first
                 self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
-    def _fit(self, bucket: Bucket, g: Tensor) -> None:
+    def _match_gradient(self, bucket: Bucket, g: Tensor) -> None:
         """Gives the stand-ins the dtype and device of the gradient, which FSDP decides at the first forward pass."""
         if any((member.dtype, member.device) != (g.dtype, g.device) for member in bucket):
             self.residuals.dissolve(set(bucket))

@@ -20,14 +20,14 @@ TOLERANCE = 0.02
 """By which the saving of a model may differ from the one asked for, without a remark."""
 
 
-def settled(
+def with_ratio(
     config: TopKConfig, sizes: Sequence[int], world: int, local: int = 1, itemsize: int = 4, uncompressed: int = 0
 ) -> TopKConfig:
     """The settings of one bucket, with the ratio that its saving takes.
 
     Args:
         config: The settings, on these nodes (:meth:`lightning_topk.TopKConfig.on`). With ``dense_parameters``, its
-            saving is that of the rest: see :func:`of_the_rest`.
+            saving is that of the rest: see :func:`saving_of_compressed`.
         sizes: Elements of each parameter of the bucket.
         world: Number of ranks.
         local: Ranks of a node.
@@ -45,7 +45,7 @@ def settled(
     return replace(config, saving=None, ratio=ratio)
 
 
-def of_the_rest(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
+def saving_of_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
     """The settings with the saving that the compressed part of a gradient takes for all of it to save that much.
 
     Args:

@@ -13,7 +13,7 @@ from lightning_topk.core.endpoint import Outcome
 from lightning_topk.core.exchange import Exchange, exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
-from lightning_topk.saving import of_the_rest, settled
+from lightning_topk.saving import saving_of_compressed, with_ratio
 
 
 class Cluster:
@@ -43,8 +43,8 @@ class Cluster:
     ) -> None:
         parts, cpu = sizes or (numel,), torch.device("cpu")
         skipped = sum(parts[number] for number in uncompressed)
-        whole = of_the_rest(config.on(world, local), sum(parts), skipped)
-        self.config = settled(whole, parts, world, local, dtype.itemsize, skipped)
+        whole = saving_of_compressed(config.on(world, local), sum(parts), skipped)
+        self.config = with_ratio(whole, parts, world, local, dtype.itemsize, skipped)
         self.local, self.measure = local, measure
         shape = make_shape(self.config, parts, world, local)
         self.endpoints = [make_endpoint(self.config, shape, rank, dtype, cpu, uncompressed) for rank in range(world)]

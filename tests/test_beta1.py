@@ -18,7 +18,7 @@ OWN = (0.9, 0.95)
 
 
 class Lender:
-    """Somebody who lends."""
+    """Somebody who asks for a beta1."""
 
 
 class Derived(AdamW):
@@ -80,7 +80,7 @@ WAYS = {
 
 @pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind, ways in WAYS.items() for way in ways])
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"amsgrad": True, "foreach": True}])
-def test_adam_steps_as_if_made_with_the_beta1_that_it_was_lent(kind, options, way):
+def test_adam_steps_as_if_made_with_the_beta1_that_was_asked_for(kind, options, way):
     one, other, requester = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(7)), Lender()
     optimizer = kind([one], lr=0.1, betas=OWN, **options)
     override_beta1([optimizer, SGD([other], lr=0.1)], 0.5, requester)

@@ -22,7 +22,7 @@ from lightning_topk.lab.commands import add_command, finish, need
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, Problem, train
 from lightning_topk.planning.volume import volume
-from lightning_topk.saving import settled
+from lightning_topk.saving import with_ratio
 from lightning_topk.simulate import Cluster
 
 
@@ -98,7 +98,7 @@ def run(
         raise ValueError("workers, gpus per node, steps and batch size must be at least 1, lr positive.")
     config = TopKConfig(ratio=ratio, saving=saving, topology=topology, bidirectional=topology != "allgather")
     sizes = [parameter.numel() for parameter in Problem(model, 0).parameters]
-    here = settled(config.on(workers, gpus_per_node), sizes, workers, gpus_per_node)
+    here = with_ratio(config.on(workers, gpus_per_node), sizes, workers, gpus_per_node)
     shared: dict[str, Any] = {"workers": workers, "steps": steps, "seed": 0, "batch": batch_size, "points": 20}
     shared["optimizer"] = Optimizer(lr)
     begin = time.perf_counter()

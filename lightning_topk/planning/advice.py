@@ -15,7 +15,7 @@ from lightning_topk.config import SAVING, SLACK, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.planning.costs import Costs, Links, break_even, ddp_buckets, exchange_seconds, step_seconds
 from lightning_topk.planning.volume import Volume, format_bytes, volume
-from lightning_topk.saving import settled
+from lightning_topk.saving import with_ratio
 from lightning_topk.schedule import LATE, Ratio, ratio_at
 
 LARGEST_MODEL = 10**14
@@ -158,7 +158,7 @@ def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Ha
     took = [exchange_seconds(config, bucket, world, local, links, costs) for bucket in buckets]
     residuals, kept = 0, 0.0
     for bucket in buckets if here.compresses else ():
-        literal = settled(here, bucket, world, local)
+        literal = with_ratio(here, bucket, world, local)
         kept += ratio_at(cast(Ratio, literal.ratio), LATE, LATE) * sum(bucket)
         end = make_endpoint(literal, make_shape(literal, bucket, world, local), 0, torch.float32, torch.device("meta"))
         residuals += sum(kept.nbytes for link in end.links for kept in link.memory.tensors().values())

@@ -19,7 +19,7 @@ from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.requests import AllGather, AllReduce, Request
 from lightning_topk.planning.volume import requests
-from lightning_topk.saving import settled
+from lightning_topk.saving import with_ratio
 from lightning_topk.schedule import LATE
 
 
@@ -153,7 +153,7 @@ def exchange_seconds(
         costs: The constants.
         itemsize: Bytes of an element of the gradient.
     """
-    config = settled(config.on(world, local), sizes, world, local, itemsize)
+    config = with_ratio(config.on(world, local), sizes, world, local, itemsize)
     asked = requests(config, sizes, world, local, itemsize, step=LATE, epoch=LATE)
     count = work(config, sizes, world, local, itemsize)
     constants: dict[str, float] = vars(costs)
@@ -216,7 +216,7 @@ def break_even(
     Returns:
         Zero if all-reduce takes less at any speed, infinity if the exchange does.
     """
-    config = settled(config.on(world, local), sizes, world, local, itemsize)
+    config = with_ratio(config.on(world, local), sizes, world, local, itemsize)
 
     def gain(inter: float) -> float:
         at = replace(links, inter=inter)

@@ -11,7 +11,7 @@ import torch
 from lightning_topk.build import make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.planning.volume import format_bytes, volume
-from lightning_topk.saving import settled
+from lightning_topk.saving import with_ratio
 
 UNIT = 200_000_000
 """Parameters that are wrapped together, at most: a block of a large transformer."""
@@ -53,7 +53,7 @@ def sharded_forecast(parameters: int, nodes: int, ranks: int, config: TopKConfig
     sent = volume(config, [shard], nodes)
     here, residuals = config.on(nodes, 1), 0
     if here.compresses and nodes > 1:
-        here = settled(here, [shard], nodes)
+        here = with_ratio(here, [shard], nodes)
         end = make_endpoint(here, make_shape(here, [shard], nodes), 0, torch.float32, torch.device("meta"))
         residuals = sum(kept.nbytes for link in end.links for kept in link.memory.tensors().values())
     return ShardedForecast(

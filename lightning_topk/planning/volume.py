@@ -9,7 +9,7 @@ from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange
 from lightning_topk.core.requests import AllReduce, Request, placeholder
-from lightning_topk.saving import of_the_rest, settled
+from lightning_topk.saving import saving_of_compressed, with_ratio
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def volume(
     """
     config, sizes = config.on(world, local), [_sizes(bucket) for bucket in buckets]
     counts, whole = list(parameters or ()), list(uncompressed) or [0] * len(sizes)
-    config = of_the_rest(config, sum(map(sum, sizes)), sum(whole))
+    config = saving_of_compressed(config, sum(map(sum, sizes)), sum(whole))
     if config.scope == "model":
         sizes, counts, whole = [sum(sizes, ())], [sum(counts)] * bool(counts), [sum(whole)]
     asked: list[Request] = []
@@ -138,7 +138,7 @@ def requests(
         uncompressed: Elements that are not compressed.
         voters: Parameters of the bucket, with ``find_unused_parameters`` only.
     """
-    config = settled(config.on(world, local), sizes, world, local, itemsize, uncompressed)
+    config = with_ratio(config.on(world, local), sizes, world, local, itemsize, uncompressed)
     shape = make_shape(config, sizes, world, local)
     uncompressed = uncompressed if config.compresses else 0  # the topology sends all of the bucket uncompressed
     return exchange.requests(shape, make_codecs(config, shape, step, epoch), itemsize, uncompressed, voters)

@@ -22,7 +22,7 @@ from lightning_topk.config import SLACK, TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.runtime.drive import Meter, dense_cost, drive, finish
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.saving import settled
+from lightning_topk.saving import with_ratio
 from lightning_topk.schedule import LATE
 
 TRIALS = 4
@@ -102,7 +102,7 @@ def trial(
     like, sizes = bucket[0], tuple(p.numel() for p in bucket)
     rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
     skipped = sum(sizes[number] for number in uncompressed)
-    config = settled(config, sizes, world, groups.local, like.itemsize, skipped)
+    config = with_ratio(config, sizes, world, groups.local, like.itemsize, skipped)
     shape = make_shape(config, sizes, world, groups.local)
     end = make_endpoint(config, shape, rank, like.dtype, like.device, uncompressed)
     codecs = make_codecs(config, end, selector=end.uplink.selector)

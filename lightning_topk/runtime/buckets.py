@@ -13,7 +13,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.planning.volume import Volume, volume
 from lightning_topk.runtime.exchanger import Bucket, Tuned, Tuning, same
 from lightning_topk.runtime.residuals import Progress
-from lightning_topk.saving import TOLERANCE, of_the_rest, settled
+from lightning_topk.saving import TOLERANCE, saving_of_compressed, with_ratio
 
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 """What activation checkpointing and torch.compile insert into the names of a module's parameters."""
@@ -40,7 +40,7 @@ class BucketSettings:
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self._local = config, world, local
         self._rest = config  # with the saving of what is compressed
-        self._settled: dict[tuple[Bucket, str, torch.dtype], TopKConfig] = {}
+        self._with_ratio: dict[tuple[Bucket, str, torch.dtype], TopKConfig] = {}
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names; empty if they are not known."""
         self.chosen: dict[Bucket, TopKConfig] = {}
@@ -70,8 +70,8 @@ class BucketSettings:
             self._uncompressed |= found
         numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
-        self._rest = of_the_rest(self.config, numel, skipped)
-        self._settled.clear()
+        self._rest = saving_of_compressed(self.config, numel, skipped)
+        self._with_ratio.clear()
 
     @property
     def by_node(self) -> bool:
@@ -95,9 +95,9 @@ class BucketSettings:
         if config.saving is None:
             return config
         key = bucket, config.topology, bucket[0].dtype  # that of FSDP's stand-ins may change
-        if key not in self._settled:
+        if key not in self._with_ratio:
             sizes, skipped = [p.numel() for p in bucket], self.uncompressed_in(bucket)
-            self._settled[key] = settled(
+            self._with_ratio[key] = with_ratio(
                 config,
                 sizes,
                 self._world,
@@ -105,7 +105,7 @@ class BucketSettings:
                 bucket[0].itemsize,
                 sum(sizes[number] for number in skipped),
             )
-        return self._settled[key]
+        return self._with_ratio[key]
 
     def observe(self, buckets: Sequence[Bucket], progress: Progress, static_graph: bool) -> bool:
         """Takes note of the buckets of a backward pass; says whether they have just become final.

@@ -89,8 +89,8 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            lent = config.adam_beta1 is not None and isinstance(optimizer, Adam)
-            own = group.get("momentum") or (config.adam_beta1 if lent else (group.get("betas") or (0,))[0])
+            overridden = config.adam_beta1 is not None and isinstance(optimizer, Adam)
+            own = group.get("momentum") or (config.adam_beta1 if overridden else (group.get("betas") or (0,))[0])
             if own:
                 raise ValueError(
                     f"momentum={config.momentum!r} is applied on the workers, before compression, but "

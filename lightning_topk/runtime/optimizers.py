@@ -73,7 +73,7 @@ class Optimizers:
         return scale
 
     def follow(self, compressed: Collection[Tensor] | None) -> None:
-        """Checks the optimizers; if they are new, lends them a beta1, masks their momentum, notes the scaler's steps.
+        """Checks the optimizers. If they are new: overrides beta1, masks momentum, watches the scaler's steps.
 
         Args:
             compressed: The parameters that are compressed; None if they are not known.
@@ -86,9 +86,9 @@ class Optimizers:
         if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
             return
         self.release()
-        lent, asked = self._config.adam_beta1, self._config.beta1 is not None
-        if lent is not None:
-            for message in override_beta1(now, lent, self, compressed, asked):
+        beta1, asked = self._config.adam_beta1, self._config.beta1 is not None
+        if beta1 is not None:
+            for message in override_beta1(now, beta1, self, compressed, asked):
                 self._say(message)
         elif self._config.averages and any(isinstance(each, Adam) and each.param_groups[0]["betas"][0] for each in now):
             when = "If gradients are compressed, " * self._config.automatic

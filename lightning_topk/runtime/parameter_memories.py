@@ -141,12 +141,12 @@ class ParameterMemories:
             end.uplink.memory = Leftover(end.layout.numel, end.dtype, end.sizes.device)
         before: list[Tensor] = []
         if any(parameter in copies for copies in self._copies for parameter in parameters):
-            self._pour(end, parameters, *(side | copies for side, copies in zip(sides, self._copies, strict=True)))
+            self._copy_into(end, parameters, *(side | copies for side, copies in zip(sides, self._copies, strict=True)))
             filled = [tensor for link in end.links for tensor in link.memory.tensors().values()]
             before = [tensor.clone() for tensor in filled]
             for tensor in filled:
                 tensor.zero_()
-        self._pour(end, parameters, *sides)
+        self._copy_into(end, parameters, *sides)
         for parameter in parameters:
             for memories in (self.server, *self._copies):
                 memories.pop(parameter, None)
@@ -154,7 +154,7 @@ class ParameterMemories:
         self.pieces.scatter(self.worker, parameters, end.parts.pieces, end.uplink.memory.tensors())
         return before
 
-    def _pour(self, end: Endpoint, parameters: tuple[Tensor, ...], worker: Memories, server: Memories) -> None:
+    def _copy_into(self, end: Endpoint, parameters: tuple[Tensor, ...], worker: Memories, server: Memories) -> None:
         """Copies what workers and servers kept of parameters into the empty memories of their endpoint."""
         kept = end.uplink.memory.tensors()
         for name, flat in kept.items():

@@ -21,7 +21,7 @@ from lightning_topk.core.wire import Codec
 from lightning_topk.lab import hosts
 from lightning_topk.lab.report import Result
 from lightning_topk.lab.timing import best
-from lightning_topk.saving import settled
+from lightning_topk.saving import with_ratio
 
 WORLD = 4
 A_THOUSANDTH = TopKConfig(ratio=0.001, wire="bf16")
@@ -70,7 +70,7 @@ def run(
         config = TopKConfig(ratio=ratio, wire="bf16")
         _compression(result, x, config, str(ratio), floor())  # timed again: machines are noisy
     _compression(result, x, AN_EIGHTH, "0.12, int4", floor())
-    default = settled(TopKConfig(), [numel], WORLD)
+    default = with_ratio(TopKConfig(), [numel], WORLD)
     _compression(result, x, default, f"{default.ratio:.3g}, saving={SAVING:g}", floor())
     if where.type == "cpu":
         _memory(result, numel)
@@ -159,7 +159,7 @@ def memory(options: dict[str, Any], rank: int, world: int) -> tuple[int, int]:
     Returns:
         Bytes at the peak beyond those before, and the bytes of residuals.
     """
-    config = settled(TopKConfig(**options["settings"]), [options["numel"]], WORLD)
+    config = with_ratio(TopKConfig(**options["settings"]), [options["numel"]], WORLD)
     g = torch.randn(options["numel"])
     _exchanges(config, torch.randn(200_000))  # any first call loads code and data into memory
     before = _peak()

@@ -20,7 +20,7 @@ from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, resume, train
 from lightning_topk.planning.quality import Point, enough, fit
-from lightning_topk.saving import settled
+from lightning_topk.saving import with_ratio
 
 WORKERS = 8
 SAVINGS = (50, 200, 1000, 25, 100, 400, 10)
@@ -197,7 +197,7 @@ def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | 
 def density(model: str, saving: float) -> float:
     """The fraction of the gradient that a worker sends of a model, with a saving."""
     sizes = [parameter.numel() for parameter in MODELS[model]().parameters()]
-    ratio = settled(TopKConfig(saving=saving).on(WORKERS, 1), sizes, WORKERS).ratio
+    ratio = with_ratio(TopKConfig(saving=saving).on(WORKERS, 1), sizes, WORKERS).ratio
     assert isinstance(ratio, float)
     return ratio
 
