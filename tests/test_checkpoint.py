@@ -249,6 +249,45 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(groups, 
         assert found == dict.fromkeys(found, 10.0)
 
 
+def frozen_since(rank: int, world: int) -> None:
+    """A layer was trained, then frozen: DDP has no bucket with it any more, and its residual is kept."""
+    saved = {}
+
+    def go(net: nn.Module, steps: range, residuals: Residuals | None = None, entry: dict | None = None):
+        ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+        state = attach(ddp, ratio=0.05, residuals=residuals)
+        if entry is not None:
+            state.load_state_dict(entry)
+        for step in steps:
+            if step == 6:
+                entries = [state.state_dict("full")]
+                dist.broadcast_object_list(entries)
+                saved.update(net=copy.deepcopy(net), entry=entries[0])
+            net.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad if p.grad is not None else 0
+        left = undelivered(state, net, world)
+        state.close()
+        return state.residuals, left
+
+    net = net_of_four_layers()
+    residuals, _ = go(net, range(3))
+    net[0].requires_grad_(False)
+    _, left = go(net, range(3, 9), residuals)
+    resumed, entry = saved["net"], saved["entry"]
+    _, left_resumed = go(resumed, range(6, 9), entry=entry)
+    assert left[: net[0].weight.numel()].any()
+    for one, other in zip(net.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(left, left_resumed)
+
+
+def test_a_run_whose_first_layer_was_frozen_later_resumes_with_the_same_bits(groups):
+    groups(2).run(frozen_since)
+
+
 def kept_by_one_server(rank: int, world: int) -> None:
     """When buckets are regrouped, the only server is the only rank to which something is left as a worker."""
     net = net_of_four_layers()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from test_features import InThisProcess
-from test_gloo import every_rank
+from test_gloo import every_rank, mean_over_ranks
 from test_precision import loss_of, net_of_four_layers
 from torch import nn
 
@@ -104,6 +106,58 @@ def saved_and_loaded(rank: int, world: int, folder: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["mean", "full", "none"])
 def test_a_run_goes_on_from_a_checkpoint(groups, tmp_path, mode):
     groups(2).run(saved_and_loaded, str(tmp_path), mode)
+
+
+def one_of_two(rank: int, world: int, folder: str) -> None:
+    path = Path(folder) / "one.ckpt"
+    fabric = fabric_of(rank, world, ratio=0.05)
+    first, second = pairs = nets(fabric)
+
+    def look() -> list[torch.Tensor]:
+        found = []
+        for state, (model, _) in zip(fabric.strategy.topk_states, pairs, strict=True):
+            kept = state.residuals.held()
+            found.append(torch.cat([torch.cat(kept[p]) for p in model.parameters()]))
+        return found
+
+    train(fabric, pairs, rank, range(2))
+    saved = look()
+    fabric.save(path, {"net": first[0], "opt": first[1]})
+    train(fabric, pairs, rank, range(2, 4))
+    later = look()
+    fabric.load(path, {"net": first[0], "opt": first[1]})
+    loaded = look()
+    assert torch.allclose(mean_over_ranks(loaded[0]), mean_over_ranks(saved[0]), atol=1e-6)
+    assert not torch.equal(loaded[0], later[0])
+    assert torch.equal(loaded[1], later[1])
+    with pytest.raises(ValueError, match="has residuals of net, but what is to be loaded is other"):
+        fabric.load(path, {"other": second[0], "opt": second[1]}, strict=False)
+
+
+def test_a_checkpoint_of_one_module_leaves_the_residuals_of_another_alone(groups, tmp_path):
+    groups(2).run(one_of_two, str(tmp_path))
+
+
+def set_up_anew(rank: int, world: int) -> None:
+    """As in cross-validation: each model and optimizer takes the place of the last."""
+    fabric = fabric_of(rank, world, ratio=0.05)
+    optimizers = weakref.WeakSet()
+    for _ in range(4):
+        ((model, optimizer),) = nets(fabric, 1)
+        optimizers.add(optimizer.optimizer)
+        train(fabric, [(model, optimizer)], rank, range(2))
+    gc.collect()
+    assert len(fabric.strategy.topk_states) <= 2, "the last, and the one that its variable held meanwhile"
+    for _ in range(3):
+        optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.1))
+        optimizers.add(optimizer.optimizer)
+        train(fabric, [(model, optimizer)], rank, range(2))
+    gc.collect()
+    assert len(optimizers) == 1
+
+
+def test_modules_and_optimizers_that_are_not_used_any_more_are_let_go(groups):
+    groups(2).run(set_up_anew)
 
 
 def scaled(rank: int, world: int) -> None:

@@ -360,3 +360,14 @@ def test_sums_that_leave_the_range_are_sent_and_leave_finite_residuals(numel):
     g[many] = 3e38
     end.uplink.send(g, codecs.uplink)
     assert end.uplink.memory.tensors()["residual"].isfinite().all()
+
+
+def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):
+    """Lightning's bf16-true sets one during training_step, and so during a manual backward."""
+    monkeypatch.setattr(ops, "fast", ops.fast.__wrapped__)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert ops.fast(torch.device("cpu")) is not None
+    finally:
+        torch.set_default_dtype(dtype)

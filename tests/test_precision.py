@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
@@ -317,6 +318,86 @@ def two_optimizers(rank: int, world: int) -> None:
 
 def test_a_step_skipped_by_one_of_two_optimizers_restores_its_parameters_only(groups):
     groups(2).run(two_optimizers)
+
+
+def joined_late(rank: int, world: int) -> None:
+    """A layer that the second optimizer gets later is undone with that optimizer's steps from then on."""
+    net = net_of_four_layers()
+    ddp = DistributedDataParallel(net)
+    first, late = torch.optim.SGD(net[:2].parameters(), lr=0.1), [*net[3].parameters()]
+    second = torch.optim.SGD(net[2].parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = attach(ddp, optimizer=[first, second], scaler=scaler, ratio=0.05)
+    for step in range(4):
+        if step == 2:
+            second.add_param_group({"params": late})
+        net.zero_grad()
+        before = held(state, net) if step else None
+        scaler.scale(loss_of(ddp, rank, step)).backward()
+        if step == 3:
+            late[0].grad.view(-1)[0] = torch.inf  # after the exchange
+        for optimizer in (first, second):
+            scaler.step(optimizer)
+        scaler.update()
+    after = held(state, net)
+    state.close()
+    numel = sum(p.numel() for p in late)
+    assert torch.equal(after[:, -numel:], before[:, -numel:])
+    assert not torch.equal(after[:, :-numel], before[:, :-numel])
+
+
+def test_a_layer_that_joins_an_optimizer_later_is_undone_with_it(groups):
+    groups(2).run(joined_late)
+
+
+class Branches(nn.Module):
+    """Two branches, each used in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([net_of_four_layers(), net_of_four_layers()])
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](x)
+
+
+def by_turns(rank: int, world: int) -> list[str]:
+    """Two optimizers that step by turns, as in a GAN, under one scaler, while an exchange is chosen."""
+    net = Branches()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizers = [torch.optim.SGD(branch.parameters(), lr=0.1) for branch in net.branches]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = attach(ddp, optimizer=optimizers, scaler=scaler, ratio=0.05, topology="auto")
+    computed, received = ([], []), ([], [])
+    with mock.patch.object(autotune, "trial", lambda config, *_: 1.0 if config.topology == "sharded" else 9.0):
+        for step in range(12):
+            branch = net.branches[step % 2]
+            optimizers[step % 2].zero_grad()
+            hooks = spoil(branch, "inf") if step in (8, 9) and rank == 1 else []
+            weights = nn.utils.parameters_to_vector(branch.parameters()).clone()
+            scaler.scale(loss_of(lambda x, used=step % 2: ddp(x, used), rank, step)).backward()
+            for hook in hooks:
+                hook.remove()
+            scaler.unscale_(optimizers[step % 2])
+            if step not in (8, 9):
+                alone = net_of_four_layers()
+                nn.utils.vector_to_parameters(weights, alone.parameters())
+                loss_of(alone, rank, step).backward()
+                computed[step % 2].append(flat_gradient(alone))
+                received[step % 2].append(flat_gradient(branch))
+            scaler.step(optimizers[step % 2])
+            scaler.update()
+    kept = [undelivered(state, branch, world) for branch in net.branches]
+    ways = [state.buckets.config_of(bucket).topology for bucket in state.residuals.progress.buckets]
+    state.close()
+    for arrived, left, local in zip(received, kept, computed, strict=True):
+        torch.testing.assert_close(sum_of(arrived) + left, mean_over_ranks(sum_of(local)), atol=1e-6, rtol=1e-4)
+    return ways
+
+
+def test_what_was_chosen_comes_into_force_with_optimizers_by_turns_under_a_scaler(groups):
+    for ways in groups(2).run(by_turns):
+        assert ways == ["sharded"]
 
 
 def shared_bucket(rank: int, world: int) -> None:

@@ -41,7 +41,7 @@ class Ranks:
     def __post_init__(self) -> None:
         self.parameters = [nn.Parameter(torch.zeros(numel, dtype=torch.float64)) for numel in NUMELS]
         self.optimizers = [torch.optim.SGD(self.parameters[:2]), torch.optim.SGD(self.parameters[2:])]
-        self.scaler = SimpleNamespace(guarded=WeakSet())
+        self.scaler = SimpleNamespace(undos=WeakSet())
         self.produced = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
         self.delivered = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
         self.random = torch.Generator().manual_seed(0)

@@ -10,6 +10,8 @@ from lightning_topk.runtime.checkpoint import EMPTY, absent
 
 INTERRUPTED = absent("it was saved while an exception or a signal was handled, when collectives could hang")
 """In a checkpoint that not all ranks may have saved."""
+BY_MODULE = "modules"
+"""The mode of Fabric's checkpoints: entries of several modules, by their keys."""
 
 
 def interrupted(module: Any, filepath: Any) -> bool:

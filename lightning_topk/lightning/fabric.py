@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -38,16 +40,20 @@ from lightning_topk.lightning._nodes import (
     sampler_arguments,
     save_shards,
 )
-from lightning_topk.lightning._resume import entry_to_resume
+from lightning_topk.lightning._resume import BY_MODULE, entry_to_resume
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checkpoint import EMPTY, KEY
+from lightning_topk.runtime.checkpoint import KEY, VERSION
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_momentum, check_same_model
+from lightning_topk.runtime.groups import gathered
 from lightning_topk.runtime.rendezvous import connect_after_restart
 from lightning_topk.runtime.state import ExchangeState
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
+
+T = TypeVar("T")
+S = TypeVar("S", bound=ExchangeState)
 
 
 @describes_settings
@@ -109,8 +115,9 @@ class TopKStrategy(DDPStrategy):
         check_ddp_options(ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self.topk_states: list[TopKState] = []
-        """The states of the communication hooks, one for each module that was set up."""
-        self._set_up: list[Optimizer] = []
+        """The states of the communication hooks, one for each module that was set up and is in use."""
+        self._modules = WeakKeyDictionary[DistributedDataParallel, TopKState]()
+        self._set_up = _InUse[Optimizer]()
         self._resumed: list[Any] = []
 
     @override
@@ -132,6 +139,7 @@ class TopKStrategy(DDPStrategy):
         parameters = set(module.parameters())
         before = [state for state in self.topk_states if parameters & state.names.keys()]
         _give_up(before, self.topk_states)
+        _close_dropped(self.topk_states, self._modules)
         own_memory_(module)
         check_same_model(module)
         ddp = super().setup_module(module)
@@ -142,9 +150,7 @@ class TopKStrategy(DDPStrategy):
             residuals=before[0].residuals if len(before) == 1 else None,
             epoch=lambda: self.epoch,
             init_sync=self._ddp_kwargs.get("init_sync", True),
-            optimizer=lambda: [
-                o for o in self._set_up if parameters & {p for g in o.param_groups for p in g["params"]}
-            ],
+            optimizer=lambda: [each for each in self._set_up if parameters & _parameters_of(each)],
             scaler=getattr(self.precision, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
@@ -153,6 +159,7 @@ class TopKStrategy(DDPStrategy):
             state.residuals.retain(parameters)
             state.follow(before[0])
         self.topk_states.append(state)
+        self._modules[ddp] = state
         if self._resumed:
             state.load_state_dict(self._resumed.pop(0))
         return ddp
@@ -168,9 +175,11 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, path: _PATH, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Saves a checkpoint; with all residuals if ``state`` has an optimizer. Every rank must call it."""
+        """Saves a checkpoint; if ``state`` has an optimizer, with its modules' residuals. Every rank must call it."""
         if self._residual_checkpoint != "none" and any(isinstance(each, Optimizer) for each in state.values()):
-            state = {**state, KEY: [each.state_dict(self._residual_checkpoint) for each in self.topk_states]}
+            mine = _states_of(state, self.topk_states)
+            entries = {key: each.state_dict(self._residual_checkpoint) for key, each in mine.items()}
+            state = {**state, KEY: {"version": VERSION, "mode": BY_MODULE, "modules": entries}}
         super().save_checkpoint(path, state, *args, **kwargs)
 
     @override
@@ -179,20 +188,19 @@ class TopKStrategy(DDPStrategy):
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         if not isinstance(state, dict) or not any(isinstance(each, Optimizer) for each in state.values()):
             return remainder
-        entries = entry_to_resume(remainder.pop(KEY, None), self._residual_checkpoint, self)
-        if entries == EMPTY:
-            entries = [EMPTY] * len(self.topk_states)
-        elif isinstance(entries, dict):  # of a Trainer
-            entries = [entries]
-        if self.topk_states and len(entries) != len(self.topk_states):
+        entry = entry_to_resume(remainder.pop(KEY, None), self._residual_checkpoint, self)
+        mine = _states_of(state, self.topk_states)
+        by_module = isinstance(entry, dict) and entry.get("mode") == BY_MODULE
+        entries = entry["modules"] if by_module else dict.fromkeys(mine or ["module"], entry)
+        if mine and mine.keys() != entries.keys():
             raise ValueError(
-                f"the checkpoint has residuals of {len(entries)} modules, but {len(self.topk_states)} are set up. "
-                "Set up the same modules in the same order, or pass residual_checkpoint='none' to start with zero "
-                "residuals."
+                f"the checkpoint has residuals of {', '.join(entries) or 'nothing'}, but what is to be loaded is "
+                f"{', '.join(mine)}. Save and load the same modules under the same keys, or pass "
+                "residual_checkpoint='none' to start with zero residuals."
             )
-        for each, entry in zip(self.topk_states, entries, strict=False):
-            each.load_state_dict(entry)
-        self._resumed = entries[len(self.topk_states) :]
+        for key, each in mine.items():
+            each.load_state_dict(entries[key])
+        self._resumed = [] if mine else [*entries.values()]  # of modules that will be set up
         return remainder
 
     @override
@@ -285,9 +293,10 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             self._timeout = timeout
         self._given_timeout = timeout
         self.topk_states: list[fsdp.ShardState] = []
-        """The states of FSDP's hooks, one for each module that was set up."""
+        """The states of FSDP's hooks, one for each module that was set up and is in use."""
+        self._modules = WeakKeyDictionary[Module, fsdp.ShardState]()
         self._replicas: DeviceMesh | None = None
-        self._set_up: list[Optimizer] = []
+        self._set_up = _InUse[Optimizer]()
 
     @override
     def setup_environment(self) -> None:
@@ -322,6 +331,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         parameters = set(sharded.parameters())
         before = [state for state in self.topk_states if parameters.intersection(state.parameters)]
         _give_up(before, self.topk_states)
+        _close_dropped(self.topk_states, self._modules)
         residuals = before[0].residuals if len(before) == 1 else None
         names = names_of(sharded)
         if residuals and any(names.get(before[0].parameter_of(p)) != name for p, name in before[0].names.items()):
@@ -333,9 +343,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             timeout=self._given_timeout,
             residuals=residuals,
             epoch=lambda: self.epoch,
-            optimizer=lambda: [
-                o for o in self._set_up if parameters & {p for g in o.param_groups for p in g["params"]}
-            ],
+            optimizer=lambda: [each for each in self._set_up if parameters & _parameters_of(each)],
             scaler=getattr(self.precision, "scaler", None),
             announce=rank_zero_info,
             process_group=self._replicas,
@@ -343,6 +351,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         if len(before) == 1:
             state.follow(before[0])
         self.topk_states.append(state)
+        self._modules[sharded] = state
         return sharded
 
     @override
@@ -354,17 +363,11 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             state.follow_optimizers()
         return super().setup_optimizer(optimizer)
 
-    def _state_of(self, state: dict[str, Any]) -> fsdp.ShardState | None:
-        """The residuals that belong to a checkpoint: those of its module, if it has an optimizer."""
-        if not any(isinstance(each, Optimizer) for each in state.values()):
-            return None
-        parameters = {p for each in state.values() if isinstance(each, Module) for p in each.parameters()}
-        return next((each for each in self.topk_states if parameters & set(each.parameters)), None)
-
     @override
     def save_checkpoint(self, path: _PATH, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Saves a checkpoint; with the residuals if ``state`` has an optimizer. Every rank must call it."""
-        mine = self._state_of(state)
+        with_optimizer = any(isinstance(each, Optimizer) for each in state.values())
+        mine = next(iter(_states_of(state, self.topk_states).values()), None) if with_optimizer else None
         if mine is None or self._residual_checkpoint == "none":
             super().save_checkpoint(path, state, *args, **kwargs)
         elif self._save_distributed_checkpoint:
@@ -378,10 +381,11 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         """Loads a checkpoint; if ``state`` has an optimizer, with its residuals, or with zeros if it has none."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         entry = remainder.pop(KEY, None)
-        mine = self._state_of(state) if isinstance(state, dict) else None
-        if mine is not None:
-            if isinstance(entry, list) and len(entry) == 1:  # of TopKStrategy, with one module
-                entry = entry[0]
+        if not isinstance(state, dict) or not any(isinstance(each, Optimizer) for each in state.values()):
+            return remainder
+        for key, mine in [*_states_of(state, self.topk_states).items()][:1]:
+            if isinstance(entry, dict) and entry.get("mode") == BY_MODULE:  # of TopKStrategy
+                entry = entry["modules"].get(key)
             resume(mine, entry_to_resume(entry, self._residual_checkpoint, self), Path(self.broadcast(path)))
         return remainder
 
@@ -391,6 +395,48 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         for state in self.topk_states:
             state.close()
         super().teardown()
+
+
+class _InUse(Generic[T]):
+    """Objects in the order in which they were added, as long as somebody else uses them."""
+
+    def __init__(self) -> None:
+        self._added: list[ref[T]] = []
+
+    def append(self, added: T) -> None:
+        """Adds an object."""
+        self._added = [each for each in self._added if each() is not None] + [ref(added)]
+
+    def __iter__(self) -> Iterator[T]:
+        return (found for each in self._added if (found := each()) is not None)
+
+
+def _parameters_of(each: Any) -> set[Tensor]:
+    """The parameters of a module, or those that an optimizer updates; none of anything else."""
+    if isinstance(each, Optimizer):
+        return {parameter for group in each.param_groups for parameter in group["params"]}
+    return set(each.parameters()) if isinstance(each, Module) else set()
+
+
+def _states_of(state: dict[str, Any], known: Sequence[S]) -> dict[str, S]:
+    """The states that belong to a checkpoint, by the key of the first module or optimizer that has their parameters."""
+    found: dict[str, S] = {}
+    for each in known:
+        mine = {each.parameter_of(parameter) for parameter in each.names}
+        key = next((key for key, part in state.items() if mine & _parameters_of(part)), None)
+        if key is not None:
+            found[key if key not in found else f"{key} {len(found)}"] = each  # a module of several that were set up
+    return found
+
+
+def _close_dropped(known: list[S], modules: WeakKeyDictionary[Any, S]) -> None:
+    """Closes the states of modules that no rank uses any more. A collective."""
+    used = set(modules.values())
+    dropped = gathered([state not in used for state in known]) if known else []
+    for state, everywhere in [*zip(known, map(all, zip(*dropped, strict=True)), strict=True)]:
+        if everywhere:
+            state.close()
+            known.remove(state)
 
 
 def _give_up(before: Sequence[ExchangeState], known: list[Any]) -> None:

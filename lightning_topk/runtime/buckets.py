@@ -138,16 +138,10 @@ class BucketSettings:
         """Takes note of a choice, which :meth:`adopt` puts in force."""
         self._choice = dict(zip(tuned.buckets, tuned.choice.configs, strict=True))
 
-    def adopt(self, undecided: bool) -> None:
-        """Puts the last choice in force, between two steps.
-
-        Args:
-            undecided: Whether a GradScaler may still skip a step for which something was sent. The choice then waits:
-                what was sent could not come back to endpoints of other settings.
-        """
-        if not undecided:
-            self.chosen |= self._choice
-            self._choice = {}
+    def adopt(self) -> None:
+        """Puts the last choice in force, between two passes."""
+        self.chosen |= self._choice
+        self._choice = {}
 
     def volume(self, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:
         """The bytes that a rank sends in a step.

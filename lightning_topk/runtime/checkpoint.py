@@ -221,9 +221,8 @@ def restore(
         return {key: Form.of(parameter).by_memory(part) for key, part in found.items()}
 
     buckets = [tuple(parameters[name] for name in bucket if name in entry["parameters"]) for bucket in entry["buckets"]]
-    rest = known.keys() - {parameter for bucket in buckets for parameter in bucket}
     residuals.restore(
-        [*filter(None, buckets), *((parameter,) for parameter in known if parameter in rest)],
+        filter(None, buckets),
         own,
         {
             parameter: {key: Form.of(parameter).by_memory(part) for key, part in sides["server"].items()}

@@ -178,7 +178,7 @@ def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, mete
     """
     world, took = dist.get_world_size(group), []
     for count in (16, max(32, nbytes // 4)):
-        x = torch.zeros(count, device=device)
+        x = torch.zeros(count, dtype=torch.float32, device=device)
         for timed in (False, True):  # the first one sets up connections
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -189,7 +189,7 @@ def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, mete
             meter.bytes["broadcast"] += 2 * (world - 1) * x.nbytes // world
             if timed:
                 took.append(time.perf_counter() - begin)
-    slowest = torch.tensor(took, device=device)
+    slowest = torch.tensor(took, dtype=torch.float32, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     small, large = slowest.tolist()
     return DenseCost(small, max(0.0, large - small) / x.nbytes)

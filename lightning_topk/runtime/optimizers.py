@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -64,7 +65,13 @@ class Optimizers:
     ) -> None:
         self._given, self._config, self._residuals, self._say = given, config, residuals, say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._followed: list[Optimizer] = []
+        self._known: list[ref[Optimizer]] = []  # weakly: the user may drop one and make another
+        self._parameters = 0  # that they update
+
+    @property
+    def _followed(self) -> list[Optimizer]:
+        """The optimizers that are followed, as far as they are still in use."""
+        return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     @property
     def scale(self) -> Tensor | None:
@@ -83,7 +90,9 @@ class Optimizers:
         """
         now = [] if self._given is None else list(self._given())
         check_momentum(self._config, now)  # also of those that are known: checkpoints and schedulers set momentum
-        if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
+        parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._followed
+        same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
+        if same and parameters == self._parameters:
             return
         self.release()
         beta1, asked = self._config.adam_beta1, self._config.beta1 is not None
@@ -105,7 +114,7 @@ class Optimizers:
         if self._scaler is not None:
             ScalerSteps.of(self._scaler).watch(now)
             self._residuals.forget_steps()
-        self._followed = now
+        self._known, self._parameters = [*map(ref, now)], parameters
 
     def _advise_on_momentum(self, stepped: Sequence[tuple[float, Tensor]]) -> None:
         """Says what learned better, where an SGD with much momentum updates parameters."""
@@ -151,9 +160,10 @@ class Optimizers:
 
     def make_undo(self, bucket: Sequence[Tensor]) -> Callable[[Endpoint], Undo] | None:
         """Makes what undoes the steps that the scaler skips, for a bucket's endpoint; None if it skips none."""
-        if self._scaler is None or not self._followed:
+        optimizers = self._followed
+        if self._scaler is None or not optimizers:
             return None
-        steps, optimizers = ScalerSteps.of(self._scaler), self._followed
+        steps = ScalerSteps.of(self._scaler)
         return lambda end: Undo(end, bucket, steps, optimizers)
 
     def release(self) -> None:

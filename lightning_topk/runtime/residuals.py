@@ -142,7 +142,8 @@ class Residuals:
         """Replaces all that there is by the residuals of a checkpoint.
 
         Args:
-            buckets: Parameters that were exchanged together.
+            buckets: Parameters that were exchanged together in the last pass. Others may have residuals too, if they
+                were frozen since.
             worker: Gives this worker's memory of a parameter that is cut into a number of pieces, each ``[numel]``.
             server: The whole servers' memory of each parameter; the same on every rank.
             make: Gives the settings in force for a bucket, and makes its endpoint.
@@ -150,7 +151,9 @@ class Residuals:
         self.dissolve({parameter for bucket in self._live for parameter in bucket})
         progress = self.progress
         progress.buckets, progress.resumed = tuple(buckets), 2  # static_graph regroups buckets one pass later; else 1
-        made = {bucket: make(bucket) for bucket in progress.buckets}
+        together = {parameter for bucket in progress.buckets for parameter in bucket}
+        alone = [(parameter,) for parameter in server if parameter not in together]
+        made = {bucket: make(bucket) for bucket in (*progress.buckets, *alone)}
         self.kept.restore({bucket: end for bucket, (_, end) in made.items()}, worker, server)
         for bucket, (config, end) in made.items():
             self._live[bucket] = _InUse(end, config)
@@ -162,11 +165,6 @@ class Residuals:
             if isinstance(used.end.uplink.memory, Leftover):
                 kept += [used.end.uplink.memory.residual, *(used.undo.before if used.undo is not None else ())]
         return any(bool(each.any()) for each in kept)
-
-    @property
-    def undecided(self) -> bool:
-        """Whether something was sent for a step of which the scaler has not said yet whether it is taken."""
-        return any(used.undo is not None and used.undo.open for used in self._live.values())
 
     def held(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
         """What this rank holds of each parameter that was exchanged: as a worker and as a server.

@@ -112,7 +112,7 @@ class Undo:
         """The copy; empty before the first pass."""
         owner = {p: number for number, o in enumerate(optimizers) for group in o.param_groups for p in group["params"]}
         owners = [owner.get(parameter, 0) for parameter in parameters]
-        self._masks: dict[Optimizer, Sequence[Tensor | None]] = {}
+        self._masks: WeakKeyDictionary[Optimizer, Sequence[Tensor | None]] = WeakKeyDictionary()
         for number in sorted(set(owners)):
             self._masks[optimizers[number]] = [None] * len(self._now)
             if len(set(owners)) > 1:
@@ -122,7 +122,7 @@ class Undo:
     @property
     def open(self) -> bool:
         """Whether a pass has begun whose optimizer step is neither taken nor skipped yet."""
-        return self._begun and not self.outcomes.keys() >= self._masks.keys()
+        return self._begun and any(optimizer not in self.outcomes for optimizer in self._masks)
 
     def note(self, optimizer: Optimizer, skipped: Skipped) -> None:
         """Notes the outcome of a step of an optimizer, or of one that wraps it."""

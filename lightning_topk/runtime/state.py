@@ -114,7 +114,7 @@ class ExchangeState(Reporting):
         """
         self._collect()
         self.residuals.kept.forget_copies()
-        self.buckets.adopt(self.residuals.undecided)
+        self.buckets.adopt()
         self._lr_ratio = self._optimizers.advance_learning_rates()
         self.follow_optimizers()
 

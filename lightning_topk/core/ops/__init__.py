@@ -47,7 +47,7 @@ def fast(device: torch.device) -> Any | None:
         return None
     try:
         version = import_module(f"lightning_topk.core.ops.{module}")
-        e, x = torch.zeros(2, version.SAMPLE, device=device).unbind()
+        e, x = torch.zeros(2, version.SAMPLE, dtype=torch.float32, device=device).unbind()
         version.add_and_select(e, x, torch.ones((), dtype=torch.bool, device=device), Layout(len(e)), 1)
     except Exception as error:
         warnings.warn(
