@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_topk import ddp
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, check_name
 from lightning_topk.ddp import TopKState
 from lightning_topk.runtime.announce import Announcer, remarks
 from lightning_topk.runtime.checkpoint import EMPTY, Mode
@@ -127,6 +127,7 @@ class Alone(Reporting):
 
     def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
         """An entry without residuals, see :meth:`TopKState.state_dict`."""
+        check_name("mode", mode, ("mean", "full"))
         return dict(EMPTY)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, Literal, TypeVar, cast
@@ -93,13 +93,19 @@ class TopKConfig:
     saving: float | None = None
 
     def __post_init__(self) -> None:
-        given = self.dense_parameters
+        given: Any = self.dense_parameters
+        if isinstance(given, Set):  # whose order differs from rank to rank
+            given = sorted(given, key=str)
         patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"dense_parameters={given!r} must be a pattern of names, or several.")
         object.__setattr__(self, "dense_parameters", patterns)
         if self.ratio is None and self.saving is None:
             object.__setattr__(self, "saving", SAVING)
+        for name in ("ratio", "server_ratio", "saving", "momentum", "beta1", "clip_norm"):
+            value: Any = getattr(self, name)
+            if isinstance(value, Real) and type(value).__module__ != "builtins":
+                object.__setattr__(self, name, float(value))  # NumPy's would not be read back from checkpoints
         _check_values(self)
         _check_combinations(self)
 

@@ -244,6 +244,11 @@ def attach(
             "delay_all_reduce_named_params": model._delay_all_reduce_params,
         }
     )
+    if model._comm_hooks:
+        raise RuntimeError(
+            "this DistributedDataParallel model has a communication hook already, and DDP takes one only. Wrap the "
+            "module in a new DistributedDataParallel, and attach that."
+        )
     check_parameters(model.module)
     check_settings(config, model.module, optimizer is not None)
     optimizers = getter(optimizer)

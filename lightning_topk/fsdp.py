@@ -63,6 +63,7 @@ class ShardState(ExchangeState):
     """
 
     AFTER_CLOSE = "attach the model again, or its replicas will diverge"
+    LARGER_BUCKETS = "larger modules for fully_shard"
     PEER = "replica"
 
     def __init__(

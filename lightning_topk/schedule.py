@@ -6,6 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from typing_extensions import override
 
@@ -52,12 +54,14 @@ class Warmup(Schedule):
     def __post_init__(self) -> None:
         name = type(self).__name__
         for each in ("ratio", "start"):
-            if not 0 < getattr(self, each) <= 1:
-                raise ValueError(f"{name}: {each}={getattr(self, each)!r} must be in (0, 1].")
-        lengths = [length for length in (self.steps, self.epochs) if length is not None]
-        if len(lengths) != 1 or lengths[0] < 1:
+            value: Any = getattr(self, each)
+            if not (isinstance(value, Real) and 0 < float(value) <= 1):
+                raise ValueError(f"{name}: {each}={value!r} must be a number in (0, 1].")
+        lengths: list[Any] = [length for length in (self.steps, self.epochs) if length is not None]
+        if len(lengths) != 1 or not isinstance(lengths[0], Integral) or lengths[0] < 1:
             raise ValueError(
-                f"{name}: pass either steps or epochs, at least 1; got steps={self.steps!r}, epochs={self.epochs!r}."
+                f"{name}: pass either steps or epochs, a whole number of at least 1; got steps={self.steps!r}, "
+                f"epochs={self.epochs!r}."
             )
 
     @property

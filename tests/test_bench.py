@@ -106,6 +106,8 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
     ("arguments", "words"),
     [
         (["hosts", "--rate", "fast"], "write it like 100mbit, 1gbit"),
+        (["wire", "--json", "nowhere/r.json"], "there is no folder nowhere"),
+        (["wire", "--plot", "r.txt"], r"r.txt must end in .png, .svg, .pdf"),
         (["step", "--peers", "theirs"], "'theirs' is unknown"),
         (["train", "--model", "resnet0"], "torchvision has no model 'resnet0'"),
     ],

@@ -9,6 +9,7 @@ import pickle
 import re
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from shapes import codecs_of
@@ -172,11 +173,28 @@ def test_schedules_descend_geometrically_and_then_stay():
         ({"ratio": 0.1}, r"pass either steps or epochs"),
         ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"pass either steps or epochs"),
         ({"ratio": 0.1, "steps": 0}, r"at least 1"),
+        ({"ratio": 0.1, "steps": "3"}, r"a whole number of at least 1; got steps='3'"),
+        ({"ratio": "x", "steps": 3}, r"ratio='x' must be a number in"),
     ],
 )
 def test_bad_schedules_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ExponentialWarmup(**arguments)
+
+
+def test_numbers_of_numpy_become_numbers_that_a_checkpoint_can_hold():
+    config = TopKConfig(ratio=np.float64(0.1), momentum=np.float32(0.5), clip_norm=np.int64(2))
+    assert [(type(x), x) for x in (config.ratio, config.momentum, config.clip_norm)] == [
+        (float, 0.1),
+        (float, 0.5),
+        (float, 2.0),
+    ]
+    assert type(TopKConfig(saving=np.float64(10)).saving) is float
+
+
+def test_a_set_of_patterns_has_one_order_on_all_ranks():
+    patterns = ["*.bias", "1.*", "2.weight"]
+    assert TopKConfig(dense_parameters=set(patterns)).dense_parameters == tuple(patterns)
 
 
 @pytest.mark.parametrize(

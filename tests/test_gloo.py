@@ -736,12 +736,22 @@ def closed(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(10, 10))
     state = attach(ddp, ratio=0.5)
     ddp(torch.randn(2, 10)).sum().backward()
-    with pytest.raises(RuntimeError, match="can only be called once"):
+    with pytest.raises(RuntimeError, match="has a communication hook already, and DDP takes one only"):
         attach(ddp)
+    for mode in ("none", None):
+        with pytest.raises(ValueError, match=f"mode={mode!r} must be"):
+            state.state_dict(mode)
+    entry = state.state_dict()
     state.close()
     assert (threading.active_count(), len(dist.distributed_c10d._world.pg_map)) == before
-    with pytest.raises(RuntimeError, match="was closed"):
-        ddp(torch.randn(2, 10)).sum().backward()
+    for use in (
+        lambda: ddp(torch.randn(2, 10)).sum().backward(),
+        state.state_dict,
+        state.measure_link,
+        lambda: state.load_state_dict(entry),
+    ):
+        with pytest.raises(RuntimeError, match="was closed; save residuals before"):
+            use()
 
 
 def test_a_closed_state_leaves_no_thread_and_no_group(groups):
@@ -757,6 +767,7 @@ def with_optimizer(rank: int, world: int) -> list[str]:
         ({"lr_ratio": True}, lambda p: None),
         ({"momentum": 0.9}, lambda p: None),
         ({"ratio": ExponentialWarmup(0.1, epochs=2)}, lambda p: None),
+        ({"ratio": 0.1, "server_ratio": ExponentialWarmup(0.2, epochs=2)}, lambda p: None),
     ):
         ddp = DistributedDataParallel(nn.Linear(10, 10))
         try:
@@ -764,8 +775,10 @@ def with_optimizer(rank: int, world: int) -> list[str]:
         except ValueError as error:
             errors.append(str(error))
     ddp = DistributedDataParallel(nn.Linear(10, 10))
+    with pytest.raises(TypeError, match="epoch=3 must be a function that returns the epoch"):
+        attach(ddp, epoch=3)
     optimizer = torch.optim.SGD([{"params": [p]} for p in ddp.parameters()], lr=0.5)
-    state = attach(ddp, optimizer=optimizer, lr_ratio=True, ratio=0.1, wire="fp32")
+    state = attach(ddp, optimizer=lambda: optimizer, lr_ratio=True, ratio=0.1, wire="fp32")
     applied, produced, last = 0.0, 0.0, 0.0
     for step, lr in enumerate((0.5, 0.25, 0.1)):
         for group in optimizer.param_groups:
@@ -794,9 +807,10 @@ def with_optimizer(rank: int, world: int) -> list[str]:
 
 
 def test_settings_that_need_the_optimizer_refuse_bad_ones_and_follow_its_learning_rate(groups):
-    for twice, adam, missing, unseen, epochs, groups_differ in groups(2).run(with_optimizer):
+    for twice, adam, missing, unseen, epochs, server_epochs, groups_differ in groups(2).run(with_optimizer):
         assert "Pass optimizer=" in unseen
-        assert "depends on the epoch" in epochs
+        assert "ExponentialWarmup(ratio=0.1, start=0.25, steps=None, epochs=2) depends on the epoch" in epochs
+        assert "ExponentialWarmup(ratio=0.2" in server_epochs
         assert "SGD has momentum 0.5 of its own" in twice
         assert "Adam has momentum 0.9 of its own" in adam
         assert "needs the learning rate" in missing

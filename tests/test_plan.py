@@ -283,6 +283,8 @@ def test_a_sharded_model_sends_a_fiftieth_between_nodes_and_keeps_residuals_of_s
     assert "of a GPU" in shown
     with pytest.raises(SystemExit, match="invalid memory 'much'"):
         run(monkeypatch, "plan", "--fsdp", "--params=7e9", "--nodes=4", "--gpus-per-node=8", "--memory=much")
+    with pytest.raises(SystemExit, match="--memory goes with --fsdp"):
+        run(monkeypatch, "plan", "--params=25M", "--nodes=4", "--memory=1gbyte")
     for ignored in ("--steps=9", "--ratio=0.1", "--compute-ms=1", "--device=cpu", "--intra=1gbit"):
         with pytest.raises(SystemExit, match=f"--fsdp does not use {ignored.partition('=')[0]}"):
             run(monkeypatch, "plan", "--fsdp", "--params=70e9", "--nodes=4", "--gpus-per-node=8", ignored)

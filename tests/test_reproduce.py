@@ -279,6 +279,16 @@ def test_saving_curves_go_on_where_they_stopped_and_show_what_there_is(monkeypat
     assert mine == [{key: table[0][key] for key in ("steps", "dense", "10x")}]
     with pytest.raises(ValueError, match="there is no Adam here: there are AdamW, SGD, mlp"):
         curves.run(optimizers=["Adam"])
+    for wrong in (0.5, 0.0):
+        with pytest.raises(ValueError, match=f"saving={wrong} must be 1 or more"):
+            few(savings=(10, wrong))
+    monkeypatch.setattr(
+        curves, "LEARNERS", (curves.Learner("mlp", "SGD", 0.05, 5), curves.Learner("cnn", "AdamW", 1, 5))
+    )
+    with pytest.raises(
+        ValueError, match="no run has such a model with such an optimizer: there are mlp, SGD; cnn, AdamW"
+    ):
+        curves.run(models=["mlp"], optimizers=["AdamW"])
 
 
 def test_no_run_begins_when_the_time_is_over():

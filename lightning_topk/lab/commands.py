@@ -16,6 +16,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -140,6 +141,34 @@ def need(module: str, package: str | None = None) -> None:
     """
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"this needs {module}, which is not installed: pip install {package or module}.")
+
+
+def check_folder(path: Path) -> None:
+    """Makes a folder for results, before any work is done.
+
+    Raises:
+        ValueError: That is not possible.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be a folder for results: {error.strerror}.") from error
+
+
+def check_file(path: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Refuses a file that could not be written, before any work is done.
+
+    Args:
+        path: The file; None if none is wanted.
+        suffixes: Those that it may have. Default: any.
+
+    Raises:
+        ValueError: Its folder does not exist, or its suffix is another.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}.")
+    if path is not None and suffixes and path.suffix not in suffixes:
+        raise ValueError(f"{path} must end in {', '.join(suffixes)}.")
 
 
 def _helps(function: Callable[..., Any]) -> dict[str, str]:

@@ -29,13 +29,15 @@ def declare(commands: Any) -> None:
     options = ", ".join(f"--{name.replace('_', '-')}" for name in SHARDED)
     words = f"shard the model over the ranks of a node by FSDP2; goes with {options}"
     parser.add_argument("--fsdp", action="store_true", help=words)
-    parser.add_argument("--memory", default="80gbyte", metavar="SIZE", help="memory of a GPU, with --fsdp")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of a GPU, with --fsdp (default: 80gbyte)")
 
 
 def show(arguments: argparse.Namespace) -> None:
     """Prints the plan."""
     if arguments.model is not None:
         need("torchvision")
+    if arguments.memory is not None and not arguments.fsdp:
+        raise ValueError("--memory goes with --fsdp: pass both, or leave it out.")
     print(_sharded(arguments) if arguments.fsdp else call(arguments))
 
 
@@ -53,10 +55,11 @@ def _sharded(arguments: argparse.Namespace) -> str:
     amounts = arguments.saving or (SAVING, 4 * SAVING)
     ways = [TopKConfig().dense, *(TopKConfig(saving=saving, wire=arguments.wire) for saving in amounts)]
     found = [sharded_forecast(parameters, nodes, ranks, way) for way in ways]
-    speed, memory = bytes_per_second(arguments.inter), bytes_per_second(arguments.memory, "memory")
+    room = arguments.memory or "80gbyte"
+    speed, memory = bytes_per_second(arguments.inter), bytes_per_second(room, "memory")
     return (
         f"{parameters:,} parameters, float32, gathered in bfloat16; {nodes} nodes of {ranks} ranks, {arguments.inter} "
-        f"between. A GPU has {arguments.memory}; activations need room too.\n\n"
+        f"between. A GPU has {room}; activations need room too.\n\n"
         f"{markdown(sharded_table(found, speed, memory))}"
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.commands import add_command, finish, need
+from lightning_topk.lab.commands import add_command, check_folder, finish, need
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, Problem, train
 from lightning_topk.planning.volume import volume
@@ -38,6 +38,7 @@ def write(arguments: argparse.Namespace) -> None:
     """Simulates, prints the result, and writes its JSON and picture."""
     need("matplotlib")
     need("sklearn", "scikit-learn")
+    check_folder(arguments.out)
     finish(arguments).write(arguments.out)
     print(f"files: {arguments.out / 'simulate.json'}, {arguments.out / 'simulate.png'}")
 

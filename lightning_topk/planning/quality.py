@@ -132,7 +132,7 @@ def sentence(steps: int, saving_at: Callable[[float], float]) -> str:
         saving_at: How many times fewer bytes than all-reduce are sent at a density.
     """
     most = max(each.by_error for each in ENOUGH.values())
-    if steps <= most:
+    if steps <= most or saving_at(most / steps) < 1:
         return (
             f"By quality: use DDPStrategy, or compare with it. {steps:,} steps are few: the hardest of our models had "
             f"to send an entry of the gradient {most:g} times to end within 1 % of the loss of dense training."

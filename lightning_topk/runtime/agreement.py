@@ -50,7 +50,7 @@ def _agree(config: TopKConfig, group: dist.ProcessGroup, local_world_size: int |
     world = dist.get_world_size(group)
     summary = {**config.summary(), "local_world_size": local_world_size}
     check_agreement(summary, "Pass the same settings on every rank.", group)
-    local = local_world_size or _local_world_size(config, group)
+    local = 1 if world == 1 else local_world_size or _local_world_size(config, group)
     if world == 1 and not config.momentum:  # momentum is applied where something is kept
         return config.dense, local
     return config.on(world, local), local

@@ -161,12 +161,13 @@ class BucketSettings:
             total += volume(config, [sizes], self._world, rank, size, voters, step, epoch, self._local, [skipped])
         return total
 
-    def missed_saving(self, buckets: Sequence[Bucket], sent: Volume) -> str:
+    def missed_saving(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> str:
         """Says what is saved, and why, where that is not what was asked for; empty where it is.
 
         Args:
             buckets: That are exchanged.
             sent: The bytes of a step.
+            larger: What makes buckets larger.
         """
         asked = self.config.saving
         if asked is None or not self.config.compresses or self.config.automatic:
@@ -178,7 +179,7 @@ class BucketSettings:
         if any(self.config_of(bucket).ratio != 1 for bucket in buckets):
             reason = (
                 "buckets are small, and a payload holds at least one entry for each server and is padded to whole "
-                "words. A smaller saving= or a larger bucket_cap_mb= comes nearer"
+                f"words. A smaller saving= or {larger} comes nearer"
             )
         return f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}."
 

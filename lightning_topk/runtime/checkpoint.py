@@ -242,7 +242,7 @@ def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
     if problem:
         raise ValueError(
             f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To start with zero "
-            "residuals, pass residual_checkpoint='none' to the strategy."
+            "residuals, pass residual_checkpoint='none' to the strategy, or leave load_state_dict out."
         )
 
 

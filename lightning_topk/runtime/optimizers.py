@@ -73,6 +73,11 @@ class Optimizers:
         """The optimizers that are followed, as far as they are still in use."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
+    def _now(self) -> list[Optimizer]:
+        """The optimizers as the user gives them now."""
+        given = [] if self._given is None else self._given()
+        return [given] if isinstance(given, Optimizer) else list(given)
+
     @property
     def scale(self) -> Tensor | None:
         """The scalar by which the loss is multiplied; None without a GradScaler."""
@@ -88,7 +93,7 @@ class Optimizers:
         Raises:
             ValueError: An optimizer and the exchange would both apply momentum.
         """
-        now = [] if self._given is None else list(self._given())
+        now = self._now()
         check_momentum(self._config, now)  # also of those that are known: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._followed
         same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
@@ -143,7 +148,7 @@ class Optimizers:
         """
         if not self._config.lr_ratio or self._given is None:
             return 1.0
-        rates = [float(group["lr"]) for optimizer in self._given() for group in optimizer.param_groups]
+        rates = [float(group["lr"]) for optimizer in self._now() for group in optimizer.param_groups]
         progress = self._residuals.progress
         last = progress.learning_rates
         pairs = [(before, now) for before, now in zip(last, rates, strict=False) if before and now]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.core import ops
 from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.runtime import checkpoint
@@ -29,6 +29,7 @@ from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.reporting import Reporting
 from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.schedule import Schedule
 
 _LEFT_OPEN: list[Groups] = []
 """Groups with an unfinished collective after an error. Dropping or destroying one would wait for the collective."""
@@ -41,8 +42,10 @@ class ExchangeState(Reporting):
     ranks of this node, this one included, exchange a shard of the same gradients each.
     """
 
-    AFTER_CLOSE = "wrap the model in a new DistributedDataParallel and attach"
-    """What to do if gradients are to be exchanged again."""
+    AFTER_CLOSE = "save residuals before, and wrap the model in a new DistributedDataParallel to attach again"
+    """What to do about it."""
+    LARGER_BUCKETS = "a larger bucket_cap_mb="
+    """How buckets become larger."""
     PEER = "process"
     """What exchanges gradients with others of its kind."""
 
@@ -94,16 +97,25 @@ class ExchangeState(Reporting):
         if (self.config.dense_parameters or self.config.masks_momentum) and not self.names:
             setting = "dense_parameters" if self.config.dense_parameters else "momentum_masking"
             raise RuntimeError(f"{setting} needs the parameters' names; make the state with lightning_topk.attach.")
-        if self.groups is None:
-            raise RuntimeError(f"this {type(self).__name__} was closed; {self.AFTER_CLOSE}.")
+        groups = self._open_groups()
         if self._lane is None:
-            self._lane = lane_for(device, abreast=1 if self.groups.twin is None else 2)
+            self._lane = lane_for(device, abreast=1 if groups.twin is None else 2)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
                 self._say(
                     "lightning_topk: compression on the CPU takes several times as long without numba: "
                     "pip install numba."
                 )
         return self._lane
+
+    def _open_groups(self) -> Groups:
+        """The process groups.
+
+        Raises:
+            RuntimeError: The state was closed.
+        """
+        if self.groups is None:
+            raise RuntimeError(f"this {type(self).__name__} was closed; {self.AFTER_CLOSE}.")
+        return self.groups
 
     def begin_pass(self) -> None:
         """A backward pass has its first gradients ready.
@@ -160,7 +172,7 @@ class ExchangeState(Reporting):
             return None
         progress = self.residuals.progress
         if self.buckets.observe(buckets, progress, static_graph):
-            missed = self.buckets.missed_saving(progress.buckets, self.predicted())
+            missed = self.buckets.missed_saving(progress.buckets, self.predicted(), self.LARGER_BUCKETS)
             if missed:
                 self._say(missed)
         return self.buckets.tuning(buckets)
@@ -201,9 +213,9 @@ class ExchangeState(Reporting):
 
     def measure_link(self) -> None:
         """Times two all-reduces, of at most 1 MiB. A collective; call it between two backward passes."""
-        assert self.groups is not None
+        groups = self._open_groups()
         self._collect()
-        self.telemetry.measure_link(self._device(), self.groups)
+        self.telemetry.measure_link(self._device(), groups)
 
     def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
         """The residuals for a checkpoint: every rank calls it at the same point, between two backward passes.
@@ -217,10 +229,13 @@ class ExchangeState(Reporting):
             without tensors.
 
         Raises:
-            RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names.
+            RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names, or
+                it was closed.
+            ValueError: Another mode.
         """
-        assert self.groups is not None
-        return checkpoint.collect(self.residuals, self._names(), mode, self._given, self._device(), self.groups.all)
+        check_name("mode", mode, ("mean", "full"))
+        group = self._open_groups().all
+        return checkpoint.collect(self.residuals, self._names(), mode, self._given, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Goes on with the residuals of a checkpoint, of any world size; every rank calls it.
@@ -229,14 +244,14 @@ class ExchangeState(Reporting):
             entry: What :meth:`state_dict` returned on rank 0.
 
         Raises:
-            RuntimeError: The state was not made by :func:`lightning_topk.attach`.
+            RuntimeError: The state was not made by :func:`lightning_topk.attach`, or it was closed.
             ValueError: The entry is damaged, or of another model.
         """
+        groups = self._open_groups()
 
         def make(bucket: Bucket) -> tuple[TopKConfig, Endpoint]:
-            assert self.groups is not None
             config = self.buckets.config_of(bucket)
-            return config, make_bucket_endpoint(config, bucket, self.buckets.uncompressed_in(bucket), self.groups)
+            return config, make_bucket_endpoint(config, bucket, self.buckets.uncompressed_in(bucket), groups)
 
         checkpoint.restore(self.residuals, self._names(), entry, make, self.rank, self.world)
         changed = checkpoint.changes(entry, self._given)
@@ -279,10 +294,11 @@ def _check_arguments(
             "call torch.distributed.init_process_group first."
         )
     check_count("local_world_size", local_world_size)
+    if epoch is not None and not callable(epoch):
+        raise TypeError(f"epoch={epoch!r} must be a function that returns the epoch.")
     if config.by_epoch and epoch is None:
-        raise ValueError(
-            f"{config.ratio!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=."
-        )
+        schedule = next(r for r in (config.ratio, config.server_ratio) if isinstance(r, Schedule) and r.by_epoch)
+        raise ValueError(f"{schedule!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=.")
     if optimizers is not None:
         return
     if config.lr_ratio:

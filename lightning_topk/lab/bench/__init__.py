@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_topk.lab.bench import costs, model, race, select, steps, train, wire
-from lightning_topk.lab.commands import add_command, add_strict, finish, judge, need
+from lightning_topk.lab.commands import add_command, add_strict, check_file, finish, judge, need
 from lightning_topk.lab.report import Result, draw
 
 BENCHES: dict[str, Callable[..., Result]] = {
@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that emulated hosts are removed
     if arguments.plot is not None:
         need("matplotlib")
+    check_file(arguments.json)
+    check_file(arguments.plot, (".png", ".svg", ".pdf"))
     result = finish(arguments)
     if arguments.json is not None:
         arguments.json.write_text(result.json())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_topk.lab.commands import add_command, add_strict, finish, judge, need
+from lightning_topk.lab.commands import add_command, add_strict, check_folder, finish, judge, need
 from lightning_topk.lab.papers import (
     bound,
     convergence,
@@ -65,6 +65,7 @@ def declare(commands: Any) -> None:
         for name in CLAIMS if arguments.all else arguments.names:
             one = claims[name].parse_args(["--out", str(arguments.out)]) if arguments.all else arguments
             command = f"python -m lightning_topk reproduce {name}" if arguments.all else ""
+            check_folder(one.out)
             results.append(finish(one, command, out=one.out))
             results[-1].write(one.out)
         write_report(arguments.out)

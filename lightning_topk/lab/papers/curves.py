@@ -147,9 +147,14 @@ def run(
         for each in here
         if (not models or each.model in models) and (not optimizers or each.optimizer in optimizers)
     ]
+    for saving in savings:
+        TopKConfig(saving=saving)  # says what is wrong with it
     known = {name for each in here for name in (each.model, each.optimizer)}
     if unknown := {*models, *optimizers} - known:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(sorted(known))}.")
+    if not chosen:
+        pairs = "; ".join(each.name for each in here)
+        raise ValueError(f"no run has such a model with such an optimizer: there are {pairs}.")
     plan = sorted(
         (
             (learner if saving else baseline(learner), steps, saving, seed)
