@@ -168,8 +168,8 @@ def test_schedules_descend_geometrically_and_then_stay():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ratio": 0, "steps": 3}, r"ratio=0 must be in"),
-        ({"ratio": 0.1, "start": 2, "steps": 3}, r"start=2 must be in"),
+        ({"ratio": 0, "steps": 3}, r"ratio=0 must be a number in"),
+        ({"ratio": 0.1, "start": 2, "steps": 3}, r"start=2 must be a number in"),
         ({"ratio": 0.1}, r"pass either steps or epochs"),
         ({"ratio": 0.1, "steps": 1, "epochs": 1}, r"pass either steps or epochs"),
         ({"ratio": 0.1, "steps": 0}, r"at least 1"),

@@ -739,7 +739,7 @@ def closed(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="has a communication hook already, and DDP takes one only"):
         attach(ddp)
     for mode in ("none", None):
-        with pytest.raises(ValueError, match=f"mode={mode!r} must be"):
+        with pytest.raises(ValueError, match=f"mode={mode!r} is unknown"):
             state.state_dict(mode)
     entry = state.state_dict()
     state.close()
