@@ -738,7 +738,7 @@ def closed(rank: int, world: int) -> None:
     ddp(torch.randn(2, 10)).sum().backward()
     with pytest.raises(RuntimeError, match="has a communication hook already, and DDP takes one only"):
         attach(ddp)
-    for mode in ("none", None):
+    for mode in ("none", "Full"):
         with pytest.raises(ValueError, match=f"mode={mode!r} is unknown"):
             state.state_dict(mode)
     entry = state.state_dict()
