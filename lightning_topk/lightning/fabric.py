@@ -65,9 +65,9 @@ class TopKStrategy(DDPStrategy):
         fabric = Fabric(strategy=lightning_topk.fabric.TopKStrategy(saving=50), devices=4)
         model, optimizer = fabric.setup(model, optimizer)
 
-    Several modules can be set up; each has its own residuals. ``fabric.save`` saves them. ``fabric.load`` restores them
-    if the same modules were set up in the same order. Schedules with ``epochs=`` need ``epoch``, since Fabric does not
-    count epochs.
+    Several modules can be set up; each has its own residuals. ``fabric.save`` saves those of the modules in its state,
+    and ``fabric.load`` restores them by the same keys; before modules are set up, in the order in which they will be.
+    Schedules with ``epochs=`` need ``epoch``, since Fabric does not count epochs.
 
     Args:
         {settings}
