@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_topk import ddp, fsdp
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
-from lightning_topk.core.link import Measure
 from lightning_topk.runtime import drive, lanes
 
 pytestmark = needs_fakes
@@ -155,7 +154,7 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     if case.votes:
         state.watch_use([])
-    state.measure = Measure(case.measured, case.measured)
+    state.measure = state.measure_layers = case.measured
     hooks = None if case.hooks == "each" else torch.cuda.Stream() if case.hooks else gpu.current
     with fake, gpu:
         if case.resumed:

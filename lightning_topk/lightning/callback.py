@@ -17,7 +17,6 @@ from typing_extensions import override
 
 # First: importing Lightning makes _register import the strategy, and _compat must not be partially imported then.
 import lightning_topk.lightning.strategy  # noqa: F401
-from lightning_topk.core.link import Measure
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.planning.volume import format_bytes
@@ -142,9 +141,8 @@ class CompressionMonitor(Callback):
         if state is not None:
             if state.exchanged:
                 state.drop_report()  # of steps in between without callbacks: those of LearningRateFinder
-            logged = _is_log_step(trainer)
-            state.measure = Measure(error=logged, per_layer=logged and bool(self.per_layer))
-            state.timing = logged or (state.world > 1 and len(self._timed) < COMPARED)
+            state.measure, state.measure_layers = _is_log_step(trainer), bool(self.per_layer)
+            state.timing = state.measure or (state.world > 1 and len(self._timed) < COMPARED)
 
     @override
     def on_train_batch_end(
@@ -164,10 +162,10 @@ class CompressionMonitor(Callback):
         if state.config.fixed_topology is not None:  # "auto" does its own comparison
             self._compare(dense, report.seconds, trainer, state.config.at(LATE, LATE).ratio)
         values = self._every_step(state, report)
-        if state.measure.error:
+        if state.measure:
             values |= self._log_step(trainer, state, report, dense)
         # A call of Lightning's log takes a millisecond, and loggers take values at log steps only.
-        for name in values if state.measure.error else EVERY_STEP:
+        for name in values if state.measure else EVERY_STEP:
             # Lightning does not know the batch size of training_step(dataloader_iter); a step's values need none.
             pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving", batch_size=1)
 

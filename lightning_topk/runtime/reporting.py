@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.link import NOTHING
 from lightning_topk.planning.volume import Volume
 from lightning_topk.runtime.announce import Announcer
 from lightning_topk.runtime.buckets import BucketSettings
@@ -46,10 +45,8 @@ class Reporting:
         self.telemetry = Telemetry(world)
         self.voting = False
         """Whether the ranks tell each other in every step which parameters they used."""
-        self.measure = NOTHING
-        """What exchanges measure of their compression error."""
-        self.timing = False
-        """Whether they measure their time."""
+        self.measure = self.measure_layers = self.timing = False
+        """Whether exchanges measure their compression error, that of each parameter too, and their time."""
         self._epoch, self._say, self._shards_per_node = epoch, say, shards_per_node
 
     def _collect(self) -> None:
@@ -102,6 +99,6 @@ class Reporting:
 
     def follow(self, other: Reporting) -> None:
         """Goes on counting and measuring where another state of the same training ends."""
-        self.measure, self.timing = other.measure, other.timing
+        self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
         self.telemetry.follow(other.telemetry)
         self.buckets.chosen, self._say.said = other.buckets.chosen, other._say.said

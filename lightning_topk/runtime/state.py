@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_topk.config import TopKConfig, check_count, check_name
 from lightning_topk.core import ops
 from lightning_topk.core.endpoint import Endpoint
+from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.agreement import connect
 from lightning_topk.runtime.announce import Announcer, remarks
@@ -149,7 +150,7 @@ class ExchangeState(Reporting):
             lr_ratio=self._lr_ratio,
             scale=self._optimizers.scale,
             make_undo=self._optimizers.make_undo([self.parameter_of(member) for member in bucket]),
-            measure=self.measure,
+            measure=Measure(self.measure, self.measure and self.measure_layers),
             tag=self.tag(bucket),
         )
 
