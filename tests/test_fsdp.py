@@ -575,7 +575,7 @@ def refusals(rank: int, world: int) -> list[str]:
         empty = Net()
     cases = {
         "process_group= is missing": (whole, {"ratio": 0.1}),
-        "is a str, and no group": (whole, {"process_group": "replicate"}),
+        "is a str, not a process group or a device mesh": (whole, {"process_group": "replicate"}),
         "not one dimension": (whole, {"process_group": mesh}),
         "must hold the same shard, each on another node": (whole, {"process_group": inside}),
         "with a dimension of replicas": (sharded(Net(), mesh), {"process_group": between}),

@@ -219,7 +219,7 @@ def advised(rank: int, world: int) -> list[list[str]]:
 def test_masking_is_advised_for_convolutions_and_less_momentum_for_others_where_sgd_has_much(groups):
     said, other = groups(2).run(advised)
     (convolves,), none, (heavy,), *rest = said
-    assert "better with momentum_masking=True in runs of up to ten epochs" in convolves
+    assert "better on CIFAR-10 with momentum_masking=True in runs of up to ten epochs" in convolves
     assert "momentum of 0.5 at the same lr / (1 - momentum)" in heavy
     assert [none, *rest] == [[]] * 6
     assert other == [[]] * 8
