@@ -244,6 +244,7 @@ def attach(
             "delay_all_reduce_named_params": model._delay_all_reduce_params,
         }
     )
+    model._comm_hooks[:] = [each for each in model._comm_hooks if each != (topk_hook, None)]  # those of a copy
     if model._comm_hooks:
         raise RuntimeError(
             "this DistributedDataParallel model has a communication hook already, and DDP takes one only. Wrap the "

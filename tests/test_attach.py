@@ -127,6 +127,10 @@ def copied(rank: int, world: int) -> tuple[int, list[str]]:
         sent = state.report().bytes
         assert sent["uplink"] > 0
         state.close()
+        again = attach(made[0], ratio=0.1)  # as the warning says
+        made[0](x).square().sum().backward()
+        assert again.report().bytes["uplink"] > 0
+        again.close()
         copies += made
     logger.removeHandler(heard)
     return len(copies), heard.words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from pathlib import Path
 
@@ -298,7 +299,7 @@ def with_fabric(rank: int, world: int, folder: str, whole: bool) -> None:
 
 
 def from_ddp_to_shards(rank: int, world: int, folder: str) -> None:
-    """A checkpoint of TopKStrategy, which has a list of residuals, one for each module."""
+    """A checkpoint of TopKStrategy, which has the residuals of each module by its key."""
 
     def made(strategy):
         strategy.cluster_environment = InThisProcess(rank, world)
@@ -327,11 +328,34 @@ def from_ddp_to_shards(rank: int, world: int, folder: str) -> None:
         (state,) = fabric.strategy.topk_states
         found = state.full_state_dict()["parameters"]
         state.close()
+        assert fabric.strategy.topk_states == []
         assert found.keys() == kept.keys()
         for name, sides in kept.items():
             for side, tensors in sides.items():
                 wanted = tensors["residual"] * (setting == "mean")
                 torch.testing.assert_close(found[name][side]["residual"], wanted, atol=1e-6, rtol=1e-5)
+
+
+def sharded_anew(rank: int, world: int) -> None:
+    """As in cross-validation: each model takes the place of the last."""
+    strategy = FabricStrategy(
+        lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), ratio=0.05, local_world_size=2
+    )
+    strategy.cluster_environment = InThisProcess(rank, world)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    for _ in range(3):
+        model = fabric.setup_module(nn.Linear(12, 3))
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(2, 12)).square().mean())
+        optimizer.step()
+    gc.collect()
+    (state,) = strategy.topk_states
+    state.close()
+
+
+def test_a_sharded_module_that_is_not_used_any_more_is_let_go(groups):
+    groups(4).run(sharded_anew)
 
 
 def test_fabric_shards_a_model_that_was_saved_by_ddp_with_its_residuals(groups, tmp_path):

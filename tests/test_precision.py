@@ -361,15 +361,28 @@ class Branches(nn.Module):
         return self.branches[branch](x)
 
 
-def by_turns(rank: int, world: int) -> list[str]:
-    """Two optimizers that step by turns, as in a GAN, under one scaler, while an exchange is chosen."""
+def by_turns(rank: int, world: int, best: str) -> list[str]:
+    """Two optimizers that step by turns, as in a GAN, under one scaler, while an exchange is chosen.
+
+    What a checkpoint left is delivered before.
+    """
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    state = attach(ddp, ratio=0.05)
+    for branch in (0, 1):
+        loss_of(lambda x, used=branch: ddp(x, used), rank, branch).backward()
+    entry = [state.state_dict()]
+    state.close()
+    dist.broadcast_object_list(entry)
     net = Branches()
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
     optimizers = [torch.optim.SGD(branch.parameters(), lr=0.1) for branch in net.branches]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=optimizers, scaler=scaler, ratio=0.05, topology="auto")
+    settings = {"topology": "auto", "local_world_size": world // 2}
+    state = attach(ddp, optimizer=optimizers, scaler=scaler, ratio=0.05, **settings)
+    state.load_state_dict(entry[0])
+    start = [undelivered(state, branch, world) for branch in net.branches]
     computed, received = ([], []), ([], [])
-    with mock.patch.object(autotune, "trial", lambda config, *_: 1.0 if config.topology == "sharded" else 9.0):
+    with mock.patch.object(autotune, "trial", lambda config, *_: 1.0 if config.topology == best else 9.0):
         for step in range(12):
             branch = net.branches[step % 2]
             optimizers[step % 2].zero_grad()
@@ -390,14 +403,17 @@ def by_turns(rank: int, world: int) -> list[str]:
     kept = [undelivered(state, branch, world) for branch in net.branches]
     ways = [state.buckets.config_of(bucket).topology for bucket in state.residuals.progress.buckets]
     state.close()
-    for arrived, left, local in zip(received, kept, computed, strict=True):
-        torch.testing.assert_close(sum_of(arrived) + left, mean_over_ranks(sum_of(local)), atol=1e-6, rtol=1e-4)
+    for arrived, left, first, local in zip(received, kept, start, computed, strict=True):
+        assert first.any()
+        produced = first + mean_over_ranks(sum_of(local))
+        torch.testing.assert_close(sum_of(arrived) + left, produced, atol=1e-6, rtol=1e-4)
     return ways
 
 
-def test_what_was_chosen_comes_into_force_with_optimizers_by_turns_under_a_scaler(groups):
-    for ways in groups(2).run(by_turns):
-        assert ways == ["sharded"]
+@pytest.mark.parametrize(("best", "world"), [("sharded", 2), ("hierarchical", 4)])
+def test_what_was_chosen_comes_into_force_with_optimizers_by_turns_under_a_scaler(groups, best, world):
+    for ways in groups(world).run(by_turns, best):
+        assert ways == [best]
 
 
 def shared_bucket(rank: int, world: int) -> None:

@@ -138,7 +138,8 @@ class TopKStrategy(DDPStrategy):
             return super().setup_module(module)  # DDP says what is missing
         parameters = set(module.parameters())
         before = [state for state in self.topk_states if parameters & state.names.keys()]
-        _give_up(before, self.topk_states)
+        _give_up(before)
+        self.topk_states = [state for state in self.topk_states if state not in before]
         _close_dropped(self.topk_states, self._modules)
         own_memory_(module)
         check_same_model(module)
@@ -192,12 +193,8 @@ class TopKStrategy(DDPStrategy):
         mine = _states_of(state, self.topk_states)
         by_module = isinstance(entry, dict) and entry.get("mode") == BY_MODULE
         entries = entry["modules"] if by_module else dict.fromkeys(mine or ["module"], entry)
-        if mine and mine.keys() != entries.keys():
-            raise ValueError(
-                f"the checkpoint has residuals of {', '.join(entries) or 'nothing'}, but what is to be loaded is "
-                f"{', '.join(mine)}. Save and load the same modules under the same keys, or pass "
-                "residual_checkpoint='none' to start with zero residuals."
-            )
+        for key in mine.keys() - entries.keys():
+            raise _no_entry(key, entries)
         for key, each in mine.items():
             each.load_state_dict(entries[key])
         self._resumed = [] if mine else [*entries.values()]  # of modules that will be set up
@@ -292,11 +289,14 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         if timeout is not None:
             self._timeout = timeout
         self._given_timeout = timeout
-        self.topk_states: list[fsdp.ShardState] = []
-        """The states of FSDP's hooks, one for each module that was set up and is in use."""
-        self._modules = WeakKeyDictionary[Module, fsdp.ShardState]()
+        self._states = _InUse[fsdp.ShardState]()  # FSDP holds them, as long as their modules are in use
         self._replicas: DeviceMesh | None = None
         self._set_up = _InUse[Optimizer]()
+
+    @property
+    def topk_states(self) -> list[fsdp.ShardState]:
+        """The states of FSDP's hooks, one for each module that was set up and is in use."""
+        return [state for state in self._states if state.groups is not None]
 
     @override
     def setup_environment(self) -> None:
@@ -330,8 +330,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         sharded = super().setup_module(module)
         parameters = set(sharded.parameters())
         before = [state for state in self.topk_states if parameters.intersection(state.parameters)]
-        _give_up(before, self.topk_states)
-        _close_dropped(self.topk_states, self._modules)
+        _give_up(before)
         residuals = before[0].residuals if len(before) == 1 else None
         names = names_of(sharded)
         if residuals and any(names.get(before[0].parameter_of(p)) != name for p, name in before[0].names.items()):
@@ -350,8 +349,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         )
         if len(before) == 1:
             state.follow(before[0])
-        self.topk_states.append(state)
-        self._modules[sharded] = state
+        self._states.append(state)
         return sharded
 
     @override
@@ -385,7 +383,9 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             return remainder
         for key, mine in [*_states_of(state, self.topk_states).items()][:1]:
             if isinstance(entry, dict) and entry.get("mode") == BY_MODULE:  # of TopKStrategy
-                entry = entry["modules"].get(key)
+                if key not in entry["modules"]:
+                    raise _no_entry(key, entry["modules"])
+                entry = entry["modules"][key]
             resume(mine, entry_to_resume(entry, self._residual_checkpoint, self), Path(self.broadcast(path)))
         return remainder
 
@@ -419,14 +419,23 @@ def _parameters_of(each: Any) -> set[Tensor]:
 
 
 def _states_of(state: dict[str, Any], known: Sequence[S]) -> dict[str, S]:
-    """The states that belong to a checkpoint, by the key of the first module or optimizer that has their parameters."""
+    """The states that belong to a checkpoint, by the key of the module that has their parameters, or the optimizer."""
     found: dict[str, S] = {}
+    modules_first = sorted(state.items(), key=lambda item: not isinstance(item[1], Module))
     for each in known:
         mine = {each.parameter_of(parameter) for parameter in each.names}
-        key = next((key for key, part in state.items() if mine & _parameters_of(part)), None)
+        key = next((key for key, part in modules_first if mine & _parameters_of(part)), None)
         if key is not None:
             found[key if key not in found else f"{key} {len(found)}"] = each  # a module of several that were set up
     return found
+
+
+def _no_entry(key: str, entries: dict[str, Any]) -> ValueError:
+    """The error that a checkpoint has no residuals of a module."""
+    return ValueError(
+        f"the checkpoint has residuals of {', '.join(entries) or 'nothing'}, but not of {key}. Save and load a module "
+        "under the same key, or pass residual_checkpoint='none' to start with zero residuals."
+    )
 
 
 def _close_dropped(known: list[S], modules: WeakKeyDictionary[Any, S]) -> None:
@@ -439,10 +448,9 @@ def _close_dropped(known: list[S], modules: WeakKeyDictionary[Any, S]) -> None:
             known.remove(state)
 
 
-def _give_up(before: Sequence[ExchangeState], known: list[Any]) -> None:
+def _give_up(before: Sequence[ExchangeState]) -> None:
     """Closes the states of modules that are set up again."""
     for old in before:
         old.close()
-        known.remove(old)
     if len(before) > 1:
         rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules are one now.")

@@ -211,7 +211,12 @@ class ParameterMemories:
         """
         for p in parameters:
             before = self.pieces.counts.get(p, 1)
-            if before != count and (self.worker.get(p) or p in self.server):
+            if before != count:
+                for copies in self._copies:  # zeros convert to zeros, and are made again
+                    if not any(bool(kept.any()) for kept in copies.get(p, {}).values()):
+                        copies.pop(p, None)
+            sides = (self.worker, before), (self.server, 1), (self._copies[0], before), (self._copies[1], 1)
+            if before != count and any(memory.get(p) for memory, _ in sides):
                 if count != 1:
                     raise ValueError(
                         f"the residuals of a parameter are cut into {before} pieces, one a rank, and would have to be "
@@ -219,7 +224,7 @@ class ParameterMemories:
                         "load them with load_state_dict, which converts them."
                     )
                 # Each rank is a worker of its own now, one of `before` times as many.
-                for memory, factor in ((self.worker, before), (self.server, 1)):
+                for memory, factor in sides:
                     if p in memory:
                         memory[p] = {name: self.pieces.whole(piece, p) * factor for name, piece in memory[p].items()}
             self.pieces.counts[p] = count

@@ -157,6 +157,7 @@ class Residuals:
         self.kept.restore({bucket: end for bucket, (_, end) in made.items()}, worker, server)
         for bucket, (config, end) in made.items():
             self._live[bucket] = _InUse(end, config)
+        self.dissolve({parameter for bucket in alone for parameter in bucket})  # none of them is exchanged now
 
     def undelivered(self) -> bool:
         """Whether a residual of earlier settings is not delivered yet, or would return if the step is skipped."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -77,12 +78,8 @@ class Unit:
         """Notes from now on which parameters get a gradient. A collective of the node: all are gathered, once."""
         self.module.unshard()
         for parameter in self.stand_ins.values():
-
-            def note(_: Tensor, used: Any = parameter) -> None:
-                self._used.add(used)
-                if self.device.type == "cuda":
-                    self.stream = torch.cuda.current_stream(self.device)
-
+            # Weakly: the garbage collector does not see through a tensor's hooks, and the model would never be freed.
+            note = partial(_note, ref(self), ref(parameter))
             whole = parameter._unsharded_param
             if whole.is_floating_point():  # others never get a gradient
                 trained = whole.requires_grad
@@ -174,6 +171,15 @@ class Unit:
         while risky and factor % before == 0 and factor / before > before:
             before *= 2
         return float(factor / before)
+
+
+def _note(unit: ref[Unit], used: ref[Any], _: Tensor) -> None:
+    """Notes that a parameter of a unit got a gradient."""
+    here = unit()
+    if here is not None:
+        here._used.add(used())
+        if here.device.type == "cuda":
+            here.stream = torch.cuda.current_stream(here.device)
 
 
 def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
