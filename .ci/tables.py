@@ -298,6 +298,7 @@ def longest_on_images() -> list[dict[str, str]]:
         ("resnet20, SGD", "ResNet-20, SGD", 3000),
         ("resnet20, SGD masked", "ResNet-20, SGD, `momentum_masking=True`", 3000),
         ("resnet20, AdamW", "ResNet-20, AdamW", 3000),
+        ("resnet20, AdamW", "ResNet-20, AdamW", 10_000),
     ):
         held = {0: curves.baseline(learners[name]), 50: learners[name]}
         both = [[found.get(curves.run_key(held[saving], steps, saving, n)) for saving in held] for n in range(3)]
@@ -598,6 +599,8 @@ def longest() -> str:
             ("batch norm: `momentum_masking=True`, lr 0.05", "", "batch-norm convnet, SGD masked", 50.0),
             ("weight decay 0.0005: dense, lr 0.05", "", "convnet, SGD decay", 0.0),
             ("weight decay 0.0005: `momentum_masking=True`, lr 0.05", "", "convnet, SGD decay masked", 50.0),
+            ("AdamW: dense, lr 0.003", "", "convnet, AdamW", 0.0),
+            ("AdamW: `saving=50`, lr 0.003", "", "convnet, AdamW", 50.0),
         ],
     )
 
@@ -616,6 +619,8 @@ def longest_resnet() -> str:
             ("`momentum_masking=True`, lr 0.02", "", "resnet20, SGD masked", 50.0),
             ("`momentum_masking=True`, lr 0.05", "SGD's momentum, masked", "", 0.05),
             ("`momentum_masking=True`, lr 0.1", "SGD's momentum, masked", "", 0.1),
+            ("AdamW: dense, lr 0.003", "", "resnet20, AdamW", 0.0),
+            ("AdamW: `saving=50`, lr 0.003", "", "resnet20, AdamW", 50.0),
         ],
     )
 
