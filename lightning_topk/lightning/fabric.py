@@ -193,8 +193,9 @@ class TopKStrategy(DDPStrategy):
         mine = _states_of(state, self.topk_states)
         by_module = isinstance(entry, dict) and entry.get("mode") == BY_MODULE
         entries = entry["modules"] if by_module else dict.fromkeys(mine or ["module"], entry)
-        for key in mine.keys() - entries.keys():
-            raise _no_entry(key, entries)
+        missing = [key for key in mine if key not in entries]
+        if missing:
+            raise _no_entry(missing[0], entries)
         for key, each in mine.items():
             each.load_state_dict(entries[key])
         self._resumed = [] if mine else [*entries.values()]  # of modules that will be set up
