@@ -13,7 +13,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -22,7 +21,6 @@ from lightning_topk.lab.bench.race import RACERS
 from lightning_topk.lab.papers import curves
 from lightning_topk.lab.papers.learning import METHODS, OURS, TASKS, Task, run_key
 from lightning_topk.lab.report import Result, draw, markdown
-from lightning_topk.planning.quality import Point
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
@@ -250,7 +248,7 @@ def filled_only(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown([{head: row.get(head, "") for head in (first, *there)} for row in rows if any(map(row.get, there))])
 
 
-def learning(peers: bool = True) -> str:
+def learning() -> str:
     """Final quality of the default, dense training and peers after 300 steps."""
     found = {run["key"]: run for run in runs("learning.jsonl")}
     names = {"char lstm": "character LSTM", "gpt": "small GPT", "lstm": "LSTM by rows", "cnn": "CNN"}
@@ -263,51 +261,22 @@ def learning(peers: bool = True) -> str:
         return seeds(measured, ".3f") if task.text else seeds(measured, ".2f", " %")
 
     rows = []
-    small = () if peers else (("mlp", 2), ("mlp", 8))
-    for task in (each for each in TASKS if each.steps == 300 and (each.model, each.workers) not in small):
+    for task in (each for each in TASKS if each.steps == 300):
         dense, ours = (mean(r["held" if task.text else "accuracy"] for r in quality(task, n)) for n in ("dense", OURS))
-        name = names.get(task.model, task.model.replace("mlp", "MLP"))
-        if peers or task.workers != 8:
-            name += f", {task.workers} workers"
-        row = {
-            "model": f"{name} (loss)" if task.text else name,
-            "dense": shown(task, "dense"),
-            "`saving=50`": shown(task, OURS),
-            "difference": behind(100 * (ours / dense - 1), " %") if task.text else behind(dense - ours),
-        }
-        for peer in ("unidirectional", "all-gather") if peers else ():
-            row[peer] = shown(task, peer)
-        if peers:
-            power = quality(task, "PowerSGD 1")[0]
-            row["PowerSGD 1 (its saving)"] = f"{shown(task, 'PowerSGD 1')} ({power['dense'] / power['bytes']:.0f}x)"
-        rows.append(row)
-    if peers:
-        return markdown(rows)
-    return markdown([{**row, "model": f"{row['model']}, 300 steps"} for row in rows] + longest_on_images())
-
-
-def longest_on_images() -> list[dict[str, str]]:
-    """The rows of the longest runs on images: the seeds that dense training has too."""
-    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    learners = {each.name: each for each in curves.IMAGES}
-    rows = []
-    for name, words, steps in (
-        ("convnet, SGD", "convnet on CIFAR-10, SGD", 10_000),
-        ("convnet, SGD 0.5", "convnet, SGD, momentum 0.5", 10_000),
-        ("convnet, AdamW", "convnet, AdamW", 10_000),
-        ("resnet20, SGD", "ResNet-20, SGD", 3000),
-        ("resnet20, SGD masked", "ResNet-20, SGD, `momentum_masking=True`", 3000),
-        ("resnet20, AdamW", "ResNet-20, AdamW", 3000),
-        ("resnet20, AdamW", "ResNet-20, AdamW", 10_000),
-    ):
-        held = {0: curves.baseline(learners[name]), 50: learners[name]}
-        both = [[found.get(curves.run_key(held[saving], steps, saving, n)) for saving in held] for n in range(3)]
-        pairs = [pair for pair in both if all(pair)]
-        if pairs:
-            dense, ours = ([run["accuracy"] for run in each] for each in zip(*pairs, strict=True))
-            row = {"model": f"{words}, {steps:,} steps", "dense": seeds(dense, ".2f", " %")}
-            rows.append(row | {"`saving=50`": seeds(ours, ".2f", " %"), "difference": behind(mean(dense) - mean(ours))})
-    return rows
+        name = f"{names.get(task.model, task.model.replace('mlp', 'MLP'))}, {task.workers} workers"
+        power = quality(task, "PowerSGD 1")[0]
+        rows.append(
+            {
+                "model": f"{name} (loss)" if task.text else name,
+                "dense": shown(task, "dense"),
+                "`saving=50`": shown(task, OURS),
+                "difference": behind(100 * (ours / dense - 1), " %") if task.text else behind(dense - ours),
+                "unidirectional": shown(task, "unidirectional"),
+                "all-gather": shown(task, "all-gather"),
+                "PowerSGD 1 (its saving)": f"{shown(task, 'PowerSGD 1')} ({power['dense'] / power['bytes']:.0f}x)",
+            }
+        )
+    return markdown(rows)
 
 
 def behind(gap: float, unit: str = "") -> str:
@@ -317,143 +286,100 @@ def behind(gap: float, unit: str = "") -> str:
 
 
 def saving_curves() -> str:
-    """The gap to dense training, by model, optimizer, length and saving."""
-    points, rows = measured_points(), []
-    for learner in (*curves.LEARNERS, *curves.IMAGES):
-        unit = "% of the loss" if learner.text else "points"
-        for steps in curves.LENGTHS:
-            cells = {f"{saving:g}x": points.get((learner.name, steps, saving)) for saving in sorted(curves.SAVINGS)}
-            shown = {head: str(point or "") for head, point in cells.items()}
-            rows.append({"model, optimizer": f"{learner.name} ({unit})", "steps": f"{steps:,}"} | shown)
-    return markdown([row for row in rows if any([*row.values()][2:])])
-
-
-def measured_points() -> dict[tuple[str, int, float], Point]:
-    """The gap to dense training of each learner, length and saving of ``saving-curves.jsonl``."""
+    """The gap to dense training, by model, optimizer, length and what is sent."""
     found = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    return curves.gaps((*curves.LEARNERS, *curves.IMAGES), curves.LENGTHS, sorted(curves.SAVINGS), 3, found)
-
-
-def how_far() -> str:
-    """The largest saving that is near to dense training, and the next one, by model and length of the run."""
-    points, rows = measured_points(), []
-    for learner in (*curves.LEARNERS, *curves.IMAGES):
-        row = {"model, optimizer": learner.name}
+    learners, rows = (*curves.LEARNERS, *curves.IMAGES), []
+    points = curves.gaps(learners, curves.LENGTHS, curves.AMOUNTS, 3, found)
+    for learner in learners:
+        unit, what, style = ("%", "held", ".3f") if learner.text else ("points", "accuracy", ".2f")
         for steps in curves.LENGTHS:
-            mine = {s: points[key] for s in sorted(curves.SAVINGS) if (key := (learner.name, steps, s)) in points}
-            near = [*takewhile(lambda each: each[1].gap + each[1].shown_error <= 1, mine.items())]
-            words = [f"**{saving:g}x** ({point})" for saving, point in near[-1:]]
-            words += [f"not {saving:g}x ({point})" for saving, point in [*mine.items()][len(near) :][:1]]
-            row[f"{steps:,} steps"] = "; ".join(words)
-        rows.append(row)
-    return filled_only(rows)
+            keys = (curves.run_key(curves.baseline(learner), steps, 0.0, seed) for seed in range(3))
+            dense = seeds([found[key][what] for key in keys if key in found], style)
+            cells = {_sent(amount): points.get((learner.name, steps, amount)) for amount in curves.AMOUNTS}
+            row = {"model, optimizer": f"{learner.name} ({unit})", "steps": f"{steps:,}", "dense": dense}
+            rows.append(row | {head: str(point or "") for head, point in cells.items()})
+    return markdown([row for row in rows if any([*row.values()][3:])])
 
 
-ADVICE: dict[str, tuple[str, Sequence[tuple[str, str, int, int]]]] = {
-    "text, AdamW": (
-        "the defaults",
-        [("GPT", "gpt, AdamW", 3000, 50), ("LSTM", "char lstm, AdamW", 3000, 50)],
-    ),
-    "the same, a slow link, 10,000 steps or more": (
-        "`saving=200`",
-        [("GPT", "gpt, AdamW", 10_000, 200), ("LSTM", "char lstm, AdamW", 10_000, 200)],
-    ),
-    "text, SGD with momentum 0.9": (
-        "momentum 0.5 at five times the learning rate",
-        [("GPT", "gpt, SGD 0.5", 1000, 50), ("LSTM", "char lstm, SGD 0.5", 1000, 50)],
-    ),
-    "a perceptron, SGD or AdamW": (
-        "the defaults",
-        [("wide MLP, SGD", "wide mlp, SGD", 1000, 50), ("AdamW", "wide mlp, AdamW", 1000, 50)],
-    ),
-    "a convolutional net, AdamW": (
-        "the defaults",
-        [("ResNet-20", "resnet20, AdamW", 3000, 50), ("convnet", "convnet, AdamW", 10_000, 50)],
-    ),
-    "a convolutional net, SGD with momentum 0.9, up to 10 epochs": (
-        "`momentum_masking=True`",
-        [("convnet", "convnet, SGD masked", 3000, 50), ("ResNet-20", "resnet20, SGD masked", 3000, 50)],
-    ),
-    "the same, more than 20 epochs": (
-        "momentum 0.5 at five times the learning rate",
-        [("convnet", "convnet, SGD 0.5", 10_000, 50)],
-    ),
-    "the same with batch norm": ("the defaults", [("convnet", "batch-norm convnet, SGD", 10_000, 50)]),
-}
-"""What to set, by kind of run; and the runs that say so: their name, learner, steps and saving."""
-
-
-def advice() -> str:
-    """What to set, and how far from dense training runs that did so ended."""
-    points, rows = measured_points(), []
-    for run, (setting, shown) in ADVICE.items():
-        ended = [
-            f"{name} {points[key]}{' %' * key[0].startswith(curves.TEXT)} after {key[1]:,} steps"
-            for name, key in ((name, (learner, steps, saving)) for name, learner, steps, saving in shown)
-            if key in points
-        ]
-        rows.append({"your run": run, "set": setting, "how far behind dense training ours ended": "; ".join(ended)})
-    return markdown(rows)
-
-
-def law() -> str:
-    """How often an entry of each model must be sent for a gap of 1, and how well the others predict it."""
-    result = Result("", "", "")
-    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    curves.enter(result, curves.LEARNERS, curves.LENGTHS, sorted(curves.SAVINGS), 3, found)
-    title, rows = next((title, rows) for title, rows in result.tables.items() if title.startswith("gap = "))
-    exponent = title.partition(" ^ ")[2].partition(",")[0]
-    heads = {"sends for a gap of 1": f"n, where the gap is (n / sends) ^ {exponent}"}
-    return markdown([{heads.get(head, head): cell for head, cell in row.items()} for row in rows])
+def _sent(amount: float) -> str:
+    """The setting that sends so much."""
+    return f"`saving={amount:g}`" if amount >= 1 else f"`ratio={amount:g}`"
 
 
 def momentum() -> str:
-    """What SGD with a momentum of 0.9 and of 0.5, at the same lr / (1 - momentum), costs text."""
-    models = {"char lstm": "character LSTM", "gpt": "small GPT"}
-    return ways(models, {"`saving=50`": "SGD", "and momentum 0.5": "SGD 0.5"}, "held", ".3f")
+    """How far behind dense training ``saving=50`` ends with adapted momentum, and without."""
+    return _ways(50, {"adapted": "", "not adapted": " not adapted"})
 
 
-def images() -> str:
-    """What ways to step with SGD cost images."""
-    models = {"convnet": "convnet", "batch-norm convnet": "with batch norm", "resnet20": "ResNet-20"}
-    optimizers = {
-        "`saving=50`": "SGD",
-        "and momentum 0.5": "SGD 0.5",
-        "and `momentum_masking=True`": "SGD masked",
-        "both": "SGD 0.5 masked",
-        "AdamW instead": "AdamW",
-    }
-    return ways(models, optimizers, "accuracy", ".2f")
+def literal() -> str:
+    """The same of ``ratio=0.001``, and of Deep Gradient Compression at that ratio."""
+    return _ways(0.001, {"adapted": "", "not adapted": " not adapted", "preset `dgc`": None}, ("convnet",))
 
 
-def ways(models: Mapping[str, str], optimizers: Mapping[str, str], what: str, style: str) -> str:
-    """How far behind dense training of the same seeds models end with 50x, by length of the run and way to step.
-
-    Args:
-        models: How to name each.
-        optimizers: Those of the learners, by the head of the column.
-        what: What dense training, with a momentum of 0.9, is measured by.
-        style: Of that number.
-    """
-    points, found = measured_points(), {run["key"]: run for run in runs("saving-curves.jsonl")}
+def _ways(amount: float, ways: Mapping[str, str | None], models: Sequence[str] = ()) -> str:
+    """The gap to dense training by way to step, where something is not adapted; None is DGC."""
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
     learners = {each.name: each for each in (*curves.LEARNERS, *curves.IMAGES)}
+    points = curves.gaps([*learners.values()], curves.LENGTHS, [amount], 3, found)
     rows = []
-    for model, words in models.items():
+    for learner in (each for each in learners.values() if each.optimizer in ("SGD", "AdamW")):
+        unit, what, style = ("%", "held", ".3f") if learner.text else ("points", "accuracy", ".2f")
         for steps in curves.LENGTHS:
-            keys = [curves.run_key(learners[f"{model}, SGD"], steps, 0.0, seed) for seed in range(3)]
-            row = {"model": words, "steps": f"{steps:,}"}
-            row["dense"] = seeds([found[key][what] for key in keys if key in found], style)
-            cells = {head: points.get((f"{model}, {name}", steps, 50)) for head, name in optimizers.items()}
-            if any(cells.values()):
+            names = {
+                head: f"{learner.model}, {'DGC' if end is None else learner.optimizer + end}"
+                for head, end in ways.items()
+            }
+            cells = {head: points.get((name, steps, amount)) for head, name in names.items()}
+            if all(cells.values()) if not models else cells["adapted"] and learner.model in models:
+                keys = (curves.run_key(learner, steps, 0.0, seed) for seed in range(3))
+                dense = seeds([found[key][what] for key in keys if key in found], style)
+                row = {"model, optimizer": f"{learner.name} ({unit})", "steps": f"{steps:,}", "dense": dense}
                 rows.append(row | {head: str(point or "") for head, point in cells.items()})
     return filled_only(rows)
+
+
+SHOWN: Sequence[tuple[str, str, int, float]] = (
+    ("ResNet-20, SGD", "resnet20, SGD", 3000, 50),
+    ("ResNet-20, AdamW", "resnet20, AdamW", 3000, 50),
+    ("convnet, SGD", "convnet, SGD", 3000, 50),
+    ("convnet, SGD", "convnet, SGD", 10_000, 50),
+    ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 10_000, 0.001),
+    ("convnet, AdamW", "convnet, AdamW", 3000, 50),
+    ("GPT (loss), SGD", "gpt, SGD", 3000, 50),
+    ("GPT (loss), AdamW", "gpt, AdamW", 3000, 50),
+    ("GPT (loss), AdamW, 3 times the learning rate", "gpt, AdamW, 3 lr", 3000, 50),
+    ("GPT (loss), AdamW, a third of it", "gpt, AdamW, lr / 3", 3000, 50),
+    ("character LSTM (loss), SGD", "char lstm, SGD", 3000, 50),
+    ("character LSTM (loss), AdamW", "char lstm, AdamW", 3000, 50),
+    ("Transformers' GPT-2 (loss), AdamW, 2 workers", "gpt2, AdamW", 300, 50),
+)
+"""The README's results: words, learner, steps, and what is sent."""
+
+
+def results() -> str:
+    """The README's results: final quality of dense training and of ours, of the same seeds."""
+    found = {run["key"]: run for run in runs("saving-curves.jsonl")}
+    learners, rows = {each.name: each for each in (*curves.LEARNERS, *curves.IMAGES)}, []
+    for words, name, steps, amount in SHOWN:
+        learner = learners[name]
+        held = {0.0: curves.baseline(learner), amount: learner}
+        both = [[found.get(curves.run_key(held[sent], steps, sent, n)) for sent in held] for n in range(3)]
+        pairs = [pair for pair in both if all(pair)]
+        if not pairs:
+            continue
+        what, style, unit = ("held", ".3f", "") if learner.text else ("accuracy", ".2f", " %")
+        dense, ours = ([run[what] for run in each] for each in zip(*pairs, strict=True))
+        gap = 100 * (mean(ours) / mean(dense) - 1) if learner.text else mean(dense) - mean(ours)
+        row = {"model": f"{words}, {steps:,} steps", "dense": seeds(dense, style, unit)}
+        rows.append(row | {"compressed": seeds(ours, style, unit), "difference": behind(gap, " %" * learner.text)})
+    return markdown(rows)
 
 
 def draw_saving_curves() -> None:
     """Draws the gap to dense training over the saving, learner by learner."""
     result = Result("saving-curves", "", "")
     found = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    curves.enter(result, (*curves.LEARNERS, *curves.IMAGES), curves.LENGTHS, sorted(curves.SAVINGS), 3, found)
+    curves.enter(result, (*curves.LEARNERS, *curves.IMAGES), curves.LENGTHS, curves.AMOUNTS, 3, found)
     draw(result.panels, RUNS / "saving-curves.svg")
 
 
@@ -537,106 +463,6 @@ def wires() -> str:
     return compared(ways, ("wide MLP", "CNN", "character LSTM"))
 
 
-def beta1() -> str:
-    """Held-out loss of text with AdamW's beta1, and with a beta1 of 0."""
-    ways = {"dense": "dense", "`saving=50`": "saving 50", "`saving=50, beta1=0.9`": "AdamW's own beta1"}
-    return compared({words: [method] for words, method in ways.items()}, ("character LSTM", "small GPT"))
-
-
-def masking_digits() -> str:
-    """Accuracy on digits with and without masking."""
-    ways = {"`saving=50`": ["saving 50"], "and `momentum_masking=True`": ["SGD's momentum, masked"]}
-    return compared(ways, ("LSTM by rows", "wide MLP", "CNN"), what="accuracy")
-
-
-def masking() -> str:
-    """Accuracy of the convnet after 1,000 steps with the first seed, with masking and with other ways to that end."""
-    curve = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    learner = next(each for each in curves.IMAGES if each.name == "convnet, SGD masked")
-    ways = {
-        "dense": (0.05, "dense"),
-        "`saving=50`": (0.05, "saving 50"),
-        "**`momentum_masking=True`**": (0.05, None),
-        "`momentum=0.9` in the strategy (DGC, masked), none in the optimizer": (0.05, "momentum correction"),
-        "the same without masking (`momentum_masking=False`)": (0.05, "momentum correction unmasked"),
-        "the first convolution uncompressed": (0.05, "first layer dense"),
-        "the optimizer's momentum 0.5 at lr 0.25": (0.05, "SGD's momentum 0.5"),
-        "no momentum, lr 0.5": (0.05, "SGD's momentum 0"),
-        "no momentum, lr 0.05": (0.005, "SGD's momentum 0"),
-        "lr 0.02: dense": (0.02, "dense"),
-        "lr 0.02: `saving=50`": (0.02, "saving 50"),
-        "lr 0.1: `momentum=0.9` in the strategy": (0.1, "momentum correction"),
-    }
-    rows = []
-    for words, (lr, method) in ways.items():
-        run = tried("convnet", 1000, lr, method)[0] if method else curve[curves.run_key(learner, 1000, 50, 0)]
-        rows.append({"": words, "accuracy, %": f"{run['accuracy']:.2f}"})
-    return markdown(rows)
-
-
-Way = tuple[str, str, str, float]
-"""Words; a method and a learning rate, or a learner and its saving."""
-
-
-def longest() -> str:
-    """Accuracy of the convnet after 10,000 steps, seed by seed."""
-    return by_seed(
-        "convnet",
-        10_000,
-        [
-            ("dense, lr 0.05", "", "convnet, SGD", 0.0),
-            ("dense, lr 0.1", "dense", "", 0.1),
-            ("`saving=50`, lr 0.05", "", "convnet, SGD", 50.0),
-            ("momentum 0.5, lr 0.25", "", "convnet, SGD 0.5", 50.0),
-            ("momentum 0.5, lr 0.25, `momentum_masking=True`", "", "convnet, SGD 0.5 masked", 50.0),
-            ("`momentum_masking=True`, lr 0.05", "", "convnet, SGD masked", 50.0),
-            ("`momentum_masking=True`, lr 0.1", "SGD's momentum, masked", "", 0.1),
-            ("`momentum_masking=True`, lr 0.2", "SGD's momentum, masked", "", 0.2),
-            ("the same at lr 0.1, `saving=25`", "masked, saving 25", "", 0.1),
-            ("the same at lr 0.05, `lr_ratio=True`", "masked, lr ratio", "", 0.05),
-            ("`momentum=0.9` in the strategy, none in the optimizer, lr 0.05", "momentum correction", "", 0.05),
-            ("batch norm: dense, lr 0.05", "", "batch-norm convnet, SGD", 0.0),
-            ("batch norm: `momentum_masking=True`, lr 0.05", "", "batch-norm convnet, SGD masked", 50.0),
-            ("weight decay 0.0005: dense, lr 0.05", "", "convnet, SGD decay", 0.0),
-            ("weight decay 0.0005: `momentum_masking=True`, lr 0.05", "", "convnet, SGD decay masked", 50.0),
-            ("AdamW: dense, lr 0.003", "", "convnet, AdamW", 0.0),
-            ("AdamW: `saving=50`, lr 0.003", "", "convnet, AdamW", 50.0),
-        ],
-    )
-
-
-def longest_resnet() -> str:
-    """Accuracy of ResNet-20 after 3,000 steps, seed by seed."""
-    return by_seed(
-        "resnet20",
-        3000,
-        [
-            ("dense, lr 0.02", "", "resnet20, SGD", 0.0),
-            ("dense, lr 0.01", "dense", "", 0.01),
-            ("dense, lr 0.05", "dense", "", 0.05),
-            ("`saving=50`, lr 0.02", "", "resnet20, SGD", 50.0),
-            ("momentum 0.5, lr 0.1", "", "resnet20, SGD 0.5", 50.0),
-            ("`momentum_masking=True`, lr 0.02", "", "resnet20, SGD masked", 50.0),
-            ("`momentum_masking=True`, lr 0.05", "SGD's momentum, masked", "", 0.05),
-            ("`momentum_masking=True`, lr 0.1", "SGD's momentum, masked", "", 0.1),
-            ("AdamW: dense, lr 0.003", "", "resnet20, AdamW", 0.0),
-            ("AdamW: `saving=50`, lr 0.003", "", "resnet20, AdamW", 50.0),
-        ],
-    )
-
-
-def by_seed(model: str, steps: int, ways: Sequence[Way]) -> str:
-    """Accuracy of a model, seed by seed."""
-    curve = {run["key"]: run for run in runs("saving-curves.jsonl")}
-    learners = {each.name: each for each in curves.IMAGES}
-    rows = []
-    for words, method, name, value in ways:
-        keys = (curves.run_key(learners[name], steps, value, seed) for seed in range(3)) if name else ()
-        known = tried(model, steps, value, method) if method else [curve[key] for key in keys if key in curve]
-        rows.append({"": words, "accuracy, %": ", ".join(f"{run['accuracy']:.2f}" for run in known)})
-    return filled_only(rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "bench-hosts": lambda: steps("hosts", also="of them exchange", words="CPU ms of a rank, by link"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", words="hidden, by link"),
@@ -652,20 +478,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "race-peers": race_peers,
     "race-images": lambda: race("race-images.jsonl"),
     "learning": learning,
-    "learning-short": lambda: learning(peers=False),
-    "saving-curves": saving_curves,
-    "advice": advice,
-    "how-far": how_far,
-    "law": law,
-    "images": images,
+    "results": results,
     "momentum": momentum,
-    "masking": masking,
-    "longest": longest,
-    "longest-resnet": longest_resnet,
+    "literal": literal,
+    "saving-curves": saving_curves,
     "newer": newer,
     "wires": wires,
-    "beta1": beta1,
-    "masking-digits": masking_digits,
     "recipes": recipes,
 }
 

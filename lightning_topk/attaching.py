@@ -57,9 +57,9 @@ def attach(
         epoch: See :class:`TopKState`.
         init_sync: For DDP, whether the model was wrapped with ``init_sync``, which broadcasts the weights once. For
             FSDP2, whether to give all replicas the weights of the first one now.
-        optimizer: The optimizer, or several in a list, for settings that depend on it (``momentum``,
-            ``momentum_masking``, ``beta1``, ``lr_ratio``, ``scaler``) and for what ``saving`` does for Adam; or a
-            function that gives the optimizers at the first step, if they do not exist yet.
+        optimizer: The optimizer, or several in a list, for settings that depend on it (``adapt_momentum``,
+            ``momentum``, ``lr_ratio``, ``scaler``); or a function that gives the optimizers at the first step, if they
+            do not exist yet.
         scaler: See :class:`TopKState`.
         local_world_size: See :class:`TopKState`. For DDP only.
         announce: See :class:`TopKState`.

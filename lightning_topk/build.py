@@ -147,5 +147,5 @@ def _make_memory(config: TopKConfig, side: str, numel: int, dtype: torch.dtype, 
     if config.error_feedback not in (True, side) or not config.compresses:
         return NoMemory(dtype)
     if side == "worker" and config.momentum:
-        return MomentumResidual(numel, dtype, device, config.momentum, config.momentum_masking is not False)
+        return MomentumResidual(numel, dtype, device, config.momentum)
     return Residual(numel, dtype, device)

@@ -53,23 +53,18 @@ class TopKConfig:
             ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
         scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
             gradients, when backward is done, as the papers do.
-        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression. The
-            optimizer's own must then be 0.
-        momentum_masking: Whether the momentum of an entry ends when the entry is sent: that of ``momentum``, on the
-            worker (Lin et al. 2018); or, where ``momentum`` is 0, that of torch's SGD, when the entry is delivered: one
-            that is delivered in every step then moves as without momentum. Default: True with ``momentum``, else False.
-        beta1: The first beta with which torch's Adam and AdamW step, in [0, 1). ``param_groups`` are restored after
-            each step, and a group keeps its own if all of it is in ``dense_parameters``. Default: 0 with ``saving``,
-            else their own.
+        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression,
+            which ends for an entry that is sent. The optimizer's own must then be 0.
+        adapt_momentum: Whether torch's SGD, Adam, AdamW and NAdam move an entry of the parameters only in steps that
+            deliver its gradient, and then for all the steps that it waited; see
+            :mod:`lightning_topk.runtime.momentum`. False leaves optimizers as they are, as does ``momentum``.
         clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``),
             before compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
             was kept back under one learning rate is applied under it.
         saving: How many times fewer bytes than a ring all-reduce to send in every step, 1 or more, instead of
             ``ratio``: each bucket then has the ratio that sends so many bytes, both ways together. With
-            ``topology="hierarchical"`` the bytes between nodes count. Adam steps with a ``beta1`` of 0, unless
-            ``beta1`` or ``momentum`` is set, workers keep nothing, or ``topology="auto"``. Default: 50 without
-            ``ratio``.
+            ``topology="hierarchical"`` the bytes between nodes count. Default: 50 without ``ratio``.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -86,8 +81,7 @@ class TopKConfig:
     error_feedback: bool | Side = True
     scope: Literal["bucket", "model"] = "bucket"
     momentum: float = 0.0
-    momentum_masking: bool | None = None
-    beta1: float | None = None
+    adapt_momentum: bool = True
     clip_norm: float | None = None
     lr_ratio: bool = False
     saving: float | None = None
@@ -102,7 +96,7 @@ class TopKConfig:
         object.__setattr__(self, "dense_parameters", patterns)
         if self.ratio is None and self.saving is None:
             object.__setattr__(self, "saving", SAVING)
-        for name in ("ratio", "server_ratio", "saving", "momentum", "beta1", "clip_norm"):
+        for name in ("ratio", "server_ratio", "saving", "momentum", "clip_norm"):
             value: Any = getattr(self, name)
             if isinstance(value, Real) and type(value).__module__ != "builtins":
                 object.__setattr__(self, name, float(value))  # NumPy's would not be read back from checkpoints
@@ -142,21 +136,9 @@ class TopKConfig:
         return self.compresses and "auto" in (self.topology, self.ratio)
 
     @property
-    def averages(self) -> bool:
-        """Whether what workers keep back averages gradients over time, as Adam's beta1 does, if they compress."""
-        return self.compresses and not self.momentum and self.error_feedback in (True, "worker")
-
-    @property
-    def adam_beta1(self) -> float | None:
-        """The ``beta1`` that Adam is to step with; None for its own, as where nothing is compressed."""
-        if self.beta1 is not None:
-            return self.beta1 if self.compresses else None
-        return 0.0 if self.saving is not None and self.averages and not self.automatic else None
-
-    @property
-    def masks_momentum(self) -> bool:
-        """Whether the momentum of torch's SGD ends where an entry is delivered."""
-        return bool(self.momentum_masking) and not self.momentum and self.compresses
+    def adapts_momentum(self) -> bool:
+        """Whether the momentum of optimizers is adapted to what is delivered."""
+        return self.adapt_momentum and self.compresses and not self.momentum
 
     @property
     def wire_name(self) -> str:
@@ -244,10 +226,8 @@ def _check_values(config: TopKConfig) -> None:
         _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "1 or more", remedy)
     if config.server_ratio is not None:
         _check_ratio("server_ratio", config.server_ratio)
-    for name in ("bidirectional", "lr_ratio"):
+    for name in ("bidirectional", "lr_ratio", "adapt_momentum"):
         _check_bool(name, getattr(config, name))
-    if config.momentum_masking is not None:
-        _check_bool("momentum_masking", config.momentum_masking)
     if not isinstance(config.error_feedback, bool):
         check_name("error_feedback", config.error_feedback, ("worker", "server"), ", True or False")
     if not isinstance(config.selector, Selector):
@@ -257,9 +237,6 @@ def _check_values(config: TopKConfig) -> None:
     check_name("topology", config.topology, [*TOPOLOGIES, "auto"])
     check_name("scope", config.scope, ("bucket", "model"))
     _check_number("momentum", config.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
-    if config.beta1 is not None:
-        remedy = "Use 0 for none, the optimizer's own to change nothing."
-        _check_number("beta1", config.beta1, lambda beta1: 0 <= beta1 < 1, "in [0, 1)", remedy)
     if config.clip_norm is not None:
         remedy = "Leave it out, and nothing is clipped."
         _check_number("clip_norm", config.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
@@ -296,12 +273,6 @@ def _check_combinations(config: TopKConfig) -> None:
         )
     if config.lr_ratio and config.error_feedback is False:
         raise ValueError("lr_ratio=True scales residuals, but error_feedback=False keeps none. Leave one of them out.")
-    if config.masks_momentum and config.automatic:
-        raise ValueError(
-            f"momentum_masking=True zeroes the momentum of delivered entries, but with topology={config.topology!r}, "
-            f"ratio={config.ratio!r} whole gradients may be delivered. Pass a topology and a ratio or saving, or leave "
-            "it out."
-        )
     if not config.momentum:
         return
     uncompressed = {

@@ -51,13 +51,13 @@ class TopKState(ExchangeState):
             step that it skips comes back; that costs a copy of the residuals.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of
             a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Is called on rank 0 with what a user should know: settings without effect, Adam's beta1, what was
+        announce: Is called on rank 0 with what a user should know: settings without effect, adapted momentum, what was
             chosen with ``topology="auto"`` or ``ratio="auto"``. Default: warnings of the logger ``lightning_topk``.
         **settings: Arguments of :class:`lightning_topk.TopKConfig`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: Ranks have different settings or do not make up whole nodes; ``lr_ratio=True``, ``beta1`` or a
+        ValueError: Ranks have different settings or do not make up whole nodes; ``lr_ratio=True`` or a
             scaler without optimizers; a schedule by epochs without ``epoch``; or a bad setting.
     """
 

@@ -26,7 +26,7 @@ _SYSTEMS: dict[str, dict[str, Any]] = {
     "parameter_server": {"topology": "single_server", "bidirectional": True},
 }
 presets: Mapping[str, Mapping[str, Any]] = {
-    name: {"ratio": 0.001, "wire": "bf16", **system} for name, system in _SYSTEMS.items()
+    name: {"ratio": 0.001, "wire": "bf16", "adapt_momentum": False, **system} for name, system in _SYSTEMS.items()
 }
 """The systems of the papers, literally, as arguments of :class:`lightning_topk.TopKConfig` and of the strategies.
 

@@ -229,7 +229,7 @@ def with_optimizers(rank: int, world: int) -> list[str]:
 
 def test_several_optimizers_are_taken_and_what_is_none_and_momentum_that_comes_later_are_refused(groups):
     (said, later), (other,) = groups(2).run(with_optimizers)
-    assert said.startswith("lightning_topk: AdamW steps with a beta1 of 0")
+    assert said.startswith("lightning_topk: the momentum of AdamW is adapted to compression")
     assert other == later
     assert "SGD has momentum 0.95 of its own" in later
     assert "a scheduler such as OneCycleLR (cycle_momentum=False) has set it" in later

@@ -55,11 +55,15 @@ KERNELS = {
     **{
         f"write {bits}": Compiled(
             "*fp32 *i1 *fp32 *i32 *fp32 *u8 i32 i32 i32 fp32 i32 i32 i32",
-            {"BITS": bits, "LOW": low, "DELIVERED": 17, "MASKING": 1, "SLOTS": cuda.SLOTS, "BLOCK": BLOCK},
+            {"BITS": bits, "LOW": low, "DELIVERED": 17, "MOMENTUM": 1, "SLOTS": cuda.SLOTS, "BLOCK": BLOCK},
             warps=8,
         )
         for bits, low in CODED
     },
+    "catch_up": Compiled(
+        "*fp32 *u8 *fp32 *fp32 *fp32 *fp32 i32 fp32 fp32 fp32 fp32 fp32",
+        {"DECAY": 1, "SKIPPABLE": 1, "TILE": cuda.SLOTS},
+    ),
     "mark": Compiled("*i32 *i32 i32 i32 i32", {"LOW": 10, "SLOTS": cuda.SLOTS}),
     "count_bits": Compiled("*u8 *i32 i32 i32 i32 i32", {"TILE": cuda.OCTETS}),
     **{
@@ -176,6 +180,7 @@ def test_a_kernel_is_compiled_once_for_all_sizes(monkeypatch):
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
             cuda.receive(payloads, layout, codec.format(), 1, x)
+            cuda.catch_up_(e, torch.zeros(numel, dtype=torch.uint8), x, x, 0.9, 1.0, 0.0, None, e)
     used = {name: each for name, each in kinds.items() if each.compiled}
     assert {*used} == {name.split()[0] for name in KERNELS}
     for name, each in used.items():

@@ -48,8 +48,6 @@ BAD = [
     ({"scope": "layer"}, ValueError, r"scope='layer' is unknown; it must be one of 'bucket', 'model'"),
     ({"momentum": 1.0}, ValueError, r"momentum=1\.0 must be in \[0, 1\)"),
     ({"momentum": 0.9, "error_feedback": False}, ValueError, r"keeps nothing there"),
-    ({"beta1": 1}, ValueError, r"beta1=1 must be in \[0, 1\)\. Use 0 for none"),
-    ({"beta1": "0.9"}, TypeError, r"beta1='0\.9' is a str"),
     ({"clip_norm": 0}, ValueError, r"clip_norm=0 must be positive"),
     ({"clip_norm": "1"}, TypeError, r"clip_norm='1' is a str"),
     ({"lr_ratio": 1}, TypeError, r"lr_ratio=1 is a int"),
@@ -219,12 +217,11 @@ def test_settings_without_effect_are_named(settings, world, words):
         assert re.search(expected, remark)
 
 
-def test_a_ratio_changes_nothing_else():
-    """Neither the wire nor the optimizer: the settings in force are the same in every step."""
+def test_a_ratio_is_literal_and_changes_no_other_setting():
+    """The settings in force are the same in every step."""
     config = TopKConfig(ratio=0.001, bidirectional=True)
     assert config.at(0, 0) == config.at(10_000, 9) == config
     assert config.saving is None
-    assert config.adam_beta1 is None
     assert config.wire_name == TopKConfig().wire_name == "int4"
     assert codecs_of(config, 1_000_000, 4).uplink.kept * 4 == 1000
 
@@ -239,30 +236,6 @@ def test_four_bits_are_the_default_where_their_rounding_is_kept():
     for kept in ("worker", "server", False):
         assert TopKConfig(error_feedback=kept).wire_name == "bf16"
     assert TopKConfig(error_feedback=False, wire="int4").wire_name == "int4"
-
-
-@pytest.mark.parametrize(
-    ("settings", "lent"),
-    [
-        ({}, 0.0),
-        ({"saving": 400}, 0.0),
-        ({"topology": "hierarchical"}, 0.0),
-        ({"beta1": 0.9}, 0.9),
-        ({"ratio": 0.001}, None),
-        ({"ratio": 0.001, "beta1": 0}, 0),
-        ({"momentum": 0.9}, None),
-        ({"ratio": "auto"}, None),
-        ({"topology": "auto"}, None),
-        ({"topology": "dense", "beta1": 0.5}, None),
-        ({"error_feedback": False}, None),
-    ],
-)
-def test_adam_steps_with_another_beta1_only_with_a_saving_or_when_asked_for(settings, lent):
-    assert TopKConfig(**settings).adam_beta1 == lent
-
-
-def test_a_hierarchy_of_one_node_is_dense_and_adam_keeps_its_beta1():
-    assert TopKConfig(topology="hierarchical").on(4, 4).adam_beta1 is None
 
 
 def test_settings_at_a_step_are_numbers_where_there_is_a_schedule():

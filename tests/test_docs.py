@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 import shlex
 from importlib.util import module_from_spec, spec_from_file_location
@@ -16,8 +15,6 @@ from groups import script
 import lightning_topk
 import lightning_topk.fabric
 from lightning_topk import TopKConfig, __main__
-from lightning_topk.lab.papers import curves
-from lightning_topk.planning import quality
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -129,17 +126,6 @@ def test_tables_are_those_of_the_committed_runs():
     assert sorted(named) == sorted(tables.TABLES), "a table that no page shows, or that there is not"
     old = [page.name for page in tables.PAGES if tables.filled(page.read_text()) != page.read_text()]
     assert not old, "run python .ci/tables.py"
-
-
-def test_what_plans_say_of_quality_is_that_of_the_committed_runs():
-    runs = map(json.loads, (ROOT / "examples" / "reproduced" / "saving-curves.jsonl").read_text().splitlines())
-    learners = (*curves.LEARNERS, *curves.IMAGES)
-    points = curves.gaps(learners, curves.LENGTHS, curves.SAVINGS, 3, {run["key"]: run for run in runs})
-    learned = curves.by_learner(points)
-    assert max(steps for name, steps, _ in points if name in learned) == quality.LONGEST
-    assert learned.keys() == quality.ENOUGH.keys()
-    for name, told in quality.ENOUGH.items():
-        assert quality.enough(learned[name]) == pytest.approx(told, rel=0.05), name
 
 
 MODEL = """

@@ -16,9 +16,7 @@ from groups import script, torchrun
 from PIL import Image
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.ops import reference
-from lightning_topk.lab.papers.learning import METHODS, TASKS, Task, run_key
-from lightning_topk.simulate import Cluster
+from lightning_topk.lab.papers.learning import METHODS, Task
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,12 +84,6 @@ def test_a_folder_without_images_is_refused_in_words(monkeypatch, tmp_path):
         classifier.datasets(str(tmp_path), download=False)
 
 
-@pytest.fixture
-def variants(monkeypatch):
-    """The exchanges of the rejected methods."""
-    return loaded(monkeypatch, "examples/recipes", "variants")
-
-
 def drawn(world, numel):
     """Twelve steps' gradients of each worker."""
     generator = torch.Generator().manual_seed(0)
@@ -103,30 +95,6 @@ def test_every_rejected_method_is_documented(monkeypatch):
     page = (ROOT / "examples" / "recipes" / "README.md").read_text()
     assert [name for name in tried if f"`{name}`" not in page] == []
     assert not {*tried} & {*METHODS}
-
-
-def test_a_run_that_was_tried_is_known_again_by_another_process(monkeypatch, variants):
-    script = loaded(monkeypatch, "examples/recipes", "run")
-    first = {name: (method, run_key(TASKS[0], name, method, 0)) for name, method in script.TRIED.items()}
-    importlib.reload(variants)
-    again = importlib.reload(script).TRIED  # functions at other addresses, as in another process
-    course = "cosine from 0.12"
-    assert first[course][0].course.func is not again[course].course.func
-    assert [name for name, (_, key) in first.items() if run_key(TASKS[0], name, again[name], 0) != key] == []
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_handing_over_own_shards_loses_nothing(variants, world):
-    numel = 1000
-    cluster = variants.OwnShards(TopKConfig(ratio=0.05, wire="fp32"), world, numel)
-    steps = drawn(world, numel)
-    delivered = sum(cluster.step(gradients)[0] for gradients in steps)
-    kept = sum(end.uplink.memory.residual for end in cluster.endpoints) / world
-    rows = torch.stack([end.downlink.memory.residual for end in cluster.endpoints])
-    place = reference.shard_rows(torch.arange(1, numel + 1), cluster.endpoints[0].layout)
-    kept[place[place > 0] - 1] += rows[place > 0]
-    given = sum(torch.stack(gradients).mean(0) for gradients in steps)
-    torch.testing.assert_close(delivered + kept, given, atol=1e-4, rtol=1e-4)
 
 
 def test_demo_keeps_what_it_does_not_send_and_sends_what_it_says(monkeypatch):
@@ -158,22 +126,13 @@ def test_local_steps_without_loss_are_dense_training_and_send_what_they_say(monk
     assert few.dense_bytes / (few.uplink_bytes + few.downlink_bytes) == pytest.approx(50, rel=0.05)
 
 
-def test_ef21_with_all_entries_delivers_the_averaged_gradient(variants):
-    cluster = variants.Differences(TopKConfig(ratio=1.0, wire="fp32"), 2, 500, new=0.25)
+def test_ef21_with_all_entries_delivers_the_averaged_gradient(monkeypatch):
+    newer = loaded(monkeypatch, "examples/recipes", "newer")
+    cluster = newer.Differences(TopKConfig(ratio=1.0, wire="fp32"), 2, 500, new=0.25)
     average = torch.zeros(500)
     for gradients in drawn(2, 500):
         average += 0.25 * (torch.stack(gradients).mean(0) - average)
         torch.testing.assert_close(cluster.step(gradients)[0], average, atol=1e-5, rtol=1e-4)
-
-
-def test_residuals_that_decay_to_nothing_are_forgotten_and_an_adaptive_ratio_follows_its_target(variants):
-    decaying = variants.Decaying(TopKConfig(ratio=0.05), 2, 1000, factor=0.0)
-    plain = Cluster(TopKConfig(ratio=0.05, wire="int4", error_feedback=False), 2, 1000)
-    adaptive = variants.Adaptive(TopKConfig(ratio=0.001), 2, 1000, target=0.99)
-    for gradients in drawn(2, 1000):
-        assert torch.equal(decaying.step(gradients)[0], plain.step(gradients)[0])
-        adaptive.step(gradients)
-    assert adaptive.ratio == pytest.approx(0.1 / 1.05**12)
 
 
 def test_plain_fsdp_under_torchrun_learns_with_fewer_bytes_between_nodes(tmp_path):

@@ -26,6 +26,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
 from lightning_topk.core.link import NOTHING, FusedLink, Link, Measure, aggregate, deliver
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.systems import presets
 
 pytestmark = needs_fakes
@@ -134,8 +135,11 @@ def _moved(name: str, given: dict[str, Any]) -> int:
         return sum(size.values())
     if name == "write":
         kept = given["value"].numel()
-        kept_and_moved = (1 + given["MASKING"]) * min(2 * size["e"], SECTOR * kept)
+        kept_and_moved = (1 + given["MOMENTUM"]) * min(2 * size["e"], SECTOR * kept)
         return size["index"] + size["value"] + size["payload"] + kept_and_moved
+    if name == "catch_up":  # what is delivered is read and written to, and sectors hold eight entries
+        read = size["gradient"] + size["buffer"] + size["waited"] + size["x"] * given["DECAY"]
+        return read + size["out"] + size["buffer"] + size["waited"]
     if name == "mark":
         return size["index"] + 2 * size["words"]
     assert name in ("count_bits", "add")
@@ -282,6 +286,45 @@ def test_an_exchange_moves_the_bytes_and_launches_the_kernels_that_the_guide_say
     moved, launches = traffic.with_kernels()
     counted = {"worker": round(sent / numel, 1), "exchange": round(moved / numel, 1), "launches": launches}
     assert counted == {name: row[name] for name in counted}, f"enter this into {COUNTED}"
+
+
+STEPS = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-4}),
+    "AdamW": (torch.optim.AdamW, {}),
+    "AdamW, capturable": (torch.optim.AdamW, {"capturable": True}),
+    "Adam, amsgrad": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 1e-4, "foreach": True}),
+    "NAdam": (torch.optim.NAdam, {}),
+}
+
+
+class Exchange:
+    """Somebody who exchanges gradients."""
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("with_triton", [True, False])
+def test_adapted_momentum_waits_for_nothing_and_moves_at_most_22_bytes_an_entry(fake, monkeypatch, name, with_triton):
+    """22 is 14 for an entry, 4 for a parameter that decays, and 4 for buffers where something is delivered."""
+    monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
+    numel, (kind, options), exchange = 1_000_000, STEPS[name], Exchange()
+    parameter = torch.nn.Parameter(torch.empty(numel, device=CUDA))
+    parameter.grad = torch.empty(numel, device=CUDA)
+    optimizer = kind([parameter], lr=0.1, **options)
+    adapt_momentum([optimizer], exchange)
+    state = {name: torch.empty(numel, device=CUDA) for name in ("momentum_buffer", "exp_avg", "exp_avg_sq")}
+    optimizer.state[parameter] = state
+    adapted = AdaptedMomentum.of(optimizer)
+    adapted._adapt(optimizer)  # the first time counts of steps are made
+    with Copies() as watch, Traffic() as traffic:
+        adapted._adapt(optimizer)
+    assert watch.found == []
+    moved, launches = traffic.with_kernels()
+    if with_triton:
+        assert moved <= 22 * numel
+        assert launches == 1
+    assert adapted._waited[parameter].nbytes == numel
+    adapted._restore()
+    assert optimizer.state[parameter] is state
 
 
 def test_copies_and_waits_are_noticed(fake):

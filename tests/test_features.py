@@ -93,12 +93,8 @@ class Plain(L.LightningModule):
 
 
 class Adam(Plain):
-    def __init__(self, beta1: float = 0.9) -> None:
-        super().__init__()
-        self.beta1 = beta1
-
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, betas=(self.beta1, 0.999), fused=True)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
 
@@ -280,66 +276,31 @@ def test_with_everything_sent_training_gives_the_weights_of_ddp(groups, name):
 
 
 class Moving(Plain):
-    def __init__(self, momentum: float) -> None:
-        super().__init__()
-        self.momentum = momentum
-
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), self.lr, self.momentum)
+        return torch.optim.SGD(self.parameters(), self.lr, 0.9, weight_decay=0.01, nesterov=True)
 
 
-def masked(rank: int, world: int) -> None:
+def adapted(rank: int, world: int, folder: str) -> None:
     warnings.simplefilter("ignore")
-    weights = []
-    for momentum, masking in ((0.0, None), (0.9, True), (0.9, False)):
-        model, options = Moving(momentum), {"gradient_clip_val": 0.5}
-        trainer = trainer_of(rank, world, "topk", options, {}, ratio=1.0, wire="fp32", momentum_masking=masking)
-        for _ in range(2):  # the second fit has an optimizer of its own
-            trainer.fit(model)
-            trainer.fit_loop.max_epochs += 1
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.allclose(weights[1], weights[2])
+    for kind in (Moving, Adam):
+        weights = []
+        for settings in ({"saving": 40}, {"saving": 40, "adapt_momentum": False}):
+            model = kind()
+            trainer = trainer_of(rank, world, "topk", {"gradient_clip_val": 0.5}, {}, **settings)
+            for _ in range(2):  # the second fit has an optimizer of its own
+                trainer.fit(model)
+                trainer.fit_loop.max_epochs += 1
+            trainer.save_checkpoint(f"{folder}/last.ckpt")
+            saved = torch.load(f"{folder}/last.ckpt", weights_only=False)["optimizer_states"][0]
+            assert {key for state in saved["state"].values() for key in state} <= {
+                "momentum_buffer", "step", "exp_avg", "exp_avg_sq"
+            }  # fmt: skip
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert not torch.equal(*weights)
 
 
-def test_where_everything_is_delivered_masked_momentum_is_none(groups):
-    groups(2).run(masked, timeout=100)
-
-
-class Groups(Callback):
-    """Takes note of the beta1 in the optimizer's groups, before each step and after."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.seen.append(optimizer.param_groups[0]["betas"][0])
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append(trainer.optimizers[0].param_groups[0]["betas"][0])
-
-
-def lent(rank: int, world: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    weights = []
-    for own, settings in ((0.9, {}), (0.0, {}), (0.9, {"beta1": 0.9}), (0.9, {"saving": None, "ratio": 0.01})):
-        model, groups = Adam(own), Groups()
-        trainer = trainer_of(
-            rank, world, "topk", {"callbacks": lambda groups=groups: [groups]}, {}, **{"saving": 40, **settings}
-        )
-        trainer.fit(model)
-        assert groups.seen == [own] * 2 * trainer.global_step
-        trainer.save_checkpoint(f"{folder}/last.ckpt")
-        saved = torch.load(f"{folder}/last.ckpt", weights_only=False)["optimizer_states"][0]
-        assert saved["param_groups"][0]["betas"] == (own, 0.999)
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-    assert not torch.equal(weights[0], weights[3])
-
-
-def test_adam_steps_with_a_beta1_of_zero_that_nobody_sees(groups, tmp_path):
-    groups(2).run(lent, str(tmp_path))
+def test_momentum_is_adapted_in_every_fit_and_checkpoints_hold_the_optimizers_own_state(groups, tmp_path):
+    groups(2).run(adapted, str(tmp_path), timeout=100)
 
 
 def unfrozen(rank: int, world: int) -> None:

@@ -130,7 +130,7 @@ def sent_by_the_reference(e, x, finite, layout, codec, delivered, velocity=None)
     """What a link does in steps."""
     memory = Residual(0, e.dtype, e.device)
     if velocity is not None:
-        memory = MomentumResidual(0, e.dtype, e.device, velocity.momentum, velocity.masking)
+        memory = MomentumResidual(0, e.dtype, e.device, velocity.momentum)
         memory.velocity = velocity.kept
     memory.residual = e
     memory.compensate(reference.zero_unless_(x, finite), finite)
@@ -182,9 +182,8 @@ def test_what_is_sent_and_kept_in_one_function_is_what_the_steps_send_and_keep(w
 
 @on_a_device
 @pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("given_as", [torch.float32, torch.bfloat16])
-def test_momentum_is_added_in_the_same_function(finite, masking, given_as):
+def test_momentum_is_added_in_the_same_function(finite, given_as):
     from lightning_topk.core.ops import cuda
 
     layout, finite = Layout(70_001, 3), torch.tensor(finite, device=DEVICE)
@@ -192,7 +191,7 @@ def test_momentum_is_added_in_the_same_function(finite, masking, given_as):
     e, x = given("normal", layout.numel)
     x = x.to(given_as)
     kept, moving = e.clone(), given("normal", layout.numel)[1].roll(7)
-    velocity, stepped = (ops.Velocity(moving.clone(), 0.9, masking) for _ in range(2))
+    velocity, stepped = (ops.Velocity(moving.clone(), 0.9) for _ in range(2))
     expected, _ = sent_by_the_reference(kept, x.clone(), finite, layout, codec, None, stepped)
     payload, _ = cuda.send(e, x, finite, layout, codec.format(), None, velocity)
     assert torch.equal(codec.read(payload, e.dtype)[1].nan_to_num(9), codec.read(expected, e.dtype)[1].nan_to_num(9))
@@ -245,6 +244,31 @@ def test_a_gradient_that_is_not_finite_is_announced_and_nothing_is_taken_from_th
         assert codec.read(payload, torch.float32)[1].isnan().all()
         assert torch.equal(e, before)
         assert not x.any()
+
+
+@on_a_device
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
+def test_a_momentum_buffer_catches_up_in_one_pass_as_by_the_reference(decay, dtype, skipped):
+    from lightning_topk.core.ops import cuda
+
+    numel = 70_001
+    buffer, gradient = (each.to(dtype) for each in given("normal", numel))
+    gradient[gradient.abs() < 1.5] = 0
+    x = buffer.roll(7)
+    waited = (torch.arange(numel, device=DEVICE) % 256).clamp(max=254).to(torch.uint8)
+    found, expected = [(buffer.clone(), waited.clone(), torch.empty_like(buffer)) for _ in range(2)]
+    found_inf = None if skipped is None else torch.tensor(skipped, device=DEVICE)
+    assert cuda.can_catch_up(buffer, waited, gradient, x)
+    for version, (b, steps, out) in ((cuda, found), (reference, expected)):
+        version.catch_up_(b, steps, gradient, x, 0.9, 0.5, decay, found_inf, out)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    if skipped:
+        assert torch.equal(found[0], buffer)
+        assert torch.equal(found[1], waited)
 
 
 BEGIN = TopKConfig(0.12, wire="int4")

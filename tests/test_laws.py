@@ -287,18 +287,6 @@ def test_momentum_correction_masking_and_local_clipping_are_dgc(world):
         np.testing.assert_allclose(cluster.step(given[step])[0].numpy(), mean, rtol=1e-4, atol=1e-5)
 
 
-def test_without_masking_the_sum_of_velocities_is_conserved():
-    world, numel = 3, 1000
-    cluster = Cluster(TopKConfig(ratio=0.02, momentum=0.9, momentum_masking=False), world, numel)
-    velocity, produced, delivered = torch.zeros(world, numel), torch.zeros(numel), torch.zeros(numel)
-    for step in range(10):
-        given = torch.stack(gradients(world, numel, step))
-        velocity = 0.9 * velocity + given
-        produced += velocity.mean(0)
-        delivered += cluster.step(list(given))[0]
-    torch.testing.assert_close(delivered + undelivered(cluster), produced, atol=1e-4, rtol=1e-4)
-
-
 def test_residuals_that_follow_the_learning_rate_conserve_the_update():
     world, numel = 3, 1000
     cluster = Cluster(TopKConfig(ratio=0.02, lr_ratio=True), world, numel)

@@ -252,7 +252,7 @@ class Weights(Callback):
 
 
 def test_one_worker_trains_as_without_compression_and_is_told_so(tmp_path):
-    """With Adam, too, which keeps its beta1."""
+    """With Adam, too, which keeps its momentum."""
     found = {}
     for name, strategy in {
         "ours": TopKStrategy(start_method="forkserver"),

@@ -89,7 +89,7 @@ def fit(rank: int, world: int, model=None, ckpt=None, callbacks=(), local: int =
 
 
 STRATEGY = ("ratio", "saving", "wire", "data_parallel_size", "tensor_parallel_size", "residual_checkpoint",
-            "save_distributed_checkpoint", "beta1", "dense_parameters")  # fmt: skip
+            "save_distributed_checkpoint", "adapt_momentum", "dense_parameters")  # fmt: skip
 
 
 def dense(rank: int, world: int, options: dict, offloaded: bool) -> None:
@@ -156,7 +156,12 @@ def test_a_fit_is_monitored_and_another_one_goes_on(groups, tmp_path):
 
 
 def resumed(rank: int, world: int, folder: str, whole: bool, mode: str) -> None:
-    settings = {"ratio": 0.05, "beta1": 0.9, "residual_checkpoint": mode, "save_distributed_checkpoint": not whole}
+    settings = {
+        "ratio": 0.05,
+        "adapt_momentum": False,
+        "residual_checkpoint": mode,
+        "save_distributed_checkpoint": not whole,
+    }
     path = Path(folder) / "run.ckpt"
     trainer, model = fit(rank, world, **settings)
     trainer.save_checkpoint(path)

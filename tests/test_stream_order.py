@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "uncompressed parameters": {"dense_parameters": ("p0",)},
     "residuals of servers": {"error_feedback": "server"},
     "nothing kept": {"error_feedback": False},
-    "momentum": {"momentum": 0.9, "beta1": None},
+    "momentum": {"momentum": 0.9},
     "one exchange": {"scope": "model"},
     "int4": {"wire": "int4"},
     "clipped": {"clip_norm": 1.0},

@@ -1,13 +1,13 @@
-"""Two newer ways to send less, to compare with: DeMo's decoupled momentum, and sparse pseudo-gradients of local steps.
+"""Newer ways to send less, to compare with: DeMo's decoupled momentum, pseudo-gradients of local steps, EF21-SGDM.
 
-Both take the place of the optimizer, so they have learning rates of their own.
+The first two take the place of the optimizer, so they have learning rates of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class LocalSteps(Method):
 
     @override
     def config(self, task: Task) -> TopKConfig:
-        return TopKConfig(saving=max(1.0, self.saving / self.every), beta1=None)
+        return TopKConfig(saving=max(1.0, self.saving / self.every), adapt_momentum=False)
 
     @override
     def train(self, task: Task, seed: int, data: Path | None) -> Run:
@@ -162,7 +162,7 @@ class LocalSteps(Method):
                 (copy.grad,) = problem.gradients(copy, batch[None], generator)
                 if given.clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_([copy], given.clip_norm)
-                optimizer.param_groups[0]["lr"] = given.rate(step / task.steps)
+                optimizer.param_groups[0]["lr"] = given.rate(step, task.steps)
                 optimizer.step()
             if (step + 1) % self.every == 0 or step + 1 == task.steps:
                 theta.grad = cluster.step([theta - copy for copy in copies])[0]
@@ -172,3 +172,47 @@ class LocalSteps(Method):
         run = Run()
         run.conclude(problem, theta, cluster, task.steps)
         return run
+
+
+class Differences(Cluster):
+    """EF21-SGDM (Fatkhullin et al. 2023): every step applies all that is known of the workers' averaged gradients.
+
+    A worker sends of ``v - h``, its averaged gradient less what the servers know of it. That is error feedback on how
+    ``v`` changes, and the servers add up what they receive.
+
+    Args:
+        *args: Arguments of :class:`lightning_topk.simulate.Cluster`.
+        new: Weight of the new gradient in the average, in (0, 1].
+        **kwargs: Likewise.
+    """
+
+    def __init__(self, *args: Any, new: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.new = new
+        self.averages: list[Tensor] = []
+        self.known: list[Tensor] = []
+
+    @override
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0, lr_ratio: float = 1.0) -> list[Tensor]:
+        if not self.averages:
+            self.averages = [torch.zeros_like(gradient) for gradient in gradients]
+            self.known = [torch.zeros_like(gradient) for gradient in gradients]
+        changes = [self.new * (g - v) for g, v in zip(gradients, self.averages, strict=True)]
+        for v, change in zip(self.averages, changes, strict=True):
+            v += change
+        for h, change in zip(self.known, super().step(changes, epoch, lr_ratio), strict=True):
+            h += change
+        return [h.clone() for h in self.known]
+
+
+@dataclass(frozen=True)
+class Averaged(Method):
+    """EF21-SGDM in as many bytes as the default; the optimizer has no momentum of its own."""
+
+    @override
+    def cluster(self, task: Task) -> Callable[..., Cluster]:
+        return partial(Differences, new=0.1)
+
+    @override
+    def optimizer(self, task: Task) -> Optimizer:
+        return replace(task.optimizer, momentum=0.0)

@@ -153,7 +153,7 @@ class FusedLink(Link):
         if measure == NOTHING:
             form, finite, velocity = codec.format(self.delivered), ops.is_finite(x), None
             if isinstance(self.memory, MomentumResidual):
-                velocity = ops.Velocity(self.memory.velocity, self.memory.momentum, self.memory.masking)
+                velocity = ops.Velocity(self.memory.velocity, self.memory.momentum)
             sent = ops.send(self.memory.residual, x, finite, self.layout, form, self.delivered, velocity)
             if sent is not None:
                 return sent[0], LinkStats(sent[1])

@@ -127,23 +127,20 @@ class MomentumResidual(Residual):
     """Error feedback on velocities: momentum correction of Deep Gradient Compression (Lin et al. 2018, section 3.2).
 
     ``u = m u + x``; ``a = v + u``; ``v = a - sent``. Momentum is applied on the worker, before compression, so the
-    optimizer's own momentum must be 0. With masking, ``u`` is zeroed where something was sent, which stops stale
-    momentum.
+    optimizer's own momentum must be 0. ``u`` is zeroed where something was sent (momentum factor masking), which stops
+    stale momentum.
 
     Args:
         numel: Number of elements.
         dtype: dtype of velocity and residual.
         device: Device of velocity and residual.
         momentum: m, in (0, 1).
-        masking: Whether to apply momentum factor masking.
     """
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, momentum: float, masking: bool = True
-    ) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, momentum: float) -> None:
         super().__init__(numel, dtype, device)
         self.velocity = torch.zeros_like(self.residual)
-        self.momentum, self.masking = momentum, masking
+        self.momentum = momentum
 
     @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
@@ -156,9 +153,8 @@ class MomentumResidual(Residual):
     @override
     def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
         super().keep(index, value, sent)
-        if self.masking:
-            # Padding repeats positions with value 0, so a position counts as sent if any of its entries is nonzero.
-            self.velocity.masked_fill_(torch.zeros_like(self.velocity).index_add_(0, index, sent.abs()) > 0, 0)
+        # Padding repeats positions with value 0, so a position counts as sent if any of its entries is nonzero.
+        self.velocity.masked_fill_(torch.zeros_like(self.velocity).index_add_(0, index, sent.abs()) > 0, 0)
 
     @override
     def scale_(self, factor: float) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +143,26 @@ class GPT(nn.Module):
         return self.head(self.blocks(states, mask, is_causal=True))  # type: ignore[no-any-return]
 
 
+class GPT2(nn.Module):
+    """The GPT-2 of Transformers, 0.12 million parameters, without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore[import-not-found, unused-ignore]
+        except ModuleNotFoundError as error:
+            raise SystemExit("This model needs Transformers: pip install transformers.") from error
+        sizes = {"vocab_size": CHARACTERS, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 4}
+        others = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+        config: Any = GPT2Config(**sizes, **others)  # type: ignore[arg-type, unused-ignore]
+        self.inner: nn.Module = GPT2LMHeadModel(config)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
+        return self.inner(x).logits  # type: ignore[no-any-return]
+
+
 DIGIT: Shape = (1, 8, 8)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": partial(mlp, DIGIT, 10, (64,)),
@@ -154,8 +175,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "batch-norm convnet": partial(convnet, BATCH_NORM),
     "char lstm": CharLSTM,
     "gpt": GPT,
+    "gpt2": GPT2,
 }
 """What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), four of
-32 x 32 colour images, two of text."""
-TEXT = ("char lstm", "gpt")
+32 x 32 colour images, three of text."""
+TEXT = ("char lstm", "gpt", "gpt2")
 """The models of text."""

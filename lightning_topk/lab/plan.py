@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +12,8 @@ from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.wire import WireName
 from lightning_topk.lab.commands import add_command, call, need
 from lightning_topk.lab.report import markdown
-from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, saving_at, sentence, table
+from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, sentence, table
 from lightning_topk.planning.costs import CPU, GPU, Links, bytes_per_second, load_costs
-from lightning_topk.planning.quality import sentence as quality
 from lightning_topk.planning.sharded import sharded_forecast, sharded_table
 
 SHARDED = ("model", "module", "params", "nodes", "gpus_per_node", "inter", "saving", "wire")
@@ -77,7 +75,6 @@ def run(
     server_ratio: float | None = None,
     wire: WireName | None = None,
     compute_ms: float = 0.0,
-    steps: int | None = None,
     bucket_cap_mb: float = 25,
     device: Literal["cpu", "cuda"] = "cuda",
     costs: Path | None = None,
@@ -98,7 +95,6 @@ def run(
         server_ratio: Fraction that servers send, with ratios. Default: that of the workers.
         wire: Format of values. Default: int4.
         compute_ms: Time of forward, backward and optimizer, milliseconds.
-        steps: Steps of the run, to be told what can be saved in it without losing quality.
         bucket_cap_mb: Size of DDP's buckets, MiB.
         device: Where gradients live.
         costs: File of constants. Default: the one that ``bench costs`` wrote.
@@ -124,13 +120,9 @@ def run(
     base = TopKConfig(wire=wire)
     found = forecasts(sizes, hardware, amounts, compute, base, bucket_cap_mb)
     asked = found if saving or ratio else [each for each in found if each.config.saving in (None, SAVING)]
-    words = " Pass --steps to see what a saving costs in quality."
-    if steps is not None:
-        at = partial(saving_at, sizes=sizes, hardware=hardware, base=base, bucket_cap_mb=bucket_cap_mb)
-        words = f"\n\n{quality(steps, at)}"
     unsure = ", a guess until `bench costs` has run on a node" if hardware.costs in (CPU, GPU) else ""
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
         f"inside.\nTimes are predictions; constants: {hardware.costs.source}.\n\n"
-        f"{markdown(table(found, compute))}\n\nBy time{unsure}: {sentence(asked, compute, bucket_cap_mb)}{words}"
+        f"{markdown(table(found, compute))}\n\nBy time{unsure}: {sentence(asked, compute, bucket_cap_mb)}"
     )

@@ -22,8 +22,7 @@ from tqdm import tqdm
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab.data import Data, digits, documentation, image_folder
 from lightning_topk.lab.models import MODELS, TEXT
-from lightning_topk.runtime.beta1 import override_beta1
-from lightning_topk.runtime.masking import mask_momentum
+from lightning_topk.runtime.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
 
 K = TypeVar("K", bound=Hashable)
@@ -163,6 +162,7 @@ class Optimizer:
         cosine: Whether the learning rate falls to zero along half a cosine; else it is constant, as in the thesis.
         clip_norm: Norm to which the mean gradient is clipped after the exchange, as ``gradient_clip_val`` does.
         weight_decay: SGD's.
+        warmup: Steps in which the learning rate rises from zero.
     """
 
     lr: float
@@ -171,6 +171,7 @@ class Optimizer:
     cosine: bool = False
     clip_norm: float | None = None
     weight_decay: float = 0.0
+    warmup: int = 0
 
     def make(self, theta: Tensor) -> torch.optim.Optimizer:
         """The optimizer of one flat vector of parameters ``[d]``."""
@@ -178,9 +179,11 @@ class Optimizer:
             return torch.optim.AdamW([theta], self.lr, (self.momentum, 0.999))
         return torch.optim.SGD([theta], self.lr, self.momentum, weight_decay=self.weight_decay)
 
-    def rate(self, progress: float) -> float:
-        """The learning rate after a share ``progress`` of the run, 0 to 1."""
-        return self.lr * (1 + math.cos(math.pi * progress)) / 2 if self.cosine else self.lr
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step of a run of ``steps``."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        return self.lr * (1 + math.cos(math.pi * step / steps)) / 2 if self.cosine else self.lr
 
 
 def train(
@@ -220,13 +223,8 @@ def train(
     names = [name for name, _ in problem.net.named_parameters()]
     skipped = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
     ranks = cluster(config, workers, len(theta), local=local, sizes=sizes, uncompressed=skipped)
-    here = config.on(workers, local)
-    if here.adam_beta1 is not None:
-        override_beta1([stepped], here.adam_beta1, ranks)
-    if here.masks_momentum:
-        if skipped:
-            raise ValueError("momentum_masking=True with dense_parameters is not simulated: leave one of them out.")
-        mask_momentum([stepped], ranks)
+    if config.on(workers, local).adapts_momentum:
+        adapt_momentum([stepped], ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run, last = Run(), optimizer.lr
@@ -235,7 +233,7 @@ def train(
         gradients = problem.gradients(theta, batches, generator)
         if observe is not None:
             run.seen.append(observe(ranks, gradients))
-        rate = optimizer.rate(step / steps)
+        rate = optimizer.rate(step, steps)
         following = last / rate if config.lr_ratio and step else 1.0
         theta.grad, last = ranks.step(gradients, epoch=step // epoch_steps, lr_ratio=following)[0], rate
         run.union.append(int(theta.grad.count_nonzero()))

@@ -56,7 +56,8 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
         {settings}
         residual_checkpoint: The residuals in checkpoints. ``"mean"``: their mean over the workers, 2 x the model size;
             a run can resume with any number of workers. ``"full"``: every worker's residual; a run resumed with the
-            same number of workers is bit-identical. ``"none"``: none are saved, and a run resumes with zero residuals.
+            same number of workers is bit-identical, unless momentum is adapted. ``"none"``: none are saved, and a run
+            resumes with zero residuals.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
             per node.
         start_method: How Lightning starts the processes, as in DDPStrategy.
@@ -79,8 +80,7 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
         error_feedback: bool | Side = True,
         scope: Literal["bucket", "model"] = "bucket",
         momentum: float = 0.0,
-        momentum_masking: bool | None = None,
-        beta1: float | None = None,
+        adapt_momentum: bool = True,
         clip_norm: float | None = None,
         lr_ratio: bool = False,
         saving: float | None = None,

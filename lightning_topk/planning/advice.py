@@ -174,23 +174,6 @@ def _forecast(config: TopKConfig, buckets: Sequence[Sequence[int]], hardware: Ha
     )
 
 
-def saving_at(
-    density: float, sizes: Sequence[int], hardware: Hardware, base: TopKConfig, bucket_cap_mb: float = 25
-) -> float:
-    """How many times fewer bytes than all-reduce ranks send, both ways together, at a constant density.
-
-    Args:
-        density: Fraction of the gradient that workers and servers send.
-        sizes: Elements of each parameter, in the model's order.
-        hardware: Where it trains.
-        base: Other settings.
-        bucket_cap_mb: DDP's.
-    """
-    config = replace(base, ratio=density, saving=None, topology="sharded")
-    sent = volume(config, ddp_buckets(sizes, bucket_cap_mb), hardware.world, local=hardware.ranks)
-    return sent.dense / (sent.uplink + sent.downlink)
-
-
 def recommend(found: Sequence[Forecast]) -> Forecast:
     """The one to use: of those that take at most 5 % more time than the fastest, the one that sends the most.
 

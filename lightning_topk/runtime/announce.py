@@ -50,9 +50,9 @@ def remarks(
             return [f"lightning_topk: there is one {peer} only, so nothing is sent and nothing is compressed."]
         where = f"topology={given.topology!r}" + " on one node" * given.compresses
         return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
-    if config.adam_beta1 is not None and not has_optimizers:
+    if config.adapts_momentum and not has_optimizers:
         return [
-            "lightning_topk: attach was called without optimizer=. If it is torch's Adam or AdamW, pass it: with "
-            "saving= it should step with a beta1 of 0 (the guide on learning)."
+            "lightning_topk: attach was called without optimizer=, so its momentum is not adapted to compression, and "
+            "training may end behind DDP's. Pass optimizer=, or adapt_momentum=False to silence this."
         ]
     return []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement
@@ -89,16 +89,14 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
         return
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            overridden = config.adam_beta1 is not None and isinstance(optimizer, Adam)
-            own = group.get("momentum") or (config.adam_beta1 if overridden else (group.get("betas") or (0,))[0])
+            own = group.get("momentum") or (group.get("betas") or (0,))[0]
             if own:
                 raise ValueError(
                     f"momentum={config.momentum!r} is applied on the workers, before compression, but "
                     f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
                     "torch.optim.SGD(..., momentum=0) or AdamW(..., betas=(0, 0.999)), or remove momentum= from the "
-                    "strategy. With torch's Adam or AdamW, you can also pass beta1=0 to the strategy. If you made the "
-                    "optimizer without momentum, a checkpoint or a scheduler such as OneCycleLR (cycle_momentum=False) "
-                    "has set it."
+                    "strategy. If you made the optimizer without momentum, a checkpoint or a scheduler such as "
+                    "OneCycleLR (cycle_momentum=False) has set it."
                 )
 
 

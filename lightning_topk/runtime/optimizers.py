@@ -1,26 +1,23 @@
-"""What the exchange needs of the user's optimizers: momentum, beta1, learning rates, and which steps are skipped."""
+"""What the exchange needs of the user's optimizers: momentum, learning rates, and which steps are skipped."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Endpoint
-from lightning_topk.runtime.beta1 import Beta1, override_beta1
 from lightning_topk.runtime.checks import check_momentum
-from lightning_topk.runtime.masking import Masking, mask_momentum
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.skipped_steps import ScalerSteps, Undo
 
-HEAVY = 0.9
-"""SGD's momentum from which on a smaller one is advised."""
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Gives the optimizers, which may be made later, or be replaced."""
 
@@ -85,7 +82,7 @@ class Optimizers:
         return scale
 
     def follow(self, compressed: Collection[Tensor] | None) -> None:
-        """Checks the optimizers. If they are new: overrides beta1, masks momentum, watches the scaler's steps.
+        """Checks the optimizers. If they are new: adapts their momentum, watches the scaler's steps.
 
         Args:
             compressed: The parameters that are compressed; None if they are not known.
@@ -100,42 +97,13 @@ class Optimizers:
         if same and parameters == self._parameters:
             return
         self.release()
-        beta1, asked = self._config.adam_beta1, self._config.beta1 is not None
-        if beta1 is not None:
-            for message in override_beta1(now, beta1, self, compressed, asked):
+        if self._config.adapts_momentum:
+            for message in adapt_momentum(now, self, compressed):
                 self._say(message)
-        elif self._config.averages and any(isinstance(each, Adam) and each.param_groups[0]["betas"][0] for each in now):
-            when = "If gradients are compressed, " * self._config.automatic
-            self._say(
-                f"lightning_topk: {when}error feedback averages gradients over time, and Adam's beta1 averages them "
-                "again. beta1=0 often learns better (the guide on learning). To keep the optimizer's own and silence "
-                "this, pass it as beta1=."
-            )
-        if self._config.masks_momentum:
-            for message in mask_momentum(now, self, compressed):
-                self._say(message)
-        elif self._config.averages and not self._config.automatic and self._config.momentum_masking is None:
-            self._advise_on_momentum([*_with_momentum(now, compressed)])
         if self._scaler is not None:
             ScalerSteps.of(self._scaler).watch(now)
             self._residuals.forget_steps()
         self._known, self._parameters = [*map(ref, now)], parameters
-
-    def _advise_on_momentum(self, stepped: Sequence[tuple[float, Tensor]]) -> None:
-        """Says what learned better, where an SGD with much momentum updates parameters."""
-        heavy = [parameter for momentum, parameter in stepped if momentum >= HEAVY]
-        if any(parameter.ndim >= 4 for parameter in heavy):
-            self._say(
-                "lightning_topk: convolutional nets that SGD trains with a momentum of 0.9 learned better on CIFAR-10 "
-                "with momentum_masking=True in runs of up to ten epochs, and with a momentum of 0.5 at the same "
-                "lr / (1 - momentum) in longer runs (the guide on learning). momentum_masking=False silences this."
-            )
-        elif heavy:
-            self._say(
-                "lightning_topk: error feedback averages gradients over time, and SGD's momentum averages them again. "
-                "A momentum of 0.5 at the same lr / (1 - momentum) often learns better (the guide on learning). "
-                "momentum_masking=False silences this."
-            )
 
     def advance_learning_rates(self) -> float:
         """Notes this step's learning rates; called once in a backward pass.
@@ -172,17 +140,5 @@ class Optimizers:
         return lambda end: Undo(end, bucket, steps, optimizers)
 
     def release(self) -> None:
-        """Leaves the optimizers' momentum and beta1 to themselves again."""
-        for requests in (Beta1, Masking):
-            requests.withdraw(self._followed, self)
-
-
-def _with_momentum(
-    optimizers: Sequence[Optimizer], compressed: Collection[Tensor] | None
-) -> Iterator[tuple[float, Tensor]]:
-    """The compressed parameters that an SGD with momentum updates, and that momentum."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
-            for parameter in group["params"] if group["momentum"] else ():
-                if compressed is None or parameter in compressed:
-                    yield group["momentum"], parameter
+        """Leaves the optimizers' momentum to themselves again."""
+        AdaptedMomentum.release(self._followed, self)

@@ -95,9 +95,10 @@ class ExchangeState(Reporting):
         Raises:
             RuntimeError: The state was closed, or parameters are to be told apart and their names are not known.
         """
-        if (self.config.dense_parameters or self.config.masks_momentum) and not self.names:
-            setting = "dense_parameters" if self.config.dense_parameters else "momentum_masking"
-            raise RuntimeError(f"{setting} needs the parameters' names; make the state with lightning_topk.attach.")
+        if self.config.dense_parameters and not self.names:
+            raise RuntimeError(
+                "dense_parameters needs the parameters' names; make the state with lightning_topk.attach."
+            )
         groups = self._open_groups()
         if self._lane is None:
             self._lane = lane_for(device, abreast=1 if groups.twin is None else 2)
@@ -304,9 +305,5 @@ def _check_arguments(
         return
     if config.lr_ratio:
         raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
-    if config.beta1 is not None:
-        raise ValueError(f"beta1={config.beta1!r} overrides the optimizer's own: pass optimizer= to attach.")
-    if config.masks_momentum:
-        raise ValueError("momentum_masking=True masks the optimizer's momentum: pass optimizer= to attach.")
     if scaler is not None and scaler.is_enabled():
         raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")

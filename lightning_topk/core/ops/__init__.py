@@ -26,14 +26,12 @@ class Velocity(NamedTuple):
     """A worker's momentum, see :class:`lightning_topk.core.memory.MomentumResidual`.
 
     Attributes:
-        kept: ``[numel]``, the velocity.
+        kept: ``[numel]``, the velocity; becomes zero where something is sent.
         momentum: By how much it is multiplied before a gradient is added.
-        masking: Whether it becomes zero where something is sent.
     """
 
     kept: Tensor
     momentum: float
-    masking: bool
 
 
 @cache
@@ -159,3 +157,33 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     version = (fast(code.device) if code.device.type == "cpu" else None) or reference
     index: Tensor = version.elias_fano_decode(code, universe, k, low)
     return index
+
+
+def catch_up_(
+    buffer: Tensor,
+    waited: Tensor,
+    gradient: Tensor,
+    x: Tensor,
+    momentum: float | Tensor,
+    weight: float | Tensor,
+    decay: float,
+    skipped: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Steps a momentum buffer; see :func:`lightning_topk.core.ops.reference.catch_up_`."""
+    version: Any = fast(buffer.device) if buffer.device.type == "cuda" and not isinstance(momentum, Tensor) else None
+    if version is None or not version.can_catch_up(buffer, waited, gradient, x, out):
+        version = reference
+    version.catch_up_(buffer, waited, gradient, x, momentum, weight, decay, skipped, out)
+
+
+def sgd_step_(x: Tensor, gradient: Tensor, buffer: Tensor, waited: Tensor, **options: float) -> bool:
+    """Takes a whole step of SGD; see ``cpu.sgd_step_``. False, and nothing is done, where there is no such function."""
+    version = _cpu(x)
+    return version is not None and bool(version.sgd_step_(x, gradient, buffer, waited, **options))
+
+
+def adam_step_(x: Tensor, gradient: Tensor, buffer: Tensor, square: Tensor, waited: Tensor, **options: float) -> bool:
+    """Takes a whole step of Adam; see ``cpu.adam_step_``. False, and nothing is done, where there is none."""
+    version = _cpu(x)
+    return version is not None and bool(version.adam_step_(x, gradient, buffer, square, waited, **options))

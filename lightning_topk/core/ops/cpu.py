@@ -5,14 +5,16 @@ They take float32, contiguous. Their time is one pass over memory, and some nano
 
 from __future__ import annotations
 
+import math
 import random
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import Format, Layout
-from lightning_topk.core.ops import Velocity, loops, reference
+from lightning_topk.core.ops import Velocity, loops, reference, steps
 from lightning_topk.core.ops.loops import SAMPLE as SAMPLE
 
 _salts = random.Random()  # of samples: the selection does not depend on them
@@ -203,3 +205,107 @@ def _salt() -> np.uint64:
 def _check(found: int, k: int) -> None:
     if found != k:
         raise ValueError(f"a payload holds {found} positions instead of {k}: it was damaged.")
+
+
+def sgd_step_(
+    x: Tensor,
+    gradient: Tensor,
+    buffer: Tensor,
+    waited: Tensor,
+    *,
+    momentum: float,
+    weight: float,
+    lr: float,
+    decay: float,
+    nesterov: bool,
+    maximize: bool,
+) -> bool:
+    """Takes a step of ``torch.optim.SGD`` by the rule of :mod:`lightning_topk.runtime.momentum`.
+
+    Args:
+        x: The parameter, of any shape, float32; updated.
+        gradient: Of the same shape, float32.
+        buffer: The momentum buffer, of the same shape, float32; updated.
+        waited: Of the same shape, uint8; see :func:`lightning_topk.core.ops.reference.catch_up_`.
+        momentum: m, in (0, 1).
+        weight: 1 - dampening.
+        lr: Learning rate.
+        decay: Weight decay, which is added to the gradient.
+        nesterov: Whether the step looks ahead.
+        maximize: Whether the objective is maximised.
+
+    Returns:
+        Whether the step was taken: not for other dtypes, or where the tensors do not have the same order in memory.
+    """
+    arrays = _flat(x, gradient, buffer, waited)
+    if arrays is None:
+        return False
+    shrink = lr * weight * decay / (1 - momentum)
+    numbers = _float32(momentum, weight, lr, decay, shrink)
+    steps.sgd_step(*arrays, *_powers(momentum), *numbers, nesterov, np.float32(-1 if maximize else 1))
+    return True
+
+
+def adam_step_(
+    x: Tensor,
+    gradient: Tensor,
+    buffer: Tensor,
+    square: Tensor,
+    waited: Tensor,
+    *,
+    betas: tuple[float, float],
+    step: float,
+    lr: float,
+    eps: float,
+    decay: float,
+    maximize: bool,
+) -> bool:
+    """Takes a step of ``torch.optim.Adam`` or ``AdamW`` by the rule of :mod:`lightning_topk.runtime.momentum`.
+
+    Arguments and result are those of :func:`sgd_step_`, but for:
+
+    Args:
+        x: See there.
+        gradient: See there.
+        buffer: The first moment, of the same shape, float32; updated.
+        square: The second moment, of the same shape, float32; updated.
+        waited: See there.
+        betas: How much of the first and of the second moment a step keeps.
+        step: Number of this step, from 1 on.
+        lr: See there.
+        eps: What is added to the root of the second moment.
+        decay: Decoupled weight decay.
+        maximize: See there.
+    """
+    arrays = _flat(x, gradient, buffer, square, waited)
+    if arrays is None:
+        return False
+    beta1, beta2 = betas
+    size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    numbers = _float32(beta1, 1 - beta1, beta2, 1 - beta2, size, root, eps, lr * decay, -1 if maximize else 1)
+    steps.adam_step(*arrays, *_powers(beta1), *numbers)
+    return True
+
+
+def _flat(*tensors: Tensor) -> list[np.ndarray] | None:
+    """Tensors of one shape in the order of their memory; None if they differ in that, or one is of another dtype."""
+    first = tensors[0]
+    dense = first.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense(first)
+    same = all(
+        (each.shape, each.stride(), each.device) == (first.shape, first.stride(), first.device) for each in tensors
+    )
+    floats = all(each.dtype == torch.float32 for each in tensors[:-1])
+    if not (dense and same and floats):
+        return None
+    return [each.as_strided((each.numel(),), (1,)).numpy() for each in tensors]
+
+
+@cache
+def _powers(momentum: float) -> tuple[np.ndarray, np.ndarray]:
+    """m^d, and m + ... + m^d, for d steps waited, 0 to 254."""
+    faded = momentum ** np.arange(255.0)
+    return faded.astype(np.float32), (momentum * (1 - faded) / (1 - momentum)).astype(np.float32)
+
+
+def _float32(*numbers: float) -> list[np.float32]:
+    return [np.float32(number) for number in numbers]

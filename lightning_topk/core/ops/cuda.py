@@ -87,7 +87,7 @@ def send(
         kernels.write[grid](
             e, finite, e if velocity is None else velocity.kept, index, value, payload, k, layout.numel, shards,
             form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, ROUNDED[delivered],
-            velocity is not None and velocity.masking, SLOTS, BLOCK, num_warps=8, **EXACT,
+            velocity is not None, SLOTS, BLOCK, num_warps=8, **EXACT,
         )  # fmt: skip
         kernels.mark[grid](index, words, k, form.nbytes // 4, 8 * begin, form.low, SLOTS, **EXACT)
     words[:, -1] = form.check - words.sum(dim=1, dtype=torch.int32)
@@ -136,6 +136,35 @@ def is_finite(x: Tensor) -> Tensor:
     with torch.cuda.device_of(x):
         kernels.is_finite[(triton.cdiv(x.numel(), TILE),)](x, finite, x.numel(), TILE, **EXACT)
     return finite
+
+
+def can_catch_up(*tensors: Tensor) -> bool:
+    """Whether :func:`catch_up_` supports these tensors: of one shape, and in one order of memory without gaps."""
+    first = tensors[0]
+    same = all((each.shape, each.stride()) == (first.shape, first.stride()) for each in tensors)
+    dense = torch.ops.aten.is_non_overlapping_and_dense(first)
+    return same and dense and all(each.dtype in (*ROUNDED, torch.uint8) for each in tensors)
+
+
+def catch_up_(
+    buffer: Tensor,
+    waited: Tensor,
+    gradient: Tensor,
+    x: Tensor,
+    momentum: float,
+    weight: float,
+    decay: float,
+    skipped: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The same as :func:`lightning_topk.core.ops.reference.catch_up_`, in one pass: at most 18 bytes an entry."""
+    flat = [each.as_strided((each.numel(),), (1,)) for each in (buffer, waited, gradient, x, out)]
+    grid = (triton.cdiv(buffer.numel(), SLOTS),)
+    with torch.cuda.device_of(buffer):
+        kernels.catch_up[grid](
+            *flat, buffer if skipped is None else skipped, buffer.numel(), momentum, weight, math.log2(momentum),
+            1 / (1 - momentum), decay, decay != 0, skipped is not None, SLOTS, **EXACT,
+        )  # fmt: skip
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:

@@ -193,13 +193,13 @@ def _compared(value, threshold, row, tile, room, TILE: tl.constexpr):
 @launched
 def write(
     e, finite, velocity, index, value, payload, k, numel, shards, limit, value_bytes, begin_high, nbytes,
-    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, MASKING: tl.constexpr,
+    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, MOMENTUM: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes values and low parts to the payloads, and keeps in ``e`` what receivers will not decode.
 
     If not ``finite``, all values on the wire are NaN, and nothing is taken from ``e``. DELIVERED: the bits of the
-    receiver's dtype, if its rounding is to be kept too: 16 for float16, 17 for bfloat16; else 0. With MASKING
+    receiver's dtype, if its rounding is to be kept too: 16 for float16, 17 for bfloat16; else 0. With MOMENTUM
     ``velocity`` is cleared where something is sent.
     """
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
@@ -254,7 +254,7 @@ def write(
     taken = tl.where(whole, found, 0.0) != 0
     flat = _flat(position, row, numel, shards, BLOCK)
     tl.store(e + flat, rest, mask=inside & taken)
-    if MASKING:
+    if MOMENTUM:
         tl.store(velocity + flat, tl.zeros_like(rest), mask=inside & taken & (arrives != 0))
     if LOW > 0:
         octet = tl.arange(0, SLOTS // 8)
@@ -366,3 +366,32 @@ def _bf16_at(start, slot, wanted):
     at = start + slot.to(tl.int64) * 2
     first = tl.load(at, mask=wanted, other=0).to(tl.int32)
     return _from_bf16(first | tl.load(at + 1, mask=wanted, other=0).to(tl.int32) << 8)
+
+
+@launched
+def catch_up(
+    buffer, waited, gradient, x, out, skipped, numel, momentum, weight, log_momentum, reach, decay,
+    DECAY: tl.constexpr, SKIPPABLE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Steps a momentum buffer, see ``reference.catch_up_``. ``reach``: 1 / (1 - momentum); the logarithm is binary."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < numel
+    given = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(buffer + at, mask=inside, other=0.0).to(tl.float32)
+    steps = tl.load(waited + at, mask=inside, other=0)
+    here = inside & (given != 0)
+    still = tl.zeros((TILE,), tl.float32)
+    if DECAY:
+        parameter = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        given += decay * parameter
+        still = weight * decay * reach * parameter
+    counted = steps + (steps < 254).to(tl.uint8)
+    if SKIPPABLE:
+        taken = tl.load(skipped) == 0
+        here = tl.where(taken, here, False)
+        counted = tl.where(taken, counted, steps)
+    v = momentum * b + weight * given
+    faded = tl.exp2(steps.to(tl.float32) * log_momentum)
+    tl.store(out + at, tl.where(here, b + (1.0 - faded) * reach * v, still), mask=inside)
+    tl.store(buffer + at, faded * v, mask=here)
+    tl.store(waited + at, tl.where(here, 0, counted).to(tl.uint8), mask=inside)

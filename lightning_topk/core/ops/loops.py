@@ -48,7 +48,7 @@ class Deal(NamedTuple):
     shard_size: int
 
 
-def _compiled(function):
+def compiled(function):
     """Compiles a function when it is first called, without the GIL, and keeps the result on disk if it can."""
     try:
         return njit(nogil=True, error_model="numpy", cache=True)(function)
@@ -57,7 +57,7 @@ def _compiled(function):
 
 
 @intrinsic
-def _trailing_zeros(_, word):
+def trailing_zeros(_, word):
     """The number of zeros below the lowest set bit of a uint64 that is not zero."""
 
     def generate(context, builder, signature, arguments):
@@ -94,7 +94,7 @@ def _prefetch(_, array, index):
     return types.void(array, types.intp), generate
 
 
-@_compiled
+@compiled
 def send(e, x, deal, form, salt, payloads):
     """A worker's or a server's side of a link; returns how many of the entries sent are not zero."""
     places, values = add_and_select(e, x, deal, form.kept, salt)
@@ -119,7 +119,7 @@ def send(e, x, deal, form, salt, payloads):
     return selected
 
 
-@_compiled
+@compiled
 def add_and_select(e, x, deal, k, salt):
     """The k largest magnitudes of every shard of ``e + x``: places and values, ``[shards, >= k]``. ``x`` may be empty.
 
@@ -147,7 +147,7 @@ def add_and_select(e, x, deal, k, salt):
     return places, values
 
 
-@_compiled
+@compiled
 def sampled_threshold(e, x, deal, k, salt):
     """A magnitude above zero that slightly more than k entries of each shard should reach."""
     # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
@@ -166,7 +166,17 @@ def sampled_threshold(e, x, deal, k, salt):
     return LEAST if rank > len(sample) else max(LEAST, kth_largest(sample, rank, np.float32(0))[0])
 
 
-@_compiled
+@compiled
+def marked(words, w):
+    """64 bytes of 0 or 1, the eight words from the w-th eight on, as the bits of one word."""
+    word = np.uint64(0)
+    for i in range(8):
+        octet = (words[8 * w + i] * np.uint64(0x0102040810204080)) >> np.uint64(56)
+        word |= octet << np.uint64(8 * i)
+    return word
+
+
+@compiled
 def scan(e, x, deal, k, least, places, values, counts):
     """Adds ``x`` and clears it, or only reads if it is empty; appends to each shard what reaches its ``least``."""
     marks = np.zeros(BLOCK, np.uint8)
@@ -190,12 +200,9 @@ def scan(e, x, deal, k, least, places, values, counts):
             for i in range(length):
                 marks[i] = np.uint8(abs(kept[i]) >= threshold)
         for w in range((length + 63) // 64):
-            word = np.uint64(0)
-            for i in range(8):  # eight bytes of 0 or 1 become eight bits
-                octet = (words[8 * w + i] * np.uint64(0x0102040810204080)) >> np.uint64(56)
-                word |= octet << np.uint64(8 * i)
+            word = marked(words, w)
             while word:
-                i = 64 * w + np.int64(_trailing_zeros(word))
+                i = 64 * w + np.int64(trailing_zeros(word))
                 place[n], value[n] = turn + i, kept[i]
                 n += 1
                 word &= word - np.uint64(1)
@@ -209,7 +216,7 @@ def scan(e, x, deal, k, least, places, values, counts):
             turn += block
 
 
-@_compiled
+@compiled
 def keep_largest(places, values, n, k, least):
     """Moves the k largest of n candidates to the front, in their order; of equal ones, the first. Returns the least."""
     cut, ties = kth_largest(values[:n], k, least)
@@ -223,7 +230,7 @@ def keep_largest(places, values, n, k, least):
     return cut
 
 
-@_compiled
+@compiled
 def kth_largest(values, k, least):
     """The k-th largest magnitude, and how many of just this one are among the k largest.
 
@@ -268,7 +275,7 @@ def kth_largest(values, k, least):
             width += 1
 
 
-@_compiled
+@compiled
 def fill(places, values, n, k):
     """Inserts the first positions that are not among the n, with the value 0, so that there are k."""
     had, were = np.empty(n, np.int32), np.empty(n, np.float32)
@@ -286,7 +293,7 @@ def fill(places, values, n, k):
             zeros -= 1
 
 
-@_compiled
+@compiled
 def over_threshold(row, deal, threshold, k):
     """Ascending positions of the entries whose magnitude reaches a threshold; the k largest if more than k do."""
     room = min(k + k // 4, deal.shard_size) + 2 * BLOCK
@@ -299,7 +306,7 @@ def over_threshold(row, deal, threshold, k):
     return places[0, : min(k, counts[0])]
 
 
-@_compiled
+@compiled
 def count_reaching(row, threshold):
     """How many entries have a magnitude that reaches a threshold."""
     found = 0
@@ -311,14 +318,14 @@ def count_reaching(row, threshold):
     return found
 
 
-@_compiled
+@compiled
 def bf16(number):
     """The bits of a finite number, rounded to bfloat16, to even."""
     bits = _bits_of(number)
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
-@_compiled
+@compiled
 def write_values(values, begin, form, integers, payload):
     """Writes the group of values that begins at entry ``begin``, and replaces it by what arrives."""
     n, largest = len(values), np.float32(form.largest)
@@ -337,7 +344,7 @@ def write_values(values, begin, form, integers, payload):
         write_integers(values, begin, form, largest, integers, payload)
 
 
-@_compiled
+@compiled
 def write_integers(values, begin, form, largest, integers, payload):
     """A scale, and integers: :class:`lightning_topk.core.wire.BlockWire`."""
     n, top = len(values), np.float32((1 << form.bits - 1) - 1)
@@ -365,7 +372,7 @@ def write_integers(values, begin, form, largest, integers, payload):
     payload[at], payload[at + 1] = np.uint8(scale & np.uint32(255)), np.uint8(scale >> np.uint32(8))
 
 
-@_compiled
+@compiled
 def read_values(payload, form, values):
     """Reads all values of a payload; returns whether they are finite."""
     infinite = 0
@@ -398,7 +405,7 @@ def read_values(payload, form, values):
     return infinite == 0
 
 
-@_compiled
+@compiled
 def write_positions(places, low, code):
     """Writes ascending positions in the Elias-Fano code, a group's low parts as ``low`` whole words."""
     k, mask = len(places), (np.int64(1) << low) - 1
@@ -429,7 +436,7 @@ def write_positions(places, low, code):
         code[i] = octets[i - low_bytes]
 
 
-@_compiled
+@compiled
 def read_positions(code, universe, low, places):
     """Reads positions; returns how many there were, which is ``len(places)`` unless the code was damaged."""
     k, mask = len(places), (np.uint64(1) << np.uint64(low)) - np.uint64(1)
@@ -445,7 +452,7 @@ def read_positions(code, universe, low, places):
         word = highs[w]
         while word:
             if n < k:
-                high = 64 * w + np.int64(_trailing_zeros(word)) - n
+                high = 64 * w + np.int64(trailing_zeros(word)) - n
                 shift = np.uint64(at & 63)
                 bits = lows[at >> 6] >> shift | (lows[(at >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - shift)
                 places[n] = min((high << low) | np.int64(bits & mask), universe - 1)
@@ -455,7 +462,7 @@ def read_positions(code, universe, low, places):
     return n
 
 
-@_compiled
+@compiled
 def seal(payload, form):
     """Pads a payload, and writes the check word."""
     payload[form.value_bytes + form.index_bytes :] = 0
@@ -466,7 +473,7 @@ def seal(payload, form):
     words[-1] = np.uint32(form.check) - total
 
 
-@_compiled
+@compiled
 def add_at(out, deal, places, values):
     """Adds values ``[shards, k]`` at ascending places in each shard; the padding's, which are 0, to the last element.
 

@@ -295,3 +295,42 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     placed = torch.zeros(rows, k + 1, dtype=torch.int64, device=code.device).scatter_(1, slot, position)
     high = placed[:, :k] - torch.arange(k, device=code.device)
     return (high << low) + lows
+
+
+def catch_up_(
+    buffer: Tensor,
+    waited: Tensor,
+    gradient: Tensor,
+    x: Tensor,
+    momentum: float | Tensor,
+    weight: float | Tensor,
+    decay: float,
+    skipped: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.momentum`.
+
+    Args:
+        buffer: An optimizer's momentum buffer, of any shape, b. Where the gradient is not zero it becomes m^d v, with
+            v = m b + a g and d steps waited; elsewhere it stays.
+        waited: Of the same shape, uint8: how many steps each entry has waited since its last delivery, at most 254.
+            Becomes zero where the gradient is not zero, and counts one more elsewhere.
+        gradient: Of the same shape, any dtype: the gradient as the optimizer uses it, without weight decay.
+        x: Of the same shape, the parameter.
+        momentum: m, in (0, 1); a number or a scalar.
+        weight: a, what the optimizer multiplies a gradient by before it adds it to the buffer; a number or a scalar.
+        decay: By what the optimizer multiplies ``x`` to add it to the gradient.
+        skipped: Scalar, not zero where the optimizer skips the step: then buffer and steps stay. None if it does not.
+        out: Of the buffer's shape and dtype; becomes the buffer with which the optimizer's own step moves each entry as
+            the rule says: b + (1 + ... + m^(d-1)) v where the gradient is not zero, a decay x / (1 - m) elsewhere.
+    """
+    taken = torch.ones((), dtype=torch.bool, device=buffer.device) if skipped is None else skipped == 0
+    delivered = (gradient != 0) & taken
+    wide = torch.promote_types(buffer.dtype, torch.float32)
+    b, given, parameter = buffer.to(wide), gradient.to(wide), x.to(wide)
+    v = momentum * b + weight * (given + decay * parameter if decay else given)
+    faded = momentum ** waited.float()
+    still = weight * decay / (1 - momentum) * parameter if decay else 0.0
+    out.copy_(torch.where(delivered, b + (1 - faded) / (1 - momentum) * v, still))
+    buffer.copy_(torch.where(delivered, faded * v, b))
+    waited.add_((waited < 254) & taken).masked_fill_(delivered, 0)

@@ -1,8 +1,8 @@
-"""How far can you go: final quality over saving, for runs of several lengths, models and optimizers.
+"""How far can you go: final quality by saving, for runs of several lengths, models and optimizers.
 
-Every run is held against dense training of as many steps with the same seed, batches and hyper-parameters; one with a
-smaller momentum against dense training with a momentum of 0.9 at the same lr / (1 - momentum). Runs are appended to
-``saving-curves.jsonl`` as they end, the most useful first; an interrupted command goes on where it stopped.
+Every run is held against dense training of as many steps with the same seed, batches and hyper-parameters, those of the
+optimizer included. Runs are appended to ``saving-curves.jsonl`` as they end, the most useful first; an interrupted
+command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -10,33 +10,49 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_topk.config import SAVING, TopKConfig, check_count
-from lightning_topk.lab.models import MODELS, TEXT
+from lightning_topk.lab.models import TEXT
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, resume, train
-from lightning_topk.planning.quality import Point, enough, fit
-from lightning_topk.saving import with_ratio
+from lightning_topk.systems import presets
 
-WORKERS = 8
-SAVINGS = (50, 200, 1000, 25, 100, 400, 10)
-"""Savings, the most useful first."""
-LENGTHS = (300, 1000, 3000, 10_000)
-MASKED = " masked"
-"""How the name of an optimizer ends that has its momentum masked."""
-SMALLER = " 0.5"
-"""How the name of SGD ends, then, with that momentum."""
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {},
-    "SGD 0.5": {"momentum": 0.5},
-    "SGD decay": {"weight_decay": 5e-4},
-    "AdamW": {"adamw": True},
+AMOUNTS = (50, 150, 0.001)
+"""What is sent, the most useful first: a saving, or a ratio where it is below 1."""
+LENGTHS = (300, 1000, 3000, 10_000, 30_000)
+
+
+class Way(NamedTuple):
+    """One way to step: changes to SGD with a momentum of 0.9.
+
+    Attributes:
+        steps: Fields of :class:`lightning_topk.lab.training.Optimizer`.
+        settings: Settings of the exchange.
+        lr: By what the learner's rate is multiplied.
+        baseline: The way of dense training that it is held against; empty for its own.
+    """
+
+    steps: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+    lr: float = 1.0
+    baseline: str = ""
+
+
+WAYS: dict[str, Way] = {
+    "SGD": Way(),
+    "SGD decay": Way({"weight_decay": 5e-4}),
+    "SGD not adapted": Way(settings={"adapt_momentum": False}, baseline="SGD"),
+    "DGC": Way({"momentum": 0.0}, presets["dgc"], baseline="SGD"),
+    "AdamW": Way({"adamw": True}),
+    "AdamW, 3 lr": Way({"adamw": True}, lr=3.0),
+    "AdamW, lr / 3": Way({"adamw": True}, lr=1 / 3),
+    "AdamW not adapted": Way({"adamw": True}, {"adapt_momentum": False}, baseline="AdamW"),
 }
-"""In what they differ from SGD with a momentum of 0.9."""
+"""By name; ``decay`` is a weight decay of 0.0005, ``DGC`` the preset, whose density falls in the first epochs."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +61,20 @@ class Learner:
 
     Attributes:
         model: A key of :data:`lightning_topk.lab.models.MODELS`.
-        optimizer: ``"SGD"``, with momentum 0.9; ``"SGD 0.5"``, with momentum 0.5 at the same lr / (1 - momentum);
-            ``"SGD decay"``, with momentum 0.9 and a weight decay of 0.0005; or ``"AdamW"``. With ``" masked"`` behind
-            it: with ``momentum_masking=True``. Text is clipped at a norm of 1.
-        lr: Peak learning rate.
+        optimizer: A key of :data:`WAYS`.
+        lr: Peak learning rate of dense training with this kind of optimizer.
         batch: Examples of each worker in a step.
+        workers: Simulated workers.
+        warmup: Steps in which the learning rate rises, to stay constant then; 0 for the cosine. Text is clipped at a
+            norm of 1.
     """
 
     model: str
     optimizer: str
     lr: float
     batch: int
+    workers: int = 8
+    warmup: int = 0
 
     @property
     def name(self) -> str:
@@ -69,52 +88,73 @@ class Learner:
 
     def stepped(self) -> Optimizer:
         """The optimizer."""
-        made = Optimizer(self.lr, 0.9, cosine=True, clip_norm=1.0 if self.text else None)
-        return replace(made, **OPTIMIZERS[self.optimizer.removesuffix(MASKED)])
+        way, clip = WAYS[self.optimizer], 1.0 if self.text else None
+        made = Optimizer(self.lr * way.lr, 0.9, cosine=not self.warmup, clip_norm=clip, warmup=self.warmup)
+        return replace(made, **way.steps)
+
+    def config(self, amount: float) -> TopKConfig:
+        """The settings with which so much is sent; zero is dense training."""
+        if not amount:
+            return TopKConfig().dense
+        return TopKConfig(**{"saving" if amount >= 1 else "ratio": amount} | dict(WAYS[self.optimizer].settings))
 
 
+def _learners(model: str, batch: int, rates: Mapping[str, float], ways: Sequence[str], **more: int) -> list[Learner]:
+    """The learners of one model; ``rates`` are those of dense training with SGD and AdamW."""
+    return [Learner(model, way, rates[way.replace(",", " ").split()[0]], batch, **more) for way in ways]
+
+
+SGDS, ADAMS = ("SGD", "SGD not adapted"), ("AdamW", "AdamW, 3 lr", "AdamW, lr / 3", "AdamW not adapted")
 LEARNERS = (
-    Learner("wide mlp", "SGD", 0.1, 10),
-    Learner("wide mlp", "AdamW", 0.01, 10),
-    Learner("cnn", "SGD", 0.1, 10),
-    Learner("cnn", "AdamW", 0.01, 10),
-    Learner("char lstm", "AdamW", 0.02, 4),
-    Learner("gpt", "AdamW", 0.01, 4),
-    Learner("char lstm", "SGD", 1.0, 4),
-    Learner("gpt", "SGD", 0.3, 4),
-    Learner("char lstm", "SGD 0.5", 5.0, 4),
-    Learner("gpt", "SGD 0.5", 1.5, 4),
+    *_learners("wide mlp", 10, {"SGD": 0.1, "AdamW": 0.01}, (*SGDS, *ADAMS)),
+    *_learners("cnn", 10, {"SGD": 0.1, "AdamW": 0.01}, (*SGDS, *ADAMS)),
+    *_learners("char lstm", 4, {"SGD": 1.0, "AdamW": 0.02}, (*SGDS, *ADAMS)),
+    *_learners("gpt", 4, {"SGD": 0.3, "AdamW": 0.01}, (*SGDS, *ADAMS)),
+    *_learners("gpt2", 8, {"AdamW": 0.003}, ("AdamW", "AdamW not adapted"), workers=2, warmup=20),
 )
+CONVNET = {"SGD": 0.05, "DGC": 0.05, "AdamW": 0.003}
 IMAGES = (
-    Learner("convnet", "SGD", 0.05, 16),
-    Learner("convnet", "SGD 0.5", 0.25, 16),
-    Learner("convnet", "SGD 0.5 masked", 0.25, 16),
-    Learner("convnet", "SGD masked", 0.05, 16),
-    Learner("convnet", "SGD decay", 0.05, 16),
-    Learner("convnet", "SGD decay masked", 0.05, 16),
-    Learner("convnet", "AdamW", 0.003, 16),
-    Learner("batch-norm convnet", "SGD", 0.05, 16),
-    Learner("batch-norm convnet", "SGD 0.5", 0.25, 16),
-    Learner("batch-norm convnet", "SGD masked", 0.05, 16),
-    Learner("resnet20", "SGD", 0.02, 16),
-    Learner("resnet20", "SGD 0.5", 0.1, 16),
-    Learner("resnet20", "SGD 0.5 masked", 0.1, 16),
-    Learner("resnet20", "SGD masked", 0.02, 16),
-    Learner("resnet20", "AdamW", 0.003, 16),
+    *_learners("convnet", 16, CONVNET, (*SGDS, "SGD decay", "DGC", *ADAMS)),
+    *_learners("batch-norm convnet", 16, CONVNET, (*SGDS, "SGD decay")),
+    *_learners("resnet20", 16, {"SGD": 0.02, "AdamW": 0.003}, (*SGDS, *ADAMS)),
 )
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured of a learner, at one length of the run and one amount.
+
+    Attributes:
+        gap: Mean distance to dense training of the same seeds; positive is worse. Points of accuracy, or percent of
+            the loss.
+        error: Its standard error; NaN of a single seed.
+        seeds: Runs.
+    """
+
+    gap: float
+    error: float = math.nan
+    seeds: int = 1
+
+    @property
+    def shown_error(self) -> float:
+        """The length of its error bar."""
+        return 0.0 if math.isnan(self.error) else self.error
+
+    def __str__(self) -> str:
+        return f"{self.gap:+.2f}" + (f" ± {self.error:.2f}" if self.seeds > 1 else " (1 seed)")
 
 
 def baseline(learner: Learner) -> Learner:
-    """What dense training a learner is held against: unmasked, with a momentum of 0.9."""
-    optimizer = learner.optimizer.removesuffix(MASKED).removesuffix(SMALLER)
-    return next(each for each in (*LEARNERS, *IMAGES) if (each.model, each.optimizer) == (learner.model, optimizer))
+    """The dense training that a learner is held against."""
+    name = WAYS[learner.optimizer].baseline or learner.optimizer
+    return replace(learner, optimizer=name)
 
 
 def run(
     data: Path | None = None,
     models: Sequence[str] = (),
     optimizers: Sequence[str] = (),
-    savings: Sequence[float] = SAVINGS,
+    savings: Sequence[float] = AMOUNTS,
     lengths: Sequence[int] = LENGTHS[:3],
     seeds: int = 3,
     minutes: float = math.inf,
@@ -127,9 +167,8 @@ def run(
         data: Folder of images, such as CIFAR-10, to train a small convnet and ResNet-20 on instead of digits and text:
             train/<class>/*, test/<class>/*. Takes hours.
         models: Only these models.
-        optimizers: Only these optimizers: SGD, "SGD 0.5" (its momentum), AdamW; of images also "SGD decay"
-            (with weight decay). Of images each SGD also "masked", such as "SGD masked" (momentum_masking=True).
-        savings: How many times fewer bytes than a ring all-reduce, each against dense training.
+        optimizers: Only these optimizers, such as SGD, "SGD not adapted" (adapt_momentum=False), AdamW.
+        savings: How many times fewer bytes than a ring all-reduce, each against dense training; below 1 it is a ratio.
         lengths: Steps of a run.
         seeds: Runs of each.
         minutes: Time after which no run is begun; the result then has what there is.
@@ -148,7 +187,9 @@ def run(
         if (not models or each.model in models) and (not optimizers or each.optimizer in optimizers)
     ]
     for saving in savings:
-        TopKConfig(saving=saving)  # says what is wrong with it
+        if saving < 1:
+            TopKConfig(ratio=saving)  # says what is wrong with it
+        TopKConfig(saving=max(1, saving))
     known = {name for each in here for name in (each.model, each.optimizer)}
     if unknown := {*models, *optimizers} - known:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(sorted(known))}.")
@@ -170,41 +211,40 @@ def run(
     result = Result(
         "saving-curves",
         "what quality costs, as a function of saving and of the length of the run",
-        f"{WORKERS} simulated workers, saving= with all else at its default (SGD masked: momentum_masking=True); peak "
-        "learning rates that suit dense training, falling to zero along half a cosine. Gap to dense training of the "
-        "same seed, batches and steps: points of accuracy on held-out images, or percent of the loss on held-out "
-        "text; mean ± standard error.",
+        "8 simulated workers (gpt2: 2), saving= or ratio= with all else at its default; peak learning rates that suit "
+        "dense training, falling to zero along half a cosine. Gap to dense training of the same seed, batches, steps "
+        "and optimizer: points of accuracy on held-out images, or percent of the loss on held-out text; mean ± "
+        "standard error.",
     )
     enter(result, chosen, sorted(lengths), sorted(savings), seeds, found)
     return result
 
 
+def amount_name(amount: float) -> str:
+    """What is sent, in words; zero is dense training."""
+    return f"saving {amount:g}" if amount >= 1 else f"ratio {amount:g}" if amount else "dense"
+
+
 def run_key(learner: Learner, steps: int, saving: float, seed: int) -> str:
-    """What a run is known by in ``saving-curves.jsonl``; zero is dense training."""
-    amount = f"saving {saving:g}" if saving else "dense"
-    return f"{learner.name}, lr {learner.lr:g}, batch {learner.batch}, {steps} steps, {amount}, seed {seed}"
+    """What a run is known by in ``saving-curves.jsonl``."""
+    lr = learner.stepped().lr
+    return f"{learner.name}, lr {lr:.3g}, batch {learner.batch}, {steps} steps, {amount_name(saving)}, seed {seed}"
 
 
 def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | None) -> dict[str, float]:
-    masking = learner.name.endswith(MASKED) or None
-    config = TopKConfig(saving=saving, momentum_masking=masking) if saving else TopKConfig().dense
-    ended = train(learner.model, config, WORKERS, steps, learner.stepped(), seed, learner.batch, images=data)
-    sent = ended.uplink_bytes + ended.downlink_bytes
+    ended = train(
+        learner.model, learner.config(saving), learner.workers, steps, learner.stepped(), seed, learner.batch,
+        images=data, points=20 if learner.warmup else 0,
+    )  # fmt: skip
     return {
         "loss": min(ended.loss, 1e3),
         "held": min(ended.held_loss, 1e3),
         "accuracy": ended.accuracy,
-        "saving": ended.dense_bytes / sent,
-    }
-
-
-@cache
-def density(model: str, saving: float) -> float:
-    """The fraction of the gradient that a worker sends of a model, with a saving."""
-    sizes = [parameter.numel() for parameter in MODELS[model]().parameters()]
-    ratio = with_ratio(TopKConfig(saving=saving).on(WORKERS, 1), sizes, WORKERS).ratio
-    assert isinstance(ratio, float)
-    return ratio
+        "saving": ended.dense_bytes / (ended.uplink_bytes + ended.downlink_bytes),
+        # A spike: how far the training loss rises above the least so far, of 20 evaluations.
+        **({"spike": max(b[1] - min(a[1] for a in ended.curve[: n + 1]) for n, b in enumerate(ended.curve))}
+           if ended.curve else {}),
+    }  # fmt: skip
 
 
 def gaps(
@@ -231,8 +271,7 @@ def gaps(
                         )
                 if gaps:
                     error = stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-                    sends = density(learner.model, saving) * steps
-                    points[learner.name, steps, saving] = Point(sends, mean(gaps), error, len(gaps))
+                    points[learner.name, steps, saving] = Point(mean(gaps), error, len(gaps))
     return points
 
 
@@ -244,7 +283,7 @@ def enter(
     seeds: int,
     found: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Enters the tables and the curves of learners, and the law that they follow.
+    """Enters the tables and the curves of learners.
 
     Args:
         result: Where.
@@ -261,7 +300,6 @@ def enter(
             _enter_learner(result, learner, mine, found, seeds)
     for text in (False, True):
         _enter_lengths(result, [learner for learner in learners if learner.text == text], points, savings)
-    _enter_law(result, points)
 
 
 def _enter_lengths(
@@ -273,7 +311,7 @@ def _enter_lengths(
     """Enters the curves of learners over the length of their runs, at the default saving."""
     saving = SAVING if SAVING in savings else savings[0]
     unit = "% of the loss on held-out text" if learners and learners[0].text else "points of accuracy"
-    panel = Panel(f"saving={saving:g}", "steps of the run", xlog=True, ylabel=f"gap to dense, {unit}", level=0.0)
+    panel = Panel(amount_name(saving), "steps of the run", xlog=True, ylabel=f"gap to dense, {unit}", level=0.0)
     for learner in learners:
         mine = {key[1]: point for key, point in points.items() if (key[0], key[2]) == (learner.name, saving)}
         if len(mine) > 1:
@@ -299,45 +337,13 @@ def _enter_learner(
         dense = [found[key] for seed in range(seeds) if (key := run_key(baseline(learner), steps, 0.0, seed)) in found]
         quality = mean(each["held" if learner.text else "accuracy"] for each in dense)
         row: dict[str, Any] = {"steps": steps, "dense": f"{quality:.3f}" if learner.text else f"{quality:.2f} %"}
-        rows.append(row | {f"{saving:g}x": str(point) for saving, point in of_length.items()})
-        savings, shown = [*of_length], [*of_length.values()]
+        rows.append(row | {amount_name(saving): str(point) for saving, point in of_length.items()})
+        savings, shown = [s for s in of_length if s >= 1], [point for s, point in of_length.items() if s >= 1]
         label = f"{steps:,} steps"
         panel.curves[label] = (savings, [point.gap for point in shown])
         panel.errors[label] = [point.shown_error for point in shown]
-    result.tables[f"{learner.name}, lr {learner.lr:g}, batch {learner.batch} a worker: gap to dense, {unit}"] = rows
+    result.tables[
+        f"{learner.name}, lr {learner.stepped().lr:.3g}, batch {learner.batch} a worker: gap to dense, {unit}"
+    ] = rows
     if any(len(savings) > 1 for savings, _ in panel.curves.values()):
         result.panels.append(panel)
-
-
-def by_learner(points: Mapping[tuple[str, int, float], Point]) -> dict[str, list[Point]]:
-    """The points of each learner of digits and text that has three or more: images follow no such law."""
-    found: dict[str, list[Point]] = {}
-    known = {learner.name for learner in LEARNERS}
-    for (name, _, _), point in points.items():
-        if name in known:
-            found.setdefault(name, []).append(point)
-    return {name: those for name, those in found.items() if len(those) >= 3}
-
-
-def _enter_law(result: Result, points: Mapping[tuple[str, int, float], Point]) -> None:
-    """Enters the law that the points follow, and how well it predicts a learner that it has not seen."""
-    known = by_learner(points)
-    if len(known) < 3:
-        return
-    law = fit(known)
-    rows = []
-    for name in known:
-        needed = enough(known[name])
-        others = fit({other: those for other, those in known.items() if other != name})
-        rows.append(
-            {
-                "learner": name,
-                "sends for a gap of 1": law.sends[name],
-                "predicted from the others": others.typical,
-                "off by": f"{max(others.typical / law.sends[name], law.sends[name] / others.typical):.1f}x",
-                "mean within 1 from": needed.by_mean,
-                "with its error from": needed.by_error,
-            }
-        )
-    title = f"gap = (sends for a gap of 1 / sends) ^ {law.exponent:.2f}, sends = density x steps"
-    result.tables[title] = rows

@@ -1,0 +1,236 @@
+"""Adapts the momentum of torch's optimizers to gradients that are delivered entry by entry.
+
+Problem. An entry that is not delivered in a step has no gradient in that step, but the optimizer's momentum moves it
+all the same, for many steps and on old information. Its next gradient is a sum of gradients that were measured on the
+way. So error feedback and momentum delay twice, and are stable together only at a much smaller learning rate.
+
+Rule. An entry stands still until it is delivered. Then it takes all the steps since its last delivery at once: the
+first with what is delivered, the others with a gradient of zero. With the optimizer's momentum m and momentum buffer b,
+the gradient g, its weight a (1 - dampening for SGD, 1 - m for Adam), and D steps since the last delivery::
+
+    delivered       v = m b + a g
+                    the optimizer moves the entry by (1 + m + ... + m^(D-1)) v instead of v
+                    b = m^(D-1) v
+    not delivered   b stays; only weight decay moves the entry
+
+Where D is 1, this is the optimizer's own step. In the end each gradient moves the entry by as much as in dense
+training, whatever the D before and after it, and b is the velocity of what is still to come. So a checkpoint of the
+optimizer holds true velocities, and a run can go on from it with DDP.
+
+How. The optimizer's own ``step()`` runs, on a momentum buffer that makes it do this; its own buffer is updated and put
+back afterwards. So all options of the optimizers keep working. On a CPU, :mod:`lightning_topk.core.ops.loops` takes the
+step of the usual options instead, in one pass, and the optimizer sees no gradient.
+
+Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
+2018) zeroes the workers' momentum where an entry is sent.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+
+from lightning_topk.core import ops
+
+BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
+"""The optimizers that are adapted, AdamW among them, and the name of their momentum buffer."""
+_STEPS = {inspect.unwrap(kind.step): name for kind, name in BUFFERS.items()}
+
+
+class AdaptedMomentum:
+    """Adapts the momentum of one optimizer. Use :meth:`of`: there is one instance per optimizer.
+
+    It lasts for one byte per entry: the steps since the entry was delivered. A run that is resumed begins anew with all
+    entries delivered in the step before, which only shifts movement to their next delivery.
+
+    Args:
+        optimizer: An SGD, Adam, AdamW or NAdam of torch.
+    """
+
+    _known: ClassVar[WeakKeyDictionary[Optimizer, AdaptedMomentum]] = WeakKeyDictionary()
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.requests: WeakKeyDictionary[Any, Collection[Tensor] | None] = WeakKeyDictionary()
+        """The compressed parameters of each exchange, as long as it lives; None for all parameters."""
+        self._waited: dict[Tensor, Tensor] = {}  # D - 1 of each entry, uint8
+        self._undo: list[Callable[[], None]] = []
+        _before_update(optimizer, self._adapt)
+        optimizer.register_step_post_hook(self._restore)
+        optimizer.register_state_dict_pre_hook(self._restore)
+        optimizer.register_load_state_dict_post_hook(lambda _: self._waited.clear())
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> AdaptedMomentum:
+        """Returns the instance of an optimizer, and creates it if needed."""
+        if optimizer not in cls._known:
+            cls._known[optimizer] = cls(optimizer)
+        return cls._known[optimizer]
+
+    @classmethod
+    def release(cls, optimizers: Iterable[Optimizer], requester: Any) -> None:
+        """Withdraws the request of an exchange."""
+        for optimizer in optimizers:
+            if optimizer in cls._known:
+                cls._known[optimizer].requests.pop(requester, None)
+
+    @torch.no_grad()
+    def _adapt(self, optimizer: Optimizer) -> None:
+        """Prepares a step: gradients are there, and the parameters are still those of the step before."""
+        self._restore()  # what a step that failed has left
+        wanted = [*self.requests.values()]
+        waited: dict[Tensor, Tensor] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"] if wanted and _momentum(group) else ():
+                if any(each is None or p in each for each in wanted):
+                    self._adapt_parameter(optimizer, group, p)
+                    if p in self._waited:
+                        waited[p] = self._waited[p]
+        self._waited = waited  # without parameters that are gone
+
+    def _adapt_parameter(self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> None:
+        state, name, gradient = optimizer.state[p], _buffer_name(optimizer) or "", p.grad
+        own = state.get(name)
+        if own is None or gradient is None:
+            return  # in its first step an optimizer has no momentum yet
+        if own.is_sparse:  # SGD's first buffer is a copy of the gradient
+            own = state[name] = own.to_dense()
+        x, buffer = _local(p), _local(own)
+        waited = self._waited.get(p)
+        if waited is None or waited.shape != buffer.shape or waited.device != buffer.device:
+            waited = self._waited[p] = torch.zeros_like(buffer, dtype=torch.uint8)
+        if _step_on_cpu(optimizer, group, state, x, waited, p):
+            p.grad = None
+            self._undo.append(lambda: setattr(p, "grad", gradient))
+            return
+        momentum, decay = _momentum(group), 0.0 if _decoupled(optimizer, group) else group["weight_decay"]
+        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        given = gradient.to_dense() if gradient.is_sparse else _local(gradient)
+        given = given if scale is None else given / scale
+        given = -given if group["maximize"] else given
+        weight = 1 - group["dampening"] if "dampening" in group else 1 - momentum
+        lent = torch.empty_like(own)
+        ops.catch_up_(buffer, waited, given, x, momentum, weight, decay, skipped, out=_local(lent))
+        state[name] = lent
+        self._undo.append(lambda: state.__setitem__(name, own))
+
+    def _restore(self, *_: Any) -> None:
+        """Gives the optimizer back what is its own."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+
+def adapt_momentum(
+    optimizers: Iterable[Optimizer], requester: Any, parameters: Collection[Tensor] | None = None
+) -> list[str]:
+    """Adapts the momentum of optimizers, until :meth:`AdaptedMomentum.release` is called or the requester is gone.
+
+    Args:
+        optimizers: The optimizers.
+        requester: The object that exchanges their gradients; it identifies this request.
+        parameters: The compressed parameters. Default: all.
+
+    Returns:
+        Messages for the user.
+    """
+    messages = []
+    for optimizer in optimizers:
+        name, has_momentum = type(optimizer).__name__, any(map(_momentum, optimizer.param_groups))
+        if _buffer_name(optimizer):
+            AdaptedMomentum.of(optimizer).requests[requester] = parameters
+            if has_momentum:
+                messages.append(
+                    f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves when it is "
+                    "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer as "
+                    "it is."
+                )
+        elif has_momentum:
+            messages.append(
+                f"lightning_topk: {name} keeps its own momentum, with which training may end behind DDP's: only "
+                "torch's SGD, Adam, AdamW and NAdam are adapted. If it wraps one of them, pass the inner optimizer."
+            )
+    return messages
+
+
+def _buffer_name(optimizer: Optimizer) -> str | None:
+    """The name of an optimizer's momentum buffer; None if its ``step`` is not one that can be adapted."""
+    return _STEPS.get(inspect.unwrap(type(optimizer).step))
+
+
+def _momentum(group: Mapping[str, Any]) -> Any:
+    """The momentum of a parameter group, a number or a scalar tensor; 0 if it has none."""
+    momentum: Any = group.get("momentum") or (group.get("betas") or (0.0,))[0]
+    return momentum
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    found: Tensor = x.to_local() if hasattr(x, "to_local") else x.detach()
+    return found
+
+
+def _step_on_cpu(
+    optimizer: Optimizer, group: Mapping[str, Any], state: dict[str, Any], x: Tensor, waited: Tensor, p: Tensor
+) -> bool:
+    """Takes the step of one parameter on a CPU, if its options are the usual ones.
+
+    Args:
+        optimizer: The optimizer.
+        group: The parameter's group.
+        state: The parameter's state; updated.
+        x: The parameter, or this rank's shard of it; updated.
+        waited: The steps that each entry has waited; updated.
+        p: The parameter.
+
+    Returns:
+        Whether the step was taken. If not, nothing has changed.
+    """
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return False  # of a GradScaler: the optimizer unscales the gradient
+    assert p.grad is not None
+    if group["differentiable"] or group.get("capturable") or p.grad.is_sparse or x.device.type != "cpu":
+        return False
+    gradient, buffer = _local(p.grad), _local(state[_buffer_name(optimizer) or ""])
+    common = {"lr": float(group["lr"]), "decay": group["weight_decay"], "maximize": group["maximize"]}
+    if "momentum" in group:
+        weight = 1 - group["dampening"]
+        options = {"momentum": group["momentum"], "weight": weight, "nesterov": group["nesterov"], **common}
+        return ops.sgd_step_(x, gradient, buffer, waited, **options)
+    if "momentum_decay" in group or group["amsgrad"] or (group["weight_decay"] and not _decoupled(optimizer, group)):
+        return False
+    step, betas = float(state["step"]) + 1, tuple(map(float, group["betas"]))
+    options = {"betas": betas, "step": step, "eps": group["eps"], **common}
+    if not ops.adam_step_(x, gradient, buffer, _local(state["exp_avg_sq"]), waited, **options):
+        return False
+    state["step"] += 1
+    return True
+
+
+def _decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether weight decay bypasses the gradient."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
+
+
+def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> None:
+    """Calls ``prepare`` in each ``optimizer.step()``: after its closure, if it has one."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(given):
+            prepare(optimizer)
+            return None
+
+        def closure() -> Any:
+            loss = given()
+            prepare(optimizer)
+            return loss
+
+        return (args[:1], {**kwargs, "closure": closure})
+
+    optimizer.register_step_pre_hook(hook)

@@ -1,0 +1,379 @@
+"""Momentum that knows when an entry was delivered: torch's optimizers, entry by entry."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
+
+from lightning_topk import TopKConfig, attach
+from lightning_topk.core import ops
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
+
+SIZE, STEPS = 64, 40
+
+
+class Exchange:
+    """Somebody who exchanges gradients."""
+
+
+def delivered(share: float = 0.2, steps: int = STEPS, size: int = SIZE) -> list[torch.Tensor]:
+    """Gradients of which each entry is there with a probability, or in every step."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [(torch.randn(size, generator=generator), torch.rand(size, generator=generator)) for _ in range(steps)]
+    return [torch.where(chance < share, gradient, 0.0) for gradient, chance in drawn]
+
+
+def literal(kind, gradients, lr, **options) -> torch.Tensor:
+    """The rule by itself: in the step that delivers it an entry takes all steps since, the others with a zero gradient.
+
+    Weight decay reaches an entry in every step: with the gradient in steps that deliver it, and by itself elsewhere.
+    """
+    weights = torch.ones(SIZE, dtype=torch.float64)
+    b, q, largest, waited = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(4))
+    m = options.get("momentum", 0.9) if kind is SGD else options["betas"][0]
+    decay, sign = options.get("weight_decay", 0.01 if kind is AdamW else 0.0), -1 if options.get("maximize") else 1
+    for t, gradient in enumerate(gradients, 1):
+        here, g = gradient != 0, sign * gradient.double()
+        if t == 1:  # torch's first step knows no momentum
+            here = torch.ones_like(here)
+        if kind is not AdamW:
+            g = g + decay * weights
+        a = 1 - options.get("dampening", 0.0) * (t > 1) if kind is SGD else 1 - m
+        steps = waited + 1
+        v = m * b + a * g
+        moved = torch.where(here, (1 - m**steps) / (1 - m) * v, a * g / (1 - m))  # elsewhere g is weight decay alone
+        b = torch.where(here, m**waited * v, b)
+        waited = torch.where(here, 0, steps)
+        if kind is SGD:
+            weights = weights - lr * (g + m * moved if options.get("nesterov") else moved)
+            continue
+        q = options["betas"][1] * q + (1 - options["betas"][1]) * g.square()
+        largest = torch.maximum(largest, q)
+        root = (largest if options.get("amsgrad") else q) / (1 - options["betas"][1] ** t)
+        if kind is AdamW:
+            weights = weights * (1 - lr * decay)
+        weights = weights - lr * moved / (1 - m**t) / (root.sqrt() + 1e-8)
+    return weights
+
+
+def stepped(optimizer, parameter, gradients, way="bare") -> torch.Tensor:
+    """The parameter after steps as training loops take them."""
+    for gradient in gradients:
+
+        def closure(gradient=gradient):
+            parameter.grad = gradient.clone().view_as(parameter)
+            return gradient.sum()
+
+        if way == "bare":
+            closure()
+            optimizer.step()
+        else:
+            loss = optimizer.step(closure) if way == "closure" else optimizer.step(closure=closure)
+            assert loss == gradient.sum()
+        own = optimizer.defaults["foreach"]  # with nesterov, torch itself changes the gradient
+        assert own or torch.equal(parameter.grad.flatten(), gradient), "a step leaves the gradient as it is"
+    return parameter.detach().flatten()
+
+
+KINDS = [
+    (SGD, {"momentum": 0.9}),
+    (SGD, {"momentum": 0.9, "nesterov": True}),
+    (SGD, {"momentum": 0.9, "dampening": 0.5}),
+    (SGD, {"momentum": 0.8, "weight_decay": 0.1}),
+    (SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "maximize": True}),
+    (Adam, {"betas": (0.9, 0.99)}),
+    (Adam, {"betas": (0.9, 0.99), "amsgrad": True, "maximize": True}),
+    (Adam, {"betas": (0.5, 0.99), "weight_decay": 0.1}),
+    (AdamW, {"betas": (0.9, 0.99), "weight_decay": 0.1}),
+]
+FORMS = [{}, {"foreach": True}, {"fused": True}]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_an_entry_takes_all_the_steps_that_it_waited_when_it_is_delivered(kind, options, form):
+    parameter, exchange = nn.Parameter(torch.ones(SIZE)), Exchange()
+    optimizer = kind([parameter], lr=0.1, **options, **form)
+    adapt_momentum([optimizer], exchange)
+    found = stepped(optimizer, parameter, delivered())
+    torch.testing.assert_close(found, literal(kind, delivered(), 0.1, **options).float(), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("kind", "options"), [*KINDS, (NAdam, {"betas": (0.9, 0.99), "weight_decay": 0.1})])
+@pytest.mark.parametrize("way", ["bare", "closure", "keyword"])
+def test_where_everything_is_delivered_it_is_the_users_optimizer(kind, options, way):
+    one, other, exchange = nn.Parameter(torch.ones(SIZE)), nn.Parameter(torch.ones(SIZE)), Exchange()
+    optimizer, plain = kind([one], lr=0.1, **options), kind([other], lr=0.1, **options)
+    adapt_momentum([optimizer], exchange)
+    found, wanted = (stepped(*each, delivered(1.0), way) for each in ((optimizer, one), (plain, other)))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for name, buffer in plain.state[other].items():
+        torch.testing.assert_close(optimizer.state[one][name], buffer, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [SGD, NAdam])
+def test_every_gradient_moves_an_entry_as_far_as_in_dense_training(kind):
+    """Of SGD exactly: what is not yet moved is in the momentum buffer, and m / (1 - m) times that is still to come."""
+    parameter, exchange = nn.Parameter(torch.zeros(SIZE)), Exchange()
+    optimizer = kind([parameter], lr=1.0, **({"momentum": 0.9} if kind is SGD else {"momentum_decay": 0.0}))
+    adapt_momentum([optimizer], exchange)
+    gradients = delivered()
+    found = stepped(optimizer, parameter, gradients)
+    if kind is SGD:
+        to_come = 9 * optimizer.state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(found - to_come, -10 * sum(gradients), rtol=1e-4, atol=1e-4)
+    else:
+        still = torch.stack(gradients).eq(0).all(0)
+        assert torch.equal(found[still], torch.zeros(int(still.sum()))), "NAdam leaves what was never delivered"
+        assert found[~still].ne(0).all()
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_a_run_goes_on_in_plain_ddp_from_the_optimizers_own_state(kind, options):
+    """The state between two steps is a plain optimizer's: it has no key of ours, and its velocity is true."""
+    parameter, exchange = nn.Parameter(torch.ones(SIZE)), Exchange()
+    optimizer = kind([parameter], lr=0.1, **options)
+    adapt_momentum([optimizer], exchange)
+    stepped(optimizer, parameter, delivered())
+    saved = optimizer.state_dict()
+    one, other = (nn.Parameter(parameter.detach().clone()) for _ in range(2))
+    plain, resumed = kind([one], lr=0.1, **options), kind([other], lr=0.1, **options)
+    adapt_momentum([resumed], exchange)
+    for each in (plain, resumed):
+        each.load_state_dict(copy.deepcopy(saved))
+    assert saved["state"][0].keys() == plain.state[one].keys()
+    found, wanted = (stepped(*each, delivered(1.0, 5)) for each in ((resumed, other), (plain, one)))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_one_pass_on_the_cpu_equals_the_optimizers_own_step(kind, options, monkeypatch):
+    """In any dense order of memory, of tensors larger than a tile."""
+    found = []
+    for fast in (True, False):
+        exchange = Exchange()
+        parameter = nn.Parameter(torch.ones(3, 5, 19, 23).contiguous(memory_format=torch.channels_last))
+        optimizer = kind([parameter], lr=0.1, **options)
+        adapt_momentum([optimizer], exchange)
+        if not fast:
+            monkeypatch.setattr(ops, "_cpu", lambda _: None)
+        for gradient in delivered(0.05, size=parameter.numel()):
+            parameter.grad = gradient.view(3, 5, 19, 23).contiguous(memory_format=torch.channels_last)
+            optimizer.step()
+        found.append([parameter.detach(), *optimizer.state[parameter].values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
+    parameter, exchange = nn.Parameter(torch.ones(SIZE, dtype=dtype)), Exchange()
+    options = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.99), "eps": 1e-4}
+    optimizer = kind([parameter], lr=0.01, **options)
+    adapt_momentum([optimizer], exchange)
+    found = stepped(optimizer, parameter, [gradient.to(dtype) for gradient in delivered()])
+    wanted = literal(kind, delivered(), 0.01, **options)
+    torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.03)
+
+
+def test_a_sparse_gradient_is_followed_as_its_dense_form():
+    found = []
+    for sparse in (True, False):
+        parameter, exchange = nn.Parameter(torch.ones(8, 8)), Exchange()
+        optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+        adapt_momentum([optimizer], exchange)
+        for gradient in delivered():
+            parameter.grad = gradient.view(8, 8).to_sparse(1) if sparse else gradient.view(8, 8)
+            optimizer.step()
+        found.append(parameter.detach())
+    torch.testing.assert_close(*found)
+
+
+def test_an_entry_that_waits_for_very_long_takes_all_its_steps():
+    parameter, exchange = nn.Parameter(torch.zeros(2)), Exchange()
+    optimizer = SGD([parameter], lr=1.0, momentum=0.5)
+    adapt_momentum([optimizer], exchange)
+    gradients = [torch.ones(2), *[torch.tensor([0.0, 1.0])] * 400, torch.ones(2)]
+    found = stepped(optimizer, parameter, gradients)
+    assert found[0] == pytest.approx(-1 - 2 * 1.5), "two deliveries: the first step, then all of what is left"
+    assert optimizer.state[parameter]["momentum_buffer"][0] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_a_step_that_a_scaler_skips_changes_nothing(kind, fused):
+    found = []
+    for scaled in (True, False):
+        parameter, exchange = nn.Parameter(torch.ones(SIZE)), Exchange()
+        optimizer = kind([parameter], lr=0.1, fused=fused, **({"momentum": 0.9} if kind is SGD else {}))
+        adapt_momentum([optimizer], exchange)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000, enabled=scaled)
+        for number, gradient in enumerate(delivered()):
+            if number % 5 == 4 and scaled:
+                parameter.grad = torch.full((SIZE,), torch.inf)
+                scaler.scale(torch.ones(()))
+                scaler.step(optimizer)
+                scaler.update()
+            parameter.grad = scaler.scale(gradient.clone())
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(parameter.detach())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_each_exchange_adapts_its_own_parameters_as_long_as_it_lives():
+    first, second, idle = parameters = [nn.Parameter(torch.ones(SIZE)) for _ in range(3)]
+    optimizer = SGD([{"params": [first]}, {"params": [second, idle]}], lr=0.1, momentum=0.9)
+    plain = SGD([other := nn.Parameter(torch.ones(SIZE))], lr=0.1, momentum=0.9)
+    one, two = Exchange(), Exchange()
+    adapt_momentum([optimizer], one, {first})
+    adapt_momentum([optimizer], two, {second})
+
+    def step(gradients):
+        for gradient in gradients:
+            for parameter in (*parameters, other):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+            plain.step()
+
+    step(delivered())
+    assert torch.equal(idle, other)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    del two
+    gc.collect()
+    step(delivered(0.1, 1))
+    assert not torch.equal(first, second)
+    AdaptedMomentum.release([optimizer], one)
+    velocity = optimizer.state[first]["momentum_buffer"].clone()
+    step(delivered(0.0, 1))
+    assert torch.equal(optimizer.state[first]["momentum_buffer"], 0.9 * velocity)
+
+
+class Own(AdamW):
+    """An AdamW with another step."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_optimizers_with_a_step_of_their_own_keep_their_momentum_and_that_is_said():
+    parameter, exchange = nn.Parameter(torch.ones(3)), Exchange()
+    for optimizer in (RMSprop([parameter], momentum=0.9), Own([parameter])):
+        (words,) = adapt_momentum([optimizer], exchange)
+        assert words.startswith(f"lightning_topk: {type(optimizer).__name__} keeps its own momentum")
+        assert "pass the inner optimizer" in words
+    for optimizer in (SGD([parameter], lr=0.1), RMSprop([parameter]), AdamW([parameter], betas=(0.0, 0.9))):
+        assert adapt_momentum([optimizer], exchange) == [], "there is no momentum"
+    (words,) = adapt_momentum([AdamW([parameter])], exchange)
+    assert "the momentum of AdamW is adapted" in words
+    assert "adapt_momentum=False" in words
+
+
+def test_a_step_that_fails_leaves_the_optimizers_own_state():
+    parameter, exchange = nn.Parameter(torch.ones(3)), Exchange()
+    optimizer = Adam([parameter], lr=0.1, foreach=True)
+    adapt_momentum([optimizer], exchange)
+    stepped(optimizer, parameter, [torch.ones(3)] * 2)
+    own = optimizer.state[parameter]["exp_avg"]
+    optimizer.state[parameter]["exp_avg_sq"] = torch.ones(2)  # of a wrong size
+    with pytest.raises(RuntimeError, match="size"):
+        optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"] is not own
+    assert optimizer.state_dict()["state"][0]["exp_avg"] is own
+
+
+def test_settings_say_where_momentum_is_adapted():
+    for settings, adapts in (
+        ({}, True),
+        ({"ratio": 0.001}, True),
+        ({"adapt_momentum": False}, False),
+        ({"momentum": 0.9}, False),
+        ({"topology": "dense"}, False),
+        ({"topology": "hierarchical"}, True),
+    ):
+        assert TopKConfig(**settings).adapts_momentum == adapts
+    assert not TopKConfig(topology="hierarchical").on(4, 4).adapts_momentum, "a hierarchy of one node is dense"
+
+
+def trained(rank: int, world: int, settings: dict, kind: str) -> tuple[list[float], list[str]]:
+    """The weights after some steps, and what was said."""
+    said: list[str] = []
+    torch.manual_seed(0)
+    net = nn.Linear(40, 40)
+    optimizer = {
+        "SGD": lambda: SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
+        "AdamW": lambda: AdamW(net.parameters(), lr=0.05, fused=True),
+    }[kind]()
+    ddp = DistributedDataParallel(net)
+    state = attach(ddp, optimizer=optimizer, announce=said.append, **settings) if settings else None
+    for step in range(6):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 40, generator=generator)).square().mean().backward()
+        optimizer.step()
+    if state is not None:
+        state.close()
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return weights.tolist(), [line for line in said if "momentum" in line]
+
+
+def test_ranks_agree_on_weights_and_dense_parts_step_as_in_ddp_to_the_bit(groups):
+    group = groups(2)
+    settings = {
+        "plain": {},
+        "default": {"saving": 20},
+        "not adapted": {"saving": 20, "adapt_momentum": False},
+        "all": {"ratio": 1.0, "wire": "fp32"},
+        "dense": {"topology": "dense"},
+        "bias dense": {"saving": 20, "dense_parameters": "*"},
+    }
+    del settings["bias dense"]  # a saving needs something to compress
+    for kind in ("SGD", "AdamW"):
+        found = {name: group.run(trained, each, kind) for name, each in settings.items()}
+        for one, other in found.values():
+            assert one[0] == other[0], "every rank has the same weights"
+            assert other[1] == [], "rank 0 alone speaks"
+        weights = {name: torch.tensor(ranks[0][0]) for name, ranks in found.items()}
+        assert torch.equal(weights["dense"], weights["plain"])
+        torch.testing.assert_close(weights["all"], weights["plain"], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(weights["default"], weights["not adapted"], rtol=1e-3, atol=1e-4)
+        assert f"the momentum of {kind} is adapted" in found["default"][0][1][0]
+        assert found["not adapted"][0][1] == found["dense"][0][1] == []
+
+
+def quiet(rank: int, world: int) -> list[str]:
+    said: list[str] = []
+    for settings in ({}, {"adapt_momentum": False}):
+        attach(DistributedDataParallel(nn.Linear(9, 9)), announce=said.append, **settings).close()
+    return said
+
+
+def test_without_the_optimizer_it_is_said_that_momentum_stays(groups):
+    said, other = groups(2).run(quiet)
+    assert len(said) == 1
+    assert "without optimizer=, so its momentum is not adapted" in said[0]
+    assert other == []
+
+
+def test_the_step_count_of_entries_is_one_byte_and_goes_with_parameters():
+    parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], Exchange()
+    optimizer = SGD(parameters, lr=0.1, momentum=0.9)
+    adapt_momentum([optimizer], exchange)
+    for gradient, parameter in itertools.product(delivered(steps=3), parameters):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    kept = AdaptedMomentum.of(optimizer)._waited
+    assert {each.dtype for each in kept.values()} == {torch.uint8}
+    assert sum(each.nbytes for each in kept.values()) == 2 * SIZE
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+    assert len(AdaptedMomentum.of(optimizer)._waited) == 1
