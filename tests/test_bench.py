@@ -32,7 +32,7 @@ def test_select_holds_ours_beside_the_naive_way(monkeypatch):
     result = select.run(numel=200_000)
     ways = [row["way"] for row in result.tables["Selection at 0.001"]]
     assert ways == ["ours, exact", "torch.topk(x.abs())"]
-    assert len(result.checks) == 8  # two selections, and a worker's and a server's step at three densities
+    assert len(result.checks) == 10  # two selections, a worker's and a server's step at three densities, two optimizers
 
 
 def test_wire_meets_its_byte_targets_at_every_size(monkeypatch):

@@ -21,6 +21,7 @@ from lightning_topk.core.wire import Codec
 from lightning_topk.lab import hosts
 from lightning_topk.lab.report import Result
 from lightning_topk.lab.timing import best
+from lightning_topk.runtime.momentum import adapt_momentum
 from lightning_topk.saving import with_ratio
 
 WORLD = 4
@@ -30,6 +31,9 @@ SELECTION = {0.001: 1.5, 0.01: 2.3}
 """By ratio: most passes of an addition that exact top-k should take on one CPU thread."""
 STEP = {0.001: (2.0, 0.6), 0.01: (2.4, 0.7), 0.12: (3.5, 1.5)}
 """By ratio: most passes of ``add_`` and ``zero_`` that a worker's compress step, and a server's, should take there."""
+
+BEYOND = {"SGD": 1, "AdamW": 2}
+"""Most passes of ``add_`` and ``zero_`` that adapted momentum should take beyond the optimizer's own step there."""
 
 
 def run(
@@ -72,6 +76,7 @@ def run(
     _compression(result, x, AN_EIGHTH, "0.12, int4", floor())
     default = with_ratio(TopKConfig(), [numel], WORLD)
     _compression(result, x, default, f"{default.ratio:.3g}, saving={SAVING:g}", floor())
+    _steps(result, x, default.ratio, floor())
     if where.type == "cpu":
         _memory(result, numel)
     return result
@@ -128,6 +133,36 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
         for who, took, target in zip(("worker", "server"), (whole, serve), STEP[ratio], strict=True):
             statement = f"a {who}'s whole compress step at {where}, in units of add_ + zero_"
             result.check(statement, f"<= {target}", f"{took / floor:.2f}", took / floor <= target)
+
+
+def _steps(result: Result, x: Tensor, density: Any, floor: float) -> None:
+    """A step of SGD with momentum and of AdamW, plain and adapted, where a fraction ``density`` was delivered."""
+    gradient = x * (torch.rand_like(x) < density)
+    rows = []
+    kinds: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+        "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-6, momentum=0.9),
+        "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+    }
+    for name, made in kinds.items():
+        units = []
+        for adapted in (False, True):
+            parameter = torch.nn.Parameter(x.clone())
+            parameter.grad = gradient
+            optimizer, exchange = made([parameter]), _Exchange()
+            if adapted:
+                adapt_momentum([optimizer], exchange)
+            units.append(best(optimizer.step, x.device, optimizer.step) / floor)
+        plain, ours = units
+        rows.append({"optimizer": name, "plain": plain, "adapted": ours})
+        if x.device.type == "cpu":
+            statement = f"adapted momentum, beyond a step of {name}, in units of add_ + zero_"
+            beyond, most = ours - plain, BEYOND[name]
+            result.check(statement, f"<= {most}", f"{beyond:.2f}", beyond <= most)
+    result.tables["Step of the optimizer, in units of add_ + zero_"] = rows
+
+
+class _Exchange:
+    """Whoever exchanges the gradients."""
 
 
 def _memory(result: Result, numel: int) -> None:
