@@ -184,11 +184,12 @@ def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
     torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.03)
 
 
-def test_a_sparse_gradient_is_followed_as_its_dense_form():
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_sparse_gradient_is_followed_as_its_dense_form(nesterov):
     found = []
     for sparse in (True, False):
         parameter, exchange = nn.Parameter(torch.ones(8, 8)), Exchange()
-        optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+        optimizer = SGD([parameter], lr=0.1, momentum=0.9, nesterov=nesterov)
         adapt_momentum([optimizer], exchange)
         for gradient in delivered():
             parameter.grad = gradient.view(8, 8).to_sparse(1) if sparse else gradient.view(8, 8)
@@ -289,6 +290,83 @@ def test_a_step_that_fails_leaves_the_optimizers_own_state():
         optimizer.step()
     assert optimizer.state[parameter]["exp_avg"] is not own
     assert optimizer.state_dict()["state"][0]["exp_avg"] is own
+
+
+def test_the_gradient_after_a_step_that_failed_is_the_next_ones():
+    parameter, exchange = nn.Parameter(torch.ones(3)), Exchange()
+    optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+    adapt_momentum([optimizer], exchange)
+    stepped(optimizer, parameter, [torch.ones(3)] * 2)
+
+    def fails(*_):
+        raise RuntimeError("hook")
+
+    hook = optimizer.register_step_pre_hook(fails)  # of a user, after ours
+    before = parameter.detach().clone()
+    with pytest.raises(RuntimeError, match="hook"):
+        optimizer.step()
+    assert torch.equal(parameter, before), "a step that fails in a hook moves nothing"
+    hook.remove()
+    stepped(optimizer, parameter, [torch.full((3,), 5.0)])  # which checks the gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the step on the CPU, and a lent buffer
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_the_user_act_as_without_adaptation(when, dtype):
+    """A post-hook frees the gradients; pre-hooks clip them and save the state."""
+    found = []
+    for adapted in (False, True):
+        parameter, exchange, seen = nn.Parameter(torch.ones(4, dtype=dtype)), Exchange(), []
+        optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+
+        def hooks(optimizer=optimizer, parameter=parameter, seen=seen):
+            def clip(*_):
+                nn.utils.clip_grad_norm_([parameter], 0.1)
+
+            def save(*_):
+                seen.append(optimizer.state_dict()["state"][0]["momentum_buffer"].clone() if seen else 0)
+
+            def free(*_):
+                seen.append(parameter.grad.clone())
+                optimizer.zero_grad()
+
+            optimizer.register_step_pre_hook(clip)
+            optimizer.register_step_pre_hook(save)
+            optimizer.register_step_post_hook(free)
+
+        if when == "before":
+            hooks()
+        if adapted:
+            adapt_momentum([optimizer], exchange)
+        if when == "after":
+            hooks()
+        for _ in range(5):
+            parameter.sum().backward()
+            optimizer.step()
+        found.append([parameter.detach(), *seen])
+    torch.testing.assert_close(*found)
+
+
+def test_the_state_of_the_optimizer_is_its_own():
+    """A parameter without gradients has no state; a state that is cleared begins anew."""
+    used, unused, exchange = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), Exchange()
+    optimizer = SGD([used, unused], lr=1.0, momentum=0.9)
+    adapt_momentum([optimizer], exchange)
+    stepped(optimizer, used, [torch.ones(1), *[torch.zeros(1)] * 30])
+    assert list(optimizer.state_dict()["state"]) == [0]
+    optimizer.state.clear()
+    assert stepped(optimizer, used, [torch.ones(1)] * 2) == pytest.approx(-2.9)
+
+
+def test_momentum_that_never_ends_is_left_to_torch():
+    found = []
+    for adapted in (False, True):
+        parameter, exchange = nn.Parameter(torch.ones(SIZE)), Exchange()
+        optimizer = SGD([parameter], lr=0.01, momentum=1.0)
+        if adapted:
+            adapt_momentum([optimizer], exchange)
+        found.append(stepped(optimizer, parameter, delivered()))
+    assert torch.equal(*found)
 
 
 def test_settings_say_where_momentum_is_adapted():

@@ -46,8 +46,9 @@ _STEPS = {inspect.unwrap(kind.step): name for kind, name in BUFFERS.items()}
 class AdaptedMomentum:
     """Adapts the momentum of one optimizer. Use :meth:`of`: there is one instance per optimizer.
 
-    It lasts for one byte per entry: the steps since the entry was delivered. A run that is resumed begins anew with all
-    entries delivered in the step before, which only shifts movement to their next delivery.
+    It holds one byte per entry: the steps since the entry was delivered, up to 255. An entry that waits longer takes
+    255 steps; the rest of the movement, m^255 of it, follows with later deliveries. A run that is resumed begins anew
+    with all entries delivered in the step before, which only shifts movement to their next delivery.
 
     Args:
         optimizer: An SGD, Adam, AdamW or NAdam of torch.
@@ -59,11 +60,13 @@ class AdaptedMomentum:
         self.requests: WeakKeyDictionary[Any, Collection[Tensor] | None] = WeakKeyDictionary()
         """The compressed parameters of each exchange, as long as it lives; None for all parameters."""
         self._waited: dict[Tensor, Tensor] = {}  # D - 1 of each entry, uint8
-        self._undo: list[Callable[[], None]] = []
+        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []  # state, name, the optimizer's own buffer
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters and the gradients that the step does not see
         _before_update(optimizer, self._adapt)
-        optimizer.register_step_post_hook(self._restore)
-        optimizer.register_state_dict_pre_hook(self._restore)
-        optimizer.register_load_state_dict_post_hook(lambda _: self._waited.clear())
+        restore = optimizer.register_step_post_hook(self._restore)
+        optimizer._optimizer_step_post_hooks.move_to_end(restore.id, last=False)  # users' hooks see what is theirs
+        optimizer.register_state_dict_pre_hook(self._restore_buffers)
+        optimizer.register_load_state_dict_post_hook(self._forget)
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> AdaptedMomentum:
@@ -82,7 +85,8 @@ class AdaptedMomentum:
     @torch.no_grad()
     def _adapt(self, optimizer: Optimizer) -> None:
         """Prepares a step: gradients are there, and the parameters are still those of the step before."""
-        self._restore()  # what a step that failed has left
+        self._restore_buffers()  # where the step before failed; its gradients are of no use any more
+        self._gradients.clear()
         wanted = [*self.requests.values()]
         waited: dict[Tensor, Tensor] = {}
         for group in optimizer.param_groups:
@@ -94,10 +98,12 @@ class AdaptedMomentum:
         self._waited = waited  # without parameters that are gone
 
     def _adapt_parameter(self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> None:
-        state, name, gradient = optimizer.state[p], _buffer_name(optimizer) or "", p.grad
+        state, name, gradient = optimizer.state.get(p, {}), _buffer_name(optimizer) or "", p.grad
         own = state.get(name)
+        if own is None:  # in its first step an optimizer has no momentum yet
+            self._waited.pop(p, None)
         if own is None or gradient is None:
-            return  # in its first step an optimizer has no momentum yet
+            return
         if own.is_sparse:  # SGD's first buffer is a copy of the gradient
             own = state[name] = own.to_dense()
         x, buffer = _local(p), _local(own)
@@ -105,25 +111,39 @@ class AdaptedMomentum:
         if waited is None or waited.shape != buffer.shape or waited.device != buffer.device:
             waited = self._waited[p] = torch.zeros_like(buffer, dtype=torch.uint8)
         if _step_on_cpu(optimizer, group, state, x, waited, p):
+            self._gradients.append((p, gradient))
             p.grad = None
-            self._undo.append(lambda: setattr(p, "grad", gradient))
             return
+        if gradient.is_sparse:  # with nesterov, torch adds the buffer to it
+            self._gradients.append((p, gradient))
+            p.grad = gradient.to_dense()
         momentum, decay = _momentum(group), 0.0 if _decoupled(optimizer, group) else group["weight_decay"]
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        given = gradient.to_dense() if gradient.is_sparse else _local(gradient)
+        given = _local(p.grad)
         given = given if scale is None else given / scale
         given = -given if group["maximize"] else given
         weight = 1 - group["dampening"] if "dampening" in group else 1 - momentum
         lent = torch.empty_like(own)
         ops.catch_up_(buffer, waited, given, x, momentum, weight, decay, skipped, out=_local(lent))
         state[name] = lent
-        self._undo.append(lambda: state.__setitem__(name, own))
+        self._buffers.append((state, name, own))
 
     def _restore(self, *_: Any) -> None:
-        """Gives the optimizer back what is its own."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        """Gives the optimizer back its buffers, and the parameters their gradients."""
+        self._restore_buffers()
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        self._gradients.clear()
+
+    def _restore_buffers(self, *_: Any) -> None:
+        for state, name, own in self._buffers:
+            state[name] = own
+        self._buffers.clear()
+
+    def _forget(self, *_: Any) -> None:
+        """Begins anew with a state that was loaded."""
+        for each in (self._waited, self._buffers, self._gradients):
+            each.clear()
 
 
 def adapt_momentum(
@@ -164,9 +184,9 @@ def _buffer_name(optimizer: Optimizer) -> str | None:
 
 
 def _momentum(group: Mapping[str, Any]) -> Any:
-    """The momentum of a parameter group, a number or a scalar tensor; 0 if it has none."""
+    """The momentum of a parameter group, a number or a scalar tensor; 0 if it has none that ends by itself."""
     momentum: Any = group.get("momentum") or (group.get("betas") or (0.0,))[0]
-    return momentum
+    return momentum if 0 < momentum < 1 else 0.0
 
 
 def _local(x: Tensor) -> Tensor:
@@ -218,16 +238,13 @@ def _decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 
 def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> None:
-    """Calls ``prepare`` in each ``optimizer.step()``: after its closure, if it has one."""
+    """Calls ``prepare`` in each ``optimizer.step()``: after all pre-hooks, and after its closure if it has one."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(given):
-            prepare(optimizer)
-            return None
 
         def closure() -> Any:
-            loss = given()
+            loss = given() if callable(given) else None
             prepare(optimizer)
             return loss
 

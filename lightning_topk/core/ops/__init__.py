@@ -3,7 +3,7 @@
 :mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``cuda`` (Triton) are
 faster versions, imported when a tensor needs them. The functions here dispatch to the fastest version for the given
 tensors. ``cpu`` returns the same bits; ``cuda`` does too, unless its threshold, which is estimated from a sample,
-lets too few or too many entries pass.
+lets too few or too many entries pass. Optimizer steps agree to rounding.
 """
 
 from __future__ import annotations

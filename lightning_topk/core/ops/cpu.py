@@ -1,13 +1,14 @@
-"""CPU versions of :mod:`lightning_topk.core.ops.reference`, with the same bits: what calls the compiled :mod:`.loops`.
+"""CPU versions of :mod:`lightning_topk.core.ops.reference`: what calls the compiled :mod:`.loops` and :mod:`.steps`.
 
-They take float32, contiguous. Their time is one pass over memory, and some nanoseconds for each entry that is sent.
+They take float32, contiguous. Their time is one pass over memory, and some nanoseconds for each entry that is sent. The
+compression has the same bits as the reference; optimizer steps agree to rounding.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -300,7 +301,7 @@ def _flat(*tensors: Tensor) -> list[np.ndarray] | None:
     return [each.as_strided((each.numel(),), (1,)).numpy() for each in tensors]
 
 
-@cache
+@lru_cache(maxsize=16)  # schedulers may change the momentum in every step
 def _powers(momentum: float) -> tuple[np.ndarray, np.ndarray]:
     """m^d, and m + ... + m^d, for d steps waited, 0 to 254."""
     faded = momentum ** np.arange(255.0)
