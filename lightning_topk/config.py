@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, Literal, TypeVar, cast
 
-from lightning_topk.core.exchange import TOPOLOGIES, Topology, TopologyName
+from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import SELECTORS, Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.schedule import Ratio, Schedule, ratio_at
@@ -21,10 +21,6 @@ Side = Literal["worker", "server"]
 
 SAVING: float = 50
 """The saving where neither ``ratio`` nor ``saving`` is given."""
-AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-"""The ratios among which ``ratio="auto"`` chooses."""
-SLACK = 1.05
-"""How much more time a larger ratio, or all-reduce, may take than the fastest: both lose less of the gradient."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +28,9 @@ class TopKConfig:
     """How gradients are compressed and exchanged.
 
     Args:
-        ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number; a
-            :class:`lightning_topk.schedule.Schedule` or a function of the step, for a fraction that changes; or
-            ``"auto"``, which measures, and takes the largest of :data:`AUTO_RATIOS` that costs at most 5 % more time
-            than the cheapest, or all-reduce where that is as fast. Default: what ``saving`` takes.
+        ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number; or a
+            :class:`lightning_topk.schedule.Schedule` or a function of the step, for a fraction that changes. Default:
+            what ``saving`` takes.
         bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
         server_ratio: Fraction of a bucket that the servers together send, likewise; not with ``saving``. Default:
             ``ratio``.
@@ -46,8 +41,7 @@ class TopKConfig:
             since rounding would be lost.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between
             nodes), ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``)
-            or ``"dense"`` (all-reduce: nothing is compressed). ``"auto"`` measures, and takes for each bucket the
-            fastest of dense, sharded and hierarchical.
+            or ``"dense"`` (all-reduce: nothing is compressed).
         dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
         error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
             ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
@@ -71,12 +65,12 @@ class TopKConfig:
         ValueError: An argument has a value that is not allowed, or contradicts another.
     """
 
-    ratio: Ratio | Literal["auto"] | None = None
+    ratio: Ratio | None = None
     bidirectional: bool = True
     server_ratio: Ratio | None = None
     selector: str | Selector = "topk"
     wire: WireName | None = None
-    topology: TopologyName | Literal["auto"] = "sharded"
+    topology: TopologyName = "sharded"
     dense_parameters: str | Sequence[str] = ()
     error_feedback: bool | Side = True
     scope: Literal["bucket", "model"] = "bucket"
@@ -116,24 +110,14 @@ class TopKConfig:
         return {name: value for name, value in here.items() if value is not None and value != defaults[name]}
 
     @property
-    def fixed_topology(self) -> Topology | None:
-        """The topology; None if it is to be chosen by measuring."""
-        return TOPOLOGIES.get(self.topology)
-
-    @property
     def compresses(self) -> bool:
-        """Whether anything may be compressed."""
-        return self.fixed_topology is None or self.fixed_topology.compresses
+        """Whether anything is compressed."""
+        return TOPOLOGIES[self.topology].compresses
 
     @property
     def by_node(self) -> bool:
-        """Whether the ranks of a node may exchange as one worker."""
-        return self.fixed_topology is None or self.fixed_topology.by_node
-
-    @property
-    def automatic(self) -> bool:
-        """Whether something is to be chosen by measuring."""
-        return self.compresses and "auto" in (self.topology, self.ratio)
+        """Whether the ranks of a node exchange as one worker."""
+        return TOPOLOGIES[self.topology].by_node
 
     @property
     def adapts_momentum(self) -> bool:
@@ -183,27 +167,13 @@ class TopKConfig:
                 f"{world} ranks do not make up nodes of {local}: every node needs the same number of ranks. "
                 "Pass local_world_size=, the ranks of a node."
             )
-        if self.fixed_topology is None:
-            return self
-        name = cast(TopologyName, self.fixed_topology.on(world, local))
+        name = cast(TopologyName, TOPOLOGIES[self.topology].on(world, local))
         if name == self.topology:
             return self
         if TOPOLOGIES[name].compresses:
             return replace(self, topology=name)
         # Momentum is applied where something is kept, and an all-reduce keeps nothing.
         return replace(self, topology="sharded") if self.momentum else self.dense
-
-    def candidates(self, world: int, local: int) -> list[TopKConfig]:
-        """The settings with all that is automatic chosen, in every way but dense.
-
-        Args:
-            world: Number of ranks.
-            local: Ranks of each node.
-        """
-        hierarchy = ["hierarchical"] * (1 < local < world)
-        topologies: list[Any] = [self.topology] if self.fixed_topology else ["sharded", *hierarchy]
-        ratios: Sequence[Any] = AUTO_RATIOS if self.ratio == "auto" else [self.ratio]
-        return [replace(self, topology=topology, ratio=ratio) for topology in topologies for ratio in ratios]
 
     def summary(self) -> dict[str, Any]:
         """The settings as words and numbers that processes can compare: functions by what they return."""
@@ -219,8 +189,8 @@ class TopKConfig:
 
 def _check_values(config: TopKConfig) -> None:
     """Refuses settings that are wrong by themselves."""
-    if config.ratio is not None and config.ratio != "auto":
-        _check_ratio("ratio", config.ratio, ', or "auto"')
+    if config.ratio is not None:
+        _check_ratio("ratio", config.ratio)
     if config.saving is not None:
         remedy = "Use saving=50 for a fiftieth of the bytes, topology='dense' to save none."
         _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "1 or more", remedy)
@@ -234,7 +204,7 @@ def _check_values(config: TopKConfig) -> None:
         check_name("selector", config.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
     if config.wire is not None:
         check_name("wire", config.wire, WIRES)
-    check_name("topology", config.topology, [*TOPOLOGIES, "auto"])
+    check_name("topology", config.topology, TOPOLOGIES)
     check_name("scope", config.scope, ("bucket", "model"))
     _check_number("momentum", config.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
     if config.clip_norm is not None:
@@ -254,8 +224,7 @@ def _check_combinations(config: TopKConfig) -> None:
             f"server_ratio={config.server_ratio!r} needs ratio=: saving={config.saving:g}, the default, decides what "
             "workers and servers send. Pass ratio= too, or leave server_ratio out."
         )
-    fixed = config.fixed_topology
-    no_server = fixed is not None and fixed.compresses and not fixed.has_servers
+    no_server = config.compresses and not TOPOLOGIES[config.topology].has_servers
     if no_server and config.bidirectional:
         raise ValueError(
             f"bidirectional=True does not go with topology={config.topology!r}: without a server there is no "
@@ -276,8 +245,7 @@ def _check_combinations(config: TopKConfig) -> None:
     if not config.momentum:
         return
     uncompressed = {
-        f"topology={config.topology!r}": fixed is None or not fixed.compresses,
-        "ratio='auto'": config.ratio == "auto",
+        f"topology={config.topology!r}": not config.compresses,
         f"dense_parameters={config.dense_parameters}": bool(config.dense_parameters),
     }
     for setting, holds in uncompressed.items():
@@ -316,10 +284,10 @@ def _value_or_error(ratio: Ratio, step: int) -> float | str:
         return repr(error)
 
 
-def _check_ratio(name: str, value: Any, otherwise: str = "") -> None:
+def _check_ratio(name: str, value: Any) -> None:
     if isinstance(value, Schedule) or (callable(value) and not isinstance(value, type)):
         return
-    remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all{otherwise}."
+    remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all."
     _check_number(name, value, lambda ratio: 0 < ratio <= 1, "in (0, 1]: the fraction that is sent", remedy)
 
 

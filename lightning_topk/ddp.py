@@ -51,8 +51,8 @@ class TopKState(ExchangeState):
             step that it skips comes back; that costs a copy of the residuals.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of
             a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Is called on rank 0 with what a user should know: settings without effect, adapted momentum, what was
-            chosen with ``topology="auto"`` or ``ratio="auto"``. Default: warnings of the logger ``lightning_topk``.
+        announce: Is called on rank 0 with what a user should know: settings without effect, adapted momentum.
+            Default: warnings of the logger ``lightning_topk``.
         **settings: Arguments of :class:`lightning_topk.TopKConfig`.
 
     Raises:
@@ -134,8 +134,9 @@ class TopKState(ExchangeState):
         ready = lane.mark() if self.timing and last else None
         name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
         jobs = [self.job(bucket, name, self._usage.take(bucket) if self._usage else None) for bucket in together]
-        tuning = self.tuning(self._buckets, self.static_graph) if last else None
-        self.submit(Batch(buffers, groups, jobs, self.timing, ready, tuning), promises)
+        if last:
+            self.observe(self._buckets, self.static_graph)
+        self.submit(Batch(buffers, groups, jobs, self.timing, ready), promises)
 
     def _exchanged_together(self, groups: Sequence[Bucket]) -> Sequence[Bucket]:
         """DDP's buckets as they are exchanged: one by one, all at once, or as before a checkpoint."""

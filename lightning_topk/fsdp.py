@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -194,13 +193,12 @@ class ShardState(ExchangeState):
         buckets, self._buckets = self._buckets, []
         if set(buckets) != set(self.residuals.progress.buckets):
             self._agree_on("none, the backward pass has ended")
-        lane, tuning = self._lane, self.tuning(buckets)
-        timed = self.timing and lane is not None and lane.stream is not None
-        if lane is not None and (timed or tuning is not None):
+        self.observe(buckets)
+        lane = self._lane
+        if self.timing and lane is not None and lane.stream is not None:
             # What the hook's stream has left to do now was not hidden behind the backward pass.
-            batch = Batch([], [], [], timed, self._ready if timed else None, tuning)
-            with nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream):
-                lane.run(self._exchanger.run(batch, lane))
+            with torch.cuda.stream(lane.stream):
+                lane.run(self._exchanger.run(Batch([], [], [], timed=True, ready=self._ready), lane))
         self.end_pass(buckets)
 
     @override

@@ -21,11 +21,11 @@ from lightning_topk.core.layout import Layout
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.lightning.strategy import TopKStrategy
-from lightning_topk.planning.volume import volume
 from lightning_topk.runtime.announce import remarks
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.systems import presets
+from lightning_topk.volume import volume
 
 BAD = [
     ({"ratio": 0}, ValueError, r"ratio=0 must be in \(0, 1\].*Use ratio=0\.001"),
@@ -38,7 +38,6 @@ BAD = [
     ({"saving": "50"}, TypeError, r"saving='50' is a str"),
     ({"saving": float("inf")}, ValueError, r"saving=inf must be 1 or more"),
     ({"ratio": 0.1, "saving": 50}, ValueError, r"ratio=0\.1 and saving=50 both say how much is sent"),
-    ({"ratio": "auto", "saving": 50}, ValueError, r"both say how much is sent"),
     ({"server_ratio": 0.1}, ValueError, r"server_ratio=0\.1 needs ratio=: saving=50, the default"),
     ({"server_ratio": 2}, ValueError, r"server_ratio=2 must be in \(0, 1\]"),
     ({"ratio": 0.1, "server_ratio": 0.1, "bidirectional": False}, ValueError, r"server_ratio=0\.1 has no effect"),
@@ -56,10 +55,9 @@ BAD = [
     ({"selector": "best"}, ValueError, r"selector='best' is unknown; it must be one of 'topk'.* or an instance"),
     ({"selector": 3}, TypeError, r"selector=3 is a int"),
     ({"wire": "fp8"}, ValueError, r"wire='fp8' is unknown; it must be one of 'fp32', 'bf16'"),
-    ({"ratio": "best"}, TypeError, r"ratio='best' is a str.*or \"auto\""),
+    ({"ratio": "best"}, TypeError, r"ratio='best' is a str"),
     ({"dense_parameters": 5}, TypeError, r"dense_parameters=5 must be a pattern of names, or several"),
     ({"topology": "dense", "momentum": 0.9}, ValueError, r"momentum=0\.9 .* with topology='dense' gradients may be"),
-    ({"topology": "auto", "momentum": 0.9}, ValueError, r"with topology='auto'"),
     ({"dense_parameters": "*.bias", "momentum": 0.9}, ValueError, r"with dense_parameters=\('\*\.bias',\)"),
     ({"topology": "ring"}, ValueError, r"topology='ring' is unknown; it must be one of 'sharded', 'single_server'"),
     ({"topology": "allgather"}, ValueError, r"bidirectional=True does not go with topology='allgather'.*Pass"),
@@ -199,7 +197,6 @@ def test_a_set_of_patterns_has_one_order_on_all_ranks():
     ("settings", "world", "words"),
     [
         ({}, 4, []),
-        ({"ratio": 0.001, "topology": "auto"}, 4, []),
         ({"topology": "dense"}, 4, []),
         ({"topology": "hierarchical"}, 4, [r"'hierarchical' on one node all-reduces .* Without effect: saving\."]),
         ({"topology": "dense", "clip_norm": 1.0, "wire": "int8"}, 4, [r"Without effect: wire\."]),

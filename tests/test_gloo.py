@@ -22,7 +22,6 @@ from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
-from lightning_topk.planning.volume import volume
 from lightning_topk.runtime.drive import Meter, dense_cost, drive, finish
 from lightning_topk.runtime.exchanger import Batch, Job
 from lightning_topk.runtime.groups import Groups
@@ -30,6 +29,7 @@ from lightning_topk.runtime.lanes import ThreadLane
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
+from lightning_topk.volume import volume
 
 MODES = {
     "one_bucket": {"bucket_cap_mb": 25},
@@ -292,109 +292,6 @@ def uncompressed(rank: int, world: int, mode: str) -> None:
 @modes
 def test_dense_parameters_get_the_mean(groups, mode):
     groups(3).run(uncompressed, mode)
-
-
-def chosen(rank: int, world: int, settings: dict, mode: str, local: int) -> tuple:
-    torch.manual_seed(0)
-    net = Net()
-    ddp = DistributedDataParallel(net, **MODES[mode])
-    said: list[str] = []
-    state = attach(ddp, **settings, announce=said.append, local_world_size=local)
-    computed, received = [], []
-    for step in range(8):
-        computed.append(local_gradient(net, mode, rank, step))
-        ddp.zero_grad()
-        loss_of(ddp, mode, rank, step).backward()
-        received.append(gradient(net))
-        report = state.report()
-    buckets = state.residuals.progress.buckets
-    ways = [state.buckets.config_of(bucket) for bucket in buckets]
-    plan = state.predicted()
-    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
-    state.close()
-    check_agreement(received)
-    assert len(state.buckets.chosen) >= 1
-    assert report.bytes["uplink"] == plan.uplink
-    assert report.bytes["inter_node"] == plan.inter_node
-    torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-5)
-    assert sum("measured and chose" in words for words in said) == (rank == 0)
-    return [(way.topology, way.ratio) for way in ways]
-
-
-AUTOMATIC = ({"topology": "auto", "ratio": 0.05}, {"topology": "auto", "ratio": "auto"}, {"ratio": "auto"})
-
-
-@pytest.mark.parametrize(
-    ("settings", "local", "mode"),
-    [
-        *((settings, local, "several_buckets") for settings in AUTOMATIC for local in (1, 2)),
-        (AUTOMATIC[1], 2, "static_graph"),
-        (AUTOMATIC[2], 1, "static_graph"),
-        (AUTOMATIC[0], 1, "find_unused_parameters"),
-        (AUTOMATIC[1], 2, "find_unused_parameters"),
-    ],
-)
-def test_all_ranks_choose_the_same_and_lose_nothing(groups, settings, local, mode):
-    first, *others = groups(4 if local == 2 else 3).run(chosen, settings, mode, local)
-    assert all(other == first for other in others)
-    if "topology" not in settings:
-        assert {topology for topology, _ in first} <= {"sharded", "dense"}
-
-
-def chosen_after_a_checkpoint(rank: int, world: int) -> None:
-    """What a checkpoint kept is delivered by all-reduce; then the ranks of a node become one worker."""
-    from lightning_topk.runtime import autotune
-
-    def trial(config, bucket, groups, meter, uncompressed=(), step=0):
-        return 1.0 if config.topology == "hierarchical" else 2.0
-
-    def begun(**settings):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(Net(), **MODES["several_buckets"])
-        return ddp, attach(ddp, ratio=0.05, local_world_size=2, **settings)
-
-    ddp, state = begun()
-    for step in range(3):
-        loss_of(ddp, "several_buckets", rank, step).backward()
-    left, entry = undelivered(state, ddp.module, world), [state.state_dict()]
-    dist.broadcast_object_list(entry)
-    state.close()
-    ddp, state = begun(topology="auto")
-    state.load_state_dict(entry[0])
-    computed, received = [left * world], []
-    with mock.patch.object(autotune, "trial", trial), mock.patch.object(autotune, "PATIENCE", 100):
-        for step in range(6):
-            computed.append(local_gradient(ddp.module, "several_buckets", rank, step))
-            ddp.zero_grad()
-            loss_of(ddp, "several_buckets", rank, step).backward()
-            received.append(gradient(ddp.module))
-    topologies = {state.buckets.config_of(bucket).topology for bucket in state.residuals.progress.buckets}
-    kept = undelivered(state, ddp.module, world)
-    state.close()
-    assert topologies == {"hierarchical"}
-    produced = left + mean_over_ranks(sum_of(computed[1:]))
-    torch.testing.assert_close(sum_of(received) + kept, produced, atol=1e-6, rtol=1e-5)
-
-
-def test_a_resumed_run_may_choose_that_nodes_are_workers(groups):
-    groups(4).run(chosen_after_a_checkpoint)
-
-
-@pytest.mark.parametrize("way", ["dense", "sharded", "hierarchical"])
-def test_whatever_topology_is_chosen_loses_nothing(groups, way):
-    groups(4).run(forced, way)
-
-
-def forced(rank: int, world: int, way: str) -> None:
-    """As if it had been measured to be the fastest, where the ranks of a node are of different opinions."""
-    from lightning_topk.runtime import autotune
-
-    def trial(config, bucket, groups, meter, uncompressed=(), step=0):
-        return 0.1 * rank + (1.0 if config.topology == way else 2.0)
-
-    with mock.patch.object(autotune, "trial", trial), mock.patch.object(autotune, "PATIENCE", 100):
-        found = chosen(rank, world, {"topology": "auto"}, "several_buckets", 2)
-    assert {topology for topology, _ in found} == {way}
 
 
 @pytest.mark.parametrize(

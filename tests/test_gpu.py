@@ -33,7 +33,7 @@ from lightning_topk.runtime import drive
 
 COUNT = torch.cuda.device_count()
 WORLDS = sorted({1, COUNT})
-TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense", "auto")
+TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT == 0, reason="needs a GPU")]
 several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
 

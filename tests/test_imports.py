@@ -25,13 +25,13 @@ MAY_IMPORT = {
     "build": ["config", "core", "schedule"],
     "saving": ["build", "config", "core"],
     "simulate": ["build", "config", "core", "saving"],
-    "planning": ["core", *SETTINGS],
-    "runtime": ["core", *SETTINGS, "planning"],
-    "ddp": ["core", *SETTINGS, "planning", "runtime"],
-    "fsdp": ["core", *SETTINGS, "planning", "runtime"],
+    "volume": ["core", *SETTINGS],
+    "runtime": ["core", *SETTINGS, "volume"],
+    "ddp": ["core", *SETTINGS, "volume", "runtime"],
+    "fsdp": ["core", *SETTINGS, "volume", "runtime"],
     "attaching": ["config", "runtime", "ddp", "fsdp"],
-    "lightning": ["core", *SETTINGS, "runtime", "planning", "ddp", "fsdp"],
-    "lab": ["core", *SETTINGS, "runtime", "planning", "ddp", "simulate", "_version"],
+    "lightning": ["core", *SETTINGS, "runtime", "volume", "ddp", "fsdp"],
+    "lab": ["core", *SETTINGS, "runtime", "volume", "ddp", "simulate", "_version"],
 }
 """Which wings each wing may import; the wings beside ``__init__``, ``__main__`` and the public names of others'
 modules."""

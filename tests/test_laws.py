@@ -17,10 +17,10 @@ from lightning_topk.core.layout import Parts
 from lightning_topk.core.link import Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
-from lightning_topk.planning.volume import volume
 from lightning_topk.runtime.parameter_memories import server_memory
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
+from lightning_topk.volume import volume
 
 ROUTES = [
     ("sharded", True),
@@ -442,4 +442,3 @@ def test_a_node_with_a_nan_sends_nothing_of_its_gradient():
 def test_momentum_on_the_workers_is_applied_on_one_node_too():
     config = TopKConfig(topology="hierarchical", momentum=0.9)
     assert config.on(4, 4).topology == "sharded"
-    assert TopKConfig(topology="hierarchical", ratio="auto").on(4, 4).automatic is False

@@ -12,7 +12,7 @@ import torch
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab import hosts
-from lightning_topk.planning.volume import volume
+from lightning_topk.volume import volume
 
 pytestmark = pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
 

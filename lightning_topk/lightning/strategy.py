@@ -70,12 +70,12 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
 
     def __init__(
         self,
-        ratio: Ratio | Literal["auto"] | None = None,
+        ratio: Ratio | None = None,
         bidirectional: bool = True,
         server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
         wire: WireName | None = None,
-        topology: TopologyName | Literal["auto"] = "sharded",
+        topology: TopologyName = "sharded",
         dense_parameters: str | Sequence[str] = (),
         error_feedback: bool | Side = True,
         scope: Literal["bucket", "model"] = "bucket",

@@ -23,7 +23,6 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Endpoint, Outcome
 from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
-from lightning_topk.runtime.autotune import Choice, choose
 from lightning_topk.runtime.drive import Meter, Steps, drive
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
@@ -68,21 +67,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """What is to be chosen by measuring, once a backward pass has ended.
-
-    Attributes:
-        config: The settings, of which something is automatic.
-        buckets: DDP's buckets, which will not change any more.
-        uncompressed: Of each, which parameters are not compressed.
-    """
-
-    config: TopKConfig
-    buckets: Sequence[Bucket]
-    uncompressed: Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
 class Batch:
     """Jobs that are ready together, and the buffers that hold their gradients.
 
@@ -92,7 +76,6 @@ class Batch:
         jobs: How they are exchanged.
         timed: Whether to measure the time.
         ready: When the backward pass had all its gradients, if it ends with these and that is measured.
-        tuning: What to choose afterwards; None if nothing.
     """
 
     buffers: Sequence[Tensor]
@@ -100,7 +83,6 @@ class Batch:
     jobs: Sequence[Job]
     timed: bool = False
     ready: Any | None = None
-    tuning: Tuning | None = None
 
 
 @dataclass(frozen=True)
@@ -141,15 +123,6 @@ class Timed:
         return took, 0.0 if self.ready is None else max(0.0, self.lane.seconds(self.ready, self.ended))
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """What was chosen, and the bytes that measuring sent."""
-
-    buckets: Sequence[Bucket]
-    choice: Choice
-    meter: Meter
-
-
 class Exchanger:
     """Runs the exchanges of one rank.
 
@@ -165,9 +138,9 @@ class Exchanger:
         self._batches = 0
         self._ended: Any = None  # the last timed one, as a mark of the lane
         self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
-        self._finished: SimpleQueue[Exchanged | Timed | Tuned] = SimpleQueue()
+        self._finished: SimpleQueue[Exchanged | Timed] = SimpleQueue()
 
-    def finished(self) -> list[Exchanged | Timed | Tuned]:
+    def finished(self) -> list[Exchanged | Timed]:
         """What became of the jobs since the last call, in order; for the caller's side, between two backward passes."""
         found = []
         while True:
@@ -204,9 +177,6 @@ class Exchanger:
                 begun = max(begun, self._ended)  # time that two exchanges share counts once
             self._ended = ended
             self._finished.put(Timed(lane, begun, ended, batch.ready))
-        if batch.tuning is not None:
-            yield None  # the pass's last batch: once those before it have ended, nothing else is in progress
-            self._tune(batch.tuning, groups)
         return results
 
     def _regroup(self, dense: Sequence[Tensor], batch: Batch, groups: Groups, lane: Lane) -> Steps[None]:
@@ -249,31 +219,6 @@ class Exchanger:
     def _make(self, job: Job, groups: Groups) -> Endpoint:
         """The endpoint of a job, with empty memories."""
         return make_bucket_endpoint(job.config, job.bucket, job.uncompressed, groups)
-
-    def _tune(self, tuning: Tuning, groups: Groups) -> None:
-        """Measures how buckets are best exchanged from now on; later, if what is left would be in the way."""
-        meter = Meter()
-        try:
-            if self._undelivered(tuning, groups):
-                return
-            choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, groups, meter)
-        except Exception as error:
-            raise RuntimeError(
-                f"lightning_topk: measuring how buckets are best exchanged failed on {self._place}: {error}"
-            ) from error
-        self._finished.put(Tuned(tuning.buckets, choice, meter))
-
-    def _undelivered(self, tuning: Tuning, groups: Groups) -> bool:
-        """Whether some rank has residuals of its own left, and the ranks of a node may become one worker. A collective.
-
-        All-reduce delivers what a checkpoint left in the first step, unless a GradScaler skips that.
-        """
-        ways = tuning.config.candidates(dist.get_world_size(groups.all), groups.local)
-        if not any(way.by_node for way in ways):
-            return False
-        mine = torch.tensor([self._residuals.undelivered()], dtype=torch.uint8, device=tuning.buckets[0][0].device)
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=groups.all)
-        return bool(mine)
 
 
 def make_bucket_endpoint(config: TopKConfig, bucket: Bucket, uncompressed: Sequence[int], groups: Groups) -> Endpoint:

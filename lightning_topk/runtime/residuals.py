@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Endpoint
-from lightning_topk.core.memory import Leftover
 from lightning_topk.runtime.parameter_memories import Memories, ParameterMemories, server_memory
 from lightning_topk.runtime.skipped_steps import Undo
 
@@ -158,14 +157,6 @@ class Residuals:
         for bucket, (config, end) in made.items():
             self._live[bucket] = _InUse(end, config)
         self.dissolve({parameter for bucket in alone for parameter in bucket})  # none of them is exchanged now
-
-    def undelivered(self) -> bool:
-        """Whether a residual of earlier settings is not delivered yet, or would return if the step is skipped."""
-        kept: list[Tensor] = []
-        for used in self._live.values():
-            if isinstance(used.end.uplink.memory, Leftover):
-                kept += [used.end.uplink.memory.residual, *(used.undo.before if used.undo is not None else ())]
-        return any(bool(each.any()) for each in kept)
 
     def held(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
         """What this rank holds of each parameter that was exchanged: as a worker and as a server.

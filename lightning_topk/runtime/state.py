@@ -24,7 +24,7 @@ from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.agreement import connect
 from lightning_topk.runtime.announce import Announcer, remarks
 from lightning_topk.runtime.checkpoint import Mode
-from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed, Tuned, Tuning, make_bucket_endpoint
+from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed, make_bucket_endpoint
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.optimizers import Optimizers
@@ -128,7 +128,6 @@ class ExchangeState(Reporting):
         """
         self._collect()
         self.residuals.kept.forget_copies()
-        self.buckets.adopt()
         self._lr_ratio = self._optimizers.advance_learning_rates()
         self.follow_optimizers()
 
@@ -163,21 +162,18 @@ class ExchangeState(Reporting):
         """The parameter, as optimizers hold it, of a bucket's member."""
         return member
 
-    def tuning(self, buckets: Sequence[Bucket], static_graph: bool = False) -> Tuning | None:
-        """What is to be chosen by measuring when a backward pass ends; None if nothing is.
+    def observe(self, buckets: Sequence[Bucket], static_graph: bool = False) -> None:
+        """Notes all that a backward pass exchanges; says so if that saves less than was asked for.
 
         Args:
             buckets: All that the pass exchanges.
             static_graph: Whether they may change a pass later.
         """
-        if self.world == 1:
-            return None
         progress = self.residuals.progress
-        if self.buckets.observe(buckets, progress, static_graph):
+        if self.world > 1 and self.buckets.observe(buckets, progress, static_graph):
             missed = self.buckets.missed_saving(progress.buckets, self.predicted(), self.LARGER_BUCKETS)
             if missed:
                 self._say(missed)
-        return self.buckets.tuning(buckets)
 
     def submit(self, batch: Batch, promises: Sequence[Future]) -> None:
         """Queues the jobs of a batch on the lane; their results fulfil the promises."""
@@ -205,13 +201,8 @@ class ExchangeState(Reporting):
     def _collect(self) -> None:
         """Takes what the lane has finished."""
         found = self._exchanger.finished()
-        tuned = [each for each in found if isinstance(each, Tuned)]
         timed = [each for each in found if isinstance(each, Timed)]
-        self.telemetry.add_pass([each for each in found if not isinstance(each, Timed | Tuned)], timed)
-        for each in tuned:
-            self.telemetry.meter.add(each.meter)
-            self.buckets.note(each)
-            self._say(each.choice.words)
+        self.telemetry.add_pass([each for each in found if not isinstance(each, Timed)], timed)
 
     def measure_link(self) -> None:
         """Times two all-reduces, of at most 1 MiB. A collective; call it between two backward passes."""

@@ -78,7 +78,6 @@ PEERS: dict[str, Register] = {
     "ours": ours(),
     "ours, 0.001": ours(ratio=A_THOUSANDTH),
     "ours, hierarchical": ours(topology="hierarchical"),
-    "ours, auto": ours(topology="auto"),
     "DDP": lambda model, settings: None,
     "fp16 hook": _fp16,
     "PowerSGD 1": _power_sgd(1),
