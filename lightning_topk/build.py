@@ -123,7 +123,6 @@ def make_endpoint(
         downlink=downlink,
         sizes=torch.tensor(shape.parts.sizes, device=device),
         clip_norm=None if config.clip_norm is None else config.clip_norm / math.sqrt(shape.workers),
-        servers_keep=shape.topology.has_servers and config.error_feedback in (True, "server"),
         uncompressed=[(ends[number] - shape.parts.sizes[number], ends[number]) for number in uncompressed],
     )
 

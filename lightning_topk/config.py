@@ -5,60 +5,45 @@ What they mean for one bucket is in :mod:`lightning_topk.saving` and :mod:`light
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
+
+from typing_extensions import TypedDict
 
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import SELECTORS, Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.schedule import Ratio, Schedule, ratio_at
 
-Side = Literal["worker", "server"]
-
 SAVING: float = 50
 """The saving where neither ``ratio`` nor ``saving`` is given."""
+
+
+class Settings(TypedDict, total=False):
+    """The settings as keywords, which :class:`lightning_topk.TopKStrategy` describes."""
+
+    ratio: Ratio | None
+    bidirectional: bool
+    server_ratio: Ratio | None
+    selector: str | Selector
+    wire: WireName | None
+    topology: TopologyName
+    dense_parameters: str | Sequence[str]
+    error_feedback: bool | Literal["worker"]
+    momentum: float
+    adapt_momentum: bool
+    clip_norm: float | None
+    saving: float | None
 
 
 @dataclass(frozen=True)
 class TopKConfig:
     """How gradients are compressed and exchanged.
 
-    Args:
-        ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number; or a
-            :class:`lightning_topk.schedule.Schedule` or a function of the step, for a fraction that changes. Default:
-            what ``saving`` takes.
-        bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
-        server_ratio: Fraction of a bucket that the servers together send, likewise; not with ``saving``. Default:
-            ``ratio``.
-        selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
-            :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers, and a scale for every 64 of them): the values'
-            format. Positions are Elias-Fano coded in all. Default: int4, or bf16 where ``error_feedback`` is not True,
-            since rounding would be lost.
-        topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between
-            nodes), ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``)
-            or ``"dense"`` (all-reduce: nothing is compressed).
-        dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
-        error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
-            ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
-        scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
-            gradients, when backward is done, as the papers do.
-        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression,
-            which ends for an entry that is sent. The optimizer's own must then be 0.
-        adapt_momentum: Whether torch's SGD, Adam, AdamW and NAdam move an entry of the parameters only in steps that
-            deliver its gradient, and then for all the steps that it waited; see
-            :mod:`lightning_topk.runtime.momentum`. False leaves optimizers as they are, as does ``momentum``.
-        clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``),
-            before compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
-        lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
-            was kept back under one learning rate is applied under it.
-        saving: How many times fewer bytes than a ring all-reduce to send in every step, 1 or more, instead of
-            ``ratio``: each bucket then has the ratio that sends so many bytes, both ways together. With
-            ``topology="hierarchical"`` the bytes between nodes count. Default: 50 without ``ratio``.
+    :class:`lightning_topk.TopKStrategy` describes them.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -72,12 +57,10 @@ class TopKConfig:
     wire: WireName | None = None
     topology: TopologyName = "sharded"
     dense_parameters: str | Sequence[str] = ()
-    error_feedback: bool | Side = True
-    scope: Literal["bucket", "model"] = "bucket"
+    error_feedback: bool | Literal["worker"] = True
     momentum: float = 0.0
     adapt_momentum: bool = True
     clip_norm: float | None = None
-    lr_ratio: bool = False
     saving: float | None = None
 
     def __post_init__(self) -> None:
@@ -196,16 +179,15 @@ def _check_values(config: TopKConfig) -> None:
         _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "1 or more", remedy)
     if config.server_ratio is not None:
         _check_ratio("server_ratio", config.server_ratio)
-    for name in ("bidirectional", "lr_ratio", "adapt_momentum"):
-        _check_bool(name, getattr(config, name))
+    for name in ("bidirectional", "adapt_momentum"):
+        check_bool(name, getattr(config, name))
     if not isinstance(config.error_feedback, bool):
-        check_name("error_feedback", config.error_feedback, ("worker", "server"), ", True or False")
+        check_name("error_feedback", config.error_feedback, ("worker",), ", True or False")
     if not isinstance(config.selector, Selector):
         check_name("selector", config.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
     if config.wire is not None:
         check_name("wire", config.wire, WIRES)
     check_name("topology", config.topology, TOPOLOGIES)
-    check_name("scope", config.scope, ("bucket", "model"))
     _check_number("momentum", config.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
     if config.clip_norm is not None:
         remedy = "Leave it out, and nothing is clipped."
@@ -230,18 +212,11 @@ def _check_combinations(config: TopKConfig) -> None:
             f"bidirectional=True does not go with topology={config.topology!r}: without a server there is no "
             "server-to-worker direction to compress. Pass bidirectional=False, or topology='sharded'."
         )
-    if no_server and config.error_feedback == "server":
-        raise ValueError(
-            f"error_feedback='server' keeps nothing with topology={config.topology!r}, which has no server. "
-            "Pass 'worker', or topology='sharded'."
-        )
     if config.server_ratio is not None and not config.bidirectional:
         raise ValueError(
             f"server_ratio={config.server_ratio!r} has no effect with bidirectional=False, where the server sends "
             "all that is nonzero. Leave server_ratio out, or pass bidirectional=True."
         )
-    if config.lr_ratio and config.error_feedback is False:
-        raise ValueError("lr_ratio=True scales residuals, but error_feedback=False keeps none. Leave one of them out.")
     if not config.momentum:
         return
     uncompressed = {
@@ -260,20 +235,6 @@ def _check_combinations(config: TopKConfig) -> None:
             f"error_feedback={config.error_feedback!r} keeps nothing there. "
             "Pass error_feedback=True, or momentum=0 and the optimizer's own."
         )
-
-
-T = TypeVar("T")
-
-
-def describes_settings(target: T) -> T:
-    """Puts the descriptions of :class:`TopKConfig`'s arguments where the docstring of ``target`` says ``{settings}``.
-
-    So the strategies, which name every setting in their signature, do not describe them a second time.
-    """
-    if target.__doc__ and TopKConfig.__doc__:  # python -OO has none
-        described = inspect.cleandoc(TopKConfig.__doc__).split("Args:\n")[1].split("\n\nRaises:")[0]
-        target.__doc__ = inspect.cleandoc(target.__doc__).replace("    {settings}", described)
-    return target
 
 
 def _value_or_error(ratio: Ratio, step: int) -> float | str:
@@ -298,7 +259,8 @@ def _check_number(name: str, value: Any, allowed: Callable[[float], bool], words
         raise ValueError(f"{name}={value!r} must be {words}. {remedy}")
 
 
-def _check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
+    """Refuses what is neither True nor False, with a TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be True or False.")
 

@@ -20,7 +20,7 @@ import torch
 
 import lightning_topk
 from lightning_topk import CompressionMonitor, __main__
-from lightning_topk.lab import bench, commands, hosts, papers, plan, scale
+from lightning_topk.lab import bench, commands, hosts, papers, plan
 from lightning_topk.lab.bench import BENCHES, race, select, steps, train, wire
 from lightning_topk.lab.bench.peers import ON_NODES, PEERS
 from lightning_topk.lab.models import DIGIT, mlp
@@ -121,9 +121,7 @@ def test_invalid_options_of_a_bench_are_refused_in_words(monkeypatch, arguments,
         main()
 
 
-@pytest.mark.parametrize(
-    "function", [plan.run, scale.run, *BENCHES.values(), *(papers.CLAIMS | papers.EXPERIMENTS).values()]
-)
+@pytest.mark.parametrize("function", [plan.run, *BENCHES.values(), *(papers.CLAIMS | papers.EXPERIMENTS).values()])
 def test_every_option_of_a_command_is_explained(function):
     parser = commands.add_command(argparse.ArgumentParser().add_subparsers(), "name", function)
     unexplained = [action.dest for action in parser._actions if not action.help or action.help.startswith(" (default")]
@@ -231,7 +229,7 @@ def test_a_fail_is_the_exit_status_only_with_strict(monkeypatch, capsys):
 @pytest.mark.unit
 def test_missing_extras_are_named_before_work_begins(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for words in (["bench", "wire", "--plot", "x.png"], ["reproduce", "saving"], ["simulate"]):
+    for words in (["bench", "wire", "--plot", "x.png"], ["reproduce", "saving"]):
         monkeypatch.setattr(sys, "argv", ["lightning_topk", *words])
         with pytest.raises(SystemExit, match=r"this needs matplotlib, which is not installed: pip install matplotlib"):
             __main__.main()

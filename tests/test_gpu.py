@@ -29,7 +29,7 @@ from lightning_topk.core.layout import Layout
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather
 from lightning_topk.ddp import attach
-from lightning_topk.runtime import drive
+from lightning_topk.runtime import collectives as drive
 
 COUNT = torch.cuda.device_count()
 WORLDS = sorted({1, COUNT})

@@ -448,12 +448,6 @@ def test_momentum_in_the_optimizer_and_in_the_strategy_is_refused(tmp_path):
         fit(tmp_path, Momentum(), strategy=strategy)
 
 
-def test_residuals_follow_the_optimizers_learning_rate(tmp_path):
-    strategy = TopKStrategy(lr_ratio=True, scope="model", start_method="forkserver")
-    _, logged = fit(tmp_path, strategy=strategy)
-    assert logged["topk/worker_residual_norm"] > 0
-
-
 class SameWeights(Callback):
     """Fails unless all ranks end with the same weights."""
 

@@ -36,6 +36,12 @@ def test_buckets_are_those_that_ddp_builds(groups):
         assert [sorted(bucket) for bucket in found] == [sorted(bucket) for bucket in expected]
 
 
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(10, 10), nn.Linear(5, 5).requires_grad_(False)
+
+
 def test_a_module_of_ones_own_is_counted():
     assert parameter_sizes(module="test_plan.Net") == [100, 10]
     for path, words in (
@@ -80,7 +86,6 @@ def test_the_plan_has_exact_bytes_one_time_and_the_link_below_which_it_pays(monk
     ("words", "message"),
     [
         (["--params", "25e6", "--nodes", "1"], "one rank exchanges nothing"),
-        (["--params", "0", "--nodes", "2"], "--params 0(\\.\\d+)? must be at least 1"),
         (["--params", "1e30", "--nodes", "2"], "at most 1e14"),
         (["--nodes", "2"], "give one of --model, --module and --params"),
         (["--params", "1M", "--nodes", "2", "--inter", "8bit"], "write it like 100mbit"),

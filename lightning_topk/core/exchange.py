@@ -15,9 +15,9 @@ gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang 
     9 deliver           g <- the decoded replies; every rank holds the same bits
 
 Begin reading at :func:`exchange`. Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`; a topology does 5-9.
-:class:`Sharded` is the one above; the others follow it, each with the requests that it makes, by arithmetic, and the
-work that it does. An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process
-groups (:mod:`lightning_topk.runtime.drive`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
+:class:`Sharded` is the one above; the others follow it, each with the requests that it makes, by arithmetic.
+An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process groups
+(:mod:`lightning_topk.runtime.collectives`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
 code.
 """
 
@@ -202,6 +202,7 @@ class Topology(ABC):
             codecs: How payloads are written.
             itemsize: Bytes of an element of the gradient.
         """
+
 
 class Sharded(Topology):
     """Every rank is a worker and the server of one shard (steps 1-9 above)."""

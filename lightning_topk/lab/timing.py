@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.runtime.drive import Meter, drive, finish
+from lightning_topk.runtime.collectives import Meter, drive, finish
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.saving import with_ratio
 

@@ -15,8 +15,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-# First: importing Lightning makes _register import the strategy, and _compat must not be partially imported then.
-import lightning_topk.lightning.strategy  # noqa: F401
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.runtime.buckets import names_of
@@ -310,7 +308,7 @@ def _by_layer(
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
-    counts = {state.names[p]: count for p, count in state.residuals.kept.pieces.counts.items()}
+    counts = {state.names[p]: count for p, count in state.residuals.counts.items()}
     shared = torch.tensor([counts.get(name, 1) for name in names])  # held() multiplies a piece by the ranks of a node
     local = torch.cat([torch.stack([layers[name] for name in names]), (norms.square() / shared).unsqueeze(1)], dim=1)
     energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T

@@ -110,7 +110,7 @@ class BucketSettings:
         before, already = progress.buckets, self._final
         unchanged = len(buckets) == len(before) and all(map(same, buckets, before))
         self._unchanged = self._unchanged + 1 if unchanged else 0
-        self._final = self._unchanged > static_graph and not progress.resumed
+        self._final = self._unchanged > static_graph
         return self._final and not already
 
     def volume(self, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:

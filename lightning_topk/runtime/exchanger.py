@@ -23,7 +23,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Endpoint, Outcome
 from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
-from lightning_topk.runtime.drive import Meter, Steps, drive
+from lightning_topk.runtime.collectives import Meter, Steps, drive
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
 from lightning_topk.runtime.residuals import Residuals
@@ -45,7 +45,6 @@ class Job:
         used: ``[parameters]`` bool, which of them this rank used; None if all.
         step: Gradients exchanged before this one.
         epoch: Epochs completed.
-        lr_ratio: The last step's learning rate over this step's.
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
         make_undo: Makes what undoes skipped steps, for a new endpoint; None if no step is skipped.
         measure: What to measure.
@@ -59,7 +58,6 @@ class Job:
     used: Tensor | None = None
     step: int = 0
     epoch: int = 0
-    lr_ratio: float = 1.0
     scale: Tensor | None = None
     make_undo: Callable[[Endpoint], Undo] | None = None
     measure: Measure = NOTHING
@@ -68,19 +66,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Batch:
-    """Jobs that are ready together, and the buffers that hold their gradients.
+    """A job, and the buffer that holds its gradient.
 
     Attributes:
-        buffers: DDP's, one or more; the results are written there.
-        buckets: Whose gradients each holds, in order.
-        jobs: How they are exchanged.
+        buffer: The result is written there.
+        job: How the gradient is exchanged.
         timed: Whether to measure the time.
-        ready: When the backward pass had all its gradients, if it ends with these and that is measured.
+        ready: When the backward pass had all its gradients, if it ends with this one and that is measured.
     """
 
-    buffers: Sequence[Tensor]
-    buckets: Sequence[Bucket]
-    jobs: Sequence[Job]
+    buffer: Tensor
+    job: Job
     timed: bool = False
     ready: Any | None = None
 
@@ -154,43 +150,34 @@ class Exchanger:
         self._groups.clear()
 
     @torch.no_grad()
-    def run(self, batch: Batch, lane: Lane) -> Steps[Sequence[Tensor]]:
-        """The exchanges of a batch, step by step on the lane; they return its buffers."""
+    def run(self, batch: Batch, lane: Lane) -> Steps[Tensor]:
+        """The exchange of a batch, step by step on the lane; it returns the buffer."""
         assert self._groups
         groups = self._groups[self._batches % min(lane.abreast, len(self._groups))]
         self._batches += 1
         begun = lane.mark() if batch.timed else None
         # Sparse gradients are exchanged as the dense tensors that they stand for, and become sparse again where
         # anything arrives. On a GPU the host waits for that: the size of a sparse tensor depends on data.
-        dense = [(buffer.to_dense() if buffer.is_sparse else buffer).view(-1) for buffer in batch.buffers]
-        if len(batch.jobs) == len(dense) == 1 and same(batch.jobs[0].bucket, batch.buckets[0]):
-            yield from self._exchange(dense[0], batch.jobs[0], groups, lane)
-        else:
-            yield from self._regroup(dense, batch, groups, lane)
-        results = [
-            whole.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
-            for buffer, whole in zip(batch.buffers, dense, strict=True)
-        ]
+        buffer = batch.buffer
+        dense = (buffer.to_dense() if buffer.is_sparse else buffer).view(-1)
+        yield from self._exchange(dense, batch.job, groups, lane)
         if batch.timed:
-            ended = lane.mark()
-            if lane.abreast > 1 and self._ended is not None:
-                begun = max(begun, self._ended)  # time that two exchanges share counts once
-            self._ended = ended
-            self._finished.put(Timed(lane, begun, ended, batch.ready))
-        return results
+            self.note_time(lane, begun, batch.ready)
+        return dense.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
 
-    def _regroup(self, dense: Sequence[Tensor], batch: Batch, groups: Groups, lane: Lane) -> Steps[None]:
-        """Exchanges jobs whose buckets are not those of the buffers: gradients are copied together and back."""
-        gradient = {
-            parameter: piece
-            for whole, bucket in zip(dense, batch.buckets, strict=True)
-            for parameter, piece in zip(bucket, whole.split([p.numel() for p in bucket]), strict=True)
-        }
-        for job in batch.jobs:
-            g = torch.cat([gradient[p] for p in job.bucket])
-            yield from self._exchange(g, job, groups, lane)
-            for p, piece in zip(job.bucket, g.split([p.numel() for p in job.bucket]), strict=True):
-                gradient[p].copy_(piece)
+    def note_time(self, lane: Lane, begun: Any, ready: Any | None) -> None:
+        """Notes that an exchange ends now.
+
+        Args:
+            lane: The lane.
+            begun: When it began, as a mark of the lane.
+            ready: See :class:`Batch`.
+        """
+        ended = lane.mark()
+        if lane.abreast > 1 and self._ended is not None:
+            begun = max(begun, self._ended)  # time that two exchanges share counts once
+        self._ended = ended
+        self._finished.put(Timed(lane, begun, ended, ready))
 
     def _exchange(self, g: Tensor, job: Job, groups: Groups, lane: Lane) -> Steps[None]:
         """The exchange of one gradient, in place."""
@@ -199,9 +186,7 @@ class Exchanger:
             return
         meter = Meter()
         try:
-            end = self._residuals.endpoint(
-                job.bucket, job.config, lambda: self._make(job, groups), job.lr_ratio, job.make_undo
-            )
+            end = self._residuals.endpoint(job.bucket, job.config, lambda: self._make(job, groups), job.make_undo)
             codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector, job.tag)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
             name = f"{self._place}, step {job.step}, {job.name}"

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.announce import Announcer
 from lightning_topk.runtime.buckets import BucketSettings
+from lightning_topk.runtime.messages import Announcer
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry
 from lightning_topk.volume import Volume

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.layout import kept_count
 from lightning_topk.ddp import TopKState, attach
-from lightning_topk.runtime.drive import all_gather
+from lightning_topk.runtime.collectives import all_gather
 
 
 def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes

@@ -16,7 +16,7 @@ from lightning_topk.core.select import Selector
 from lightning_topk.lab import hosts
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.timing import TRIALS, trial
-from lightning_topk.runtime.drive import Meter
+from lightning_topk.runtime.collectives import Meter
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.schedule import LATE
 from lightning_topk.simulate import Cluster
