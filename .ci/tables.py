@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
+from lightning_topk.lab.bench.peers import PEERS
 from lightning_topk.lab.bench.race import RACERS
 from lightning_topk.lab.papers import curves
 from lightning_topk.lab.papers.learning import METHODS, OURS, TASKS, Task, run_key
@@ -35,10 +36,8 @@ WORDS = {
     "saving 150": "`saving=150`",
     "saving 400": "`saving=400`",
     "ratio 0.001": "`ratio=0.001`",
-    "auto": '`topology="auto"`',
     "ours": "**`saving=50`**",
     "ours, 0.001": "`ratio=0.001`",
-    "ours, auto": '`topology="auto"`',
 }
 
 
@@ -128,7 +127,7 @@ def steps(*names: str, also: str = "", words: str = "") -> str:
     more: dict[str, list[str]] = {}
     for name in names:
         for rate, peers in bench(name).items():
-            for peer in peers:
+            for peer in (each for each in peers if each["peer"] in (*PEERS, "no exchange")):
                 cell = f"{peer['ms a step']:,.0f} ({peer['over ours']:.2g}x)"
                 ahead = peer["over ours"] < 0.99 and "ours" not in peer["peer"] and "exchange" not in peer["peer"]
                 row = rows.setdefault(peer["peer"], {"": WORDS.get(peer["peer"], peer["peer"])})
@@ -167,17 +166,8 @@ def ranks() -> str:
             "bytes a host sends": peer["bytes a host sends"],
         }
         for peer in peers
-        if peer["peer"] != "ours, 0.001"  # all of them are
+        if peer["peer"] in (*PEERS, "no exchange") and peer["peer"] != "ours, 0.001"  # all of them are
     ]
-    return markdown(rows)
-
-
-def predicted() -> str:
-    """How far predicted times of exchanges are from those measured."""
-    rows = []
-    for rate, exchanges in bench("model").items():
-        off = [abs(each["predicted ms"] / each["measured ms"] - 1) for each in exchanges]
-        rows.append({"link": LINKS[rate], "median error": f"{median(off):.0%}", "largest": f"{max(off):.0%}"})
     return markdown(rows)
 
 
@@ -194,12 +184,6 @@ def fsdp() -> str:
                 row["ms a step"] = f"{way['ms a step']:,.0f}" if sent else ""
                 rows.append(row | {"kB a step that leave a node": f"{sent:,.0f}" if sent else ""})
     return markdown(rows)
-
-
-def simulated() -> str:
-    """What 1,024 simulated workers learn and send."""
-    result = json.loads((RUNS / "simulate.json").read_text())
-    return markdown(result["tables"]["After the last step"])
 
 
 def positions() -> str:
@@ -469,9 +453,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-select": compress_step,
     "bench-wire": positions,
     "bench-ranks": ranks,
-    "bench-model": predicted,
     "fsdp": fsdp,
-    "simulate": simulated,
     "gpu-bytes": gpu_bytes,
     "race": race,
     "race-short": race_short,

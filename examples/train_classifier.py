@@ -24,7 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_topk import CompressionMonitor, TopKStrategy, presets
 from lightning_topk.lab.data import digits, folders
 from lightning_topk.lab.report import Curve, Panel, draw
-from lightning_topk.planning.volume import format_bytes
+from lightning_topk.volume import format_bytes
 
 
 class Classifier(L.LightningModule):

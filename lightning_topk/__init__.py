@@ -10,10 +10,10 @@ With plain DistributedDataParallel, :func:`attach` a model; Lightning is not imp
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_topk._version import __version__
-from lightning_topk.lightning import _register
 
 if TYPE_CHECKING:
     from lightning_topk.attaching import attach
@@ -53,8 +53,7 @@ _HOMES = {
     "presets": "systems",
     "topk_hook": "ddp",
 }
-"""The modules of the public names, imported when they are asked for: Lightning takes seconds, and torch imports
-this package with itself."""
+"""The modules of the public names, imported when they are asked for: Lightning takes seconds."""
 
 
 def __getattr__(name: str) -> Any:
@@ -70,4 +69,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES])
 
 
-_register.when_lightning_is_imported()
+# Trainer(strategy="topk") finds the name in Lightning's registry. Importing Lightning takes seconds, which users of
+# plain DDP should not pay, so the name is registered only where Lightning was imported before.
+if {"lightning.pytorch.strategies", "pytorch_lightning.strategies"} & set(sys.modules):
+    importlib.import_module("lightning_topk.lightning")

@@ -6,16 +6,16 @@ import argparse
 import subprocess
 
 from lightning_topk._version import __version__
-from lightning_topk.lab import bench, papers, plan, scale
+from lightning_topk.lab import bench, papers, plan
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of all commands."""
-    about = "Plans, simulates and measures top-k gradient exchange, and reproduces the papers' claims."
+    about = "Plans and measures top-k gradient exchange, and reproduces the papers' claims."
     parser = argparse.ArgumentParser(prog="python -m lightning_topk", description=about)
     parser.add_argument("--version", action="version", version=f"lightning_topk {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (plan, scale, bench, papers):
+    for module in (plan, bench, papers):
         module.declare(commands)
     return parser
 

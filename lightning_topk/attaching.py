@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_topk import ddp
-from lightning_topk.config import TopKConfig, check_name
+from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.ddp import TopKState
-from lightning_topk.runtime.announce import Announcer, remarks
-from lightning_topk.runtime.checkpoint import EMPTY, Mode
+from lightning_topk.runtime.checkpoint import EMPTY
 from lightning_topk.runtime.checks import one_config
+from lightning_topk.runtime.messages import Announcer, remarks
 from lightning_topk.runtime.optimizers import GetOptimizers
 from lightning_topk.runtime.reporting import Reporting
 from lightning_topk.runtime.residuals import Residuals
 
 if TYPE_CHECKING:
-    from lightning_topk.fsdp import ShardState
+    from lightning_topk.fsdp.hook import ShardState
 
 
 def attach(
@@ -37,7 +38,7 @@ def attach(
     local_world_size: int | None = None,
     announce: Callable[[str], None] | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> TopKState | ShardState | Alone:
     """Makes a wrapped model exchange its gradients compressed.
 
@@ -58,14 +59,14 @@ def attach(
         init_sync: For DDP, whether the model was wrapped with ``init_sync``, which broadcasts the weights once. For
             FSDP2, whether to give all replicas the weights of the first one now.
         optimizer: The optimizer, or several in a list, for settings that depend on it (``adapt_momentum``,
-            ``momentum``, ``lr_ratio``, ``scaler``); or a function that gives the optimizers at the first step, if they
+            ``momentum``, ``scaler``); or a function that gives the optimizers at the first step, if they
             do not exist yet.
         scaler: See :class:`TopKState`.
         local_world_size: See :class:`TopKState`. For DDP only.
         announce: See :class:`TopKState`.
         process_group: For FSDP2 only: the ranks that hold the same shard, one on each node, or the dimension of a
             device mesh that they are. A DDP model has a group of its own.
-        **settings: Arguments of :class:`lightning_topk.config.TopKConfig`.
+        **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Returns:
         The state; call its ``close()`` when training is over.
@@ -79,7 +80,7 @@ def attach(
     """
     same = config, timeout, residuals, epoch, init_sync, optimizer, scaler
     if _is_sharded(model):
-        from lightning_topk import fsdp  # FSDP2 is slow to import; a sharded model has imported it already
+        from lightning_topk.fsdp import hook as fsdp  # FSDP2 is slow to import; a sharded model has imported it already
 
         if local_world_size is not None:
             raise ValueError(
@@ -125,9 +126,8 @@ class Alone(Reporting):
         for message in remarks(config, self.config, 1, has_optimizers=True):
             say(message)
 
-    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """An entry without residuals, see :meth:`TopKState.state_dict`."""
-        check_name("mode", mode, ("mean", "full"))
         return dict(EMPTY)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:

@@ -28,15 +28,7 @@ def make_shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int 
         sizes: Elements of each parameter of the bucket; one element at least.
         world: Number of ranks.
         local: Ranks of a node.
-
-    Raises:
-        ValueError: Something is automatic, and not chosen yet.
     """
-    if config.automatic:
-        raise ValueError(
-            "with topology='auto' or ratio='auto' sizes are unknown before they are measured: use one of "
-            "TopKConfig.candidates."
-        )
     topology = TOPOLOGIES[config.topology]
     parts = Parts(tuple(sizes), local if topology.by_node else 1)
     among = world // parts.count
@@ -71,7 +63,6 @@ def make_codecs(
     selector = selector or make_selector(config)
     shared = selector if isinstance(selector, RandK) else None
     assert config.ratio is not None
-    assert not isinstance(config.ratio, str)
     ratio = ratio_at(config.ratio, step, epoch)
     up = layout.kept_per_shard(kept_count(layout.numel, ratio))
     if config.bidirectional:
@@ -132,7 +123,6 @@ def make_endpoint(
         downlink=downlink,
         sizes=torch.tensor(shape.parts.sizes, device=device),
         clip_norm=None if config.clip_norm is None else config.clip_norm / math.sqrt(shape.workers),
-        servers_keep=shape.topology.has_servers and config.error_feedback in (True, "server"),
         uncompressed=[(ends[number] - shape.parts.sizes[number], ends[number]) for number in uncompressed],
     )
 

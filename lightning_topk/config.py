@@ -5,85 +5,62 @@ What they mean for one bucket is in :mod:`lightning_topk.saving` and :mod:`light
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
-from lightning_topk.core.exchange import TOPOLOGIES, Topology, TopologyName
+from typing_extensions import TypedDict
+
+from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import SELECTORS, Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.schedule import Ratio, Schedule, ratio_at
 
-Side = Literal["worker", "server"]
-
 SAVING: float = 50
 """The saving where neither ``ratio`` nor ``saving`` is given."""
-AUTO_RATIOS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-"""The ratios among which ``ratio="auto"`` chooses."""
-SLACK = 1.05
-"""How much more time a larger ratio, or all-reduce, may take than the fastest: both lose less of the gradient."""
+
+
+class Settings(TypedDict, total=False):
+    """The settings as keywords, which :class:`lightning_topk.TopKStrategy` describes."""
+
+    ratio: Ratio | None
+    bidirectional: bool
+    server_ratio: Ratio | None
+    selector: str | Selector
+    wire: WireName | None
+    topology: TopologyName
+    dense_parameters: str | Sequence[str]
+    error_feedback: bool | Literal["worker"]
+    momentum: float
+    adapt_momentum: bool
+    clip_norm: float | None
+    saving: float | None
 
 
 @dataclass(frozen=True)
 class TopKConfig:
     """How gradients are compressed and exchanged.
 
-    Args:
-        ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number; a
-            :class:`lightning_topk.schedule.Schedule` or a function of the step, for a fraction that changes; or
-            ``"auto"``, which measures, and takes the largest of :data:`AUTO_RATIOS` that costs at most 5 % more time
-            than the cheapest, or all-reduce where that is as fast. Default: what ``saving`` takes.
-        bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
-        server_ratio: Fraction of a bucket that the servers together send, likewise; not with ``saving``. Default:
-            ``ratio``.
-        selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
-            :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers, and a scale for every 64 of them): the values'
-            format. Positions are Elias-Fano coded in all. Default: int4, or bf16 where ``error_feedback`` is not True,
-            since rounding would be lost.
-        topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between
-            nodes), ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``)
-            or ``"dense"`` (all-reduce: nothing is compressed). ``"auto"`` measures, and takes for each bucket the
-            fastest of dense, sharded and hierarchical.
-        dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
-        error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
-            ``"worker"`` or ``"server"`` on that side only. What is not kept is lost.
-        scope: ``"bucket"`` selects in each of DDP's buckets, while backward goes on; ``"model"`` selects once among all
-            gradients, when backward is done, as the papers do.
-        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression,
-            which ends for an entry that is sent. The optimizer's own must then be 0.
-        adapt_momentum: Whether torch's SGD, Adam, AdamW and NAdam move an entry of the parameters only in steps that
-            deliver its gradient, and then for all the steps that it waited; see
-            :mod:`lightning_topk.runtime.momentum`. False leaves optimizers as they are, as does ``momentum``.
-        clip_norm: Norm to which W workers together clip a bucket's gradient (the model's with ``scope="model"``),
-            before compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
-        lr_ratio: Whether residuals are scaled by the last learning rate over this one (Zheng et al. 2019), so that what
-            was kept back under one learning rate is applied under it.
-        saving: How many times fewer bytes than a ring all-reduce to send in every step, 1 or more, instead of
-            ``ratio``: each bucket then has the ratio that sends so many bytes, both ways together. With
-            ``topology="hierarchical"`` the bytes between nodes count. Default: 50 without ``ratio``.
+    :class:`lightning_topk.TopKStrategy` describes them.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument has a value that is not allowed, or contradicts another.
     """
 
-    ratio: Ratio | Literal["auto"] | None = None
+    ratio: Ratio | None = None
     bidirectional: bool = True
     server_ratio: Ratio | None = None
     selector: str | Selector = "topk"
     wire: WireName | None = None
-    topology: TopologyName | Literal["auto"] = "sharded"
+    topology: TopologyName = "sharded"
     dense_parameters: str | Sequence[str] = ()
-    error_feedback: bool | Side = True
-    scope: Literal["bucket", "model"] = "bucket"
+    error_feedback: bool | Literal["worker"] = True
     momentum: float = 0.0
     adapt_momentum: bool = True
     clip_norm: float | None = None
-    lr_ratio: bool = False
     saving: float | None = None
 
     def __post_init__(self) -> None:
@@ -116,24 +93,14 @@ class TopKConfig:
         return {name: value for name, value in here.items() if value is not None and value != defaults[name]}
 
     @property
-    def fixed_topology(self) -> Topology | None:
-        """The topology; None if it is to be chosen by measuring."""
-        return TOPOLOGIES.get(self.topology)
-
-    @property
     def compresses(self) -> bool:
-        """Whether anything may be compressed."""
-        return self.fixed_topology is None or self.fixed_topology.compresses
+        """Whether anything is compressed."""
+        return TOPOLOGIES[self.topology].compresses
 
     @property
     def by_node(self) -> bool:
-        """Whether the ranks of a node may exchange as one worker."""
-        return self.fixed_topology is None or self.fixed_topology.by_node
-
-    @property
-    def automatic(self) -> bool:
-        """Whether something is to be chosen by measuring."""
-        return self.compresses and "auto" in (self.topology, self.ratio)
+        """Whether the ranks of a node exchange as one worker."""
+        return TOPOLOGIES[self.topology].by_node
 
     @property
     def adapts_momentum(self) -> bool:
@@ -183,27 +150,13 @@ class TopKConfig:
                 f"{world} ranks do not make up nodes of {local}: every node needs the same number of ranks. "
                 "Pass local_world_size=, the ranks of a node."
             )
-        if self.fixed_topology is None:
-            return self
-        name = cast(TopologyName, self.fixed_topology.on(world, local))
+        name = cast(TopologyName, TOPOLOGIES[self.topology].on(world, local))
         if name == self.topology:
             return self
         if TOPOLOGIES[name].compresses:
             return replace(self, topology=name)
         # Momentum is applied where something is kept, and an all-reduce keeps nothing.
         return replace(self, topology="sharded") if self.momentum else self.dense
-
-    def candidates(self, world: int, local: int) -> list[TopKConfig]:
-        """The settings with all that is automatic chosen, in every way but dense.
-
-        Args:
-            world: Number of ranks.
-            local: Ranks of each node.
-        """
-        hierarchy = ["hierarchical"] * (1 < local < world)
-        topologies: list[Any] = [self.topology] if self.fixed_topology else ["sharded", *hierarchy]
-        ratios: Sequence[Any] = AUTO_RATIOS if self.ratio == "auto" else [self.ratio]
-        return [replace(self, topology=topology, ratio=ratio) for topology in topologies for ratio in ratios]
 
     def summary(self) -> dict[str, Any]:
         """The settings as words and numbers that processes can compare: functions by what they return."""
@@ -219,23 +172,22 @@ class TopKConfig:
 
 def _check_values(config: TopKConfig) -> None:
     """Refuses settings that are wrong by themselves."""
-    if config.ratio is not None and config.ratio != "auto":
-        _check_ratio("ratio", config.ratio, ', or "auto"')
+    if config.ratio is not None:
+        _check_ratio("ratio", config.ratio)
     if config.saving is not None:
         remedy = "Use saving=50 for a fiftieth of the bytes, topology='dense' to save none."
         _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "1 or more", remedy)
     if config.server_ratio is not None:
         _check_ratio("server_ratio", config.server_ratio)
-    for name in ("bidirectional", "lr_ratio", "adapt_momentum"):
-        _check_bool(name, getattr(config, name))
+    for name in ("bidirectional", "adapt_momentum"):
+        check_bool(name, getattr(config, name))
     if not isinstance(config.error_feedback, bool):
-        check_name("error_feedback", config.error_feedback, ("worker", "server"), ", True or False")
+        check_name("error_feedback", config.error_feedback, ("worker",), ", True or False")
     if not isinstance(config.selector, Selector):
         check_name("selector", config.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
     if config.wire is not None:
         check_name("wire", config.wire, WIRES)
-    check_name("topology", config.topology, [*TOPOLOGIES, "auto"])
-    check_name("scope", config.scope, ("bucket", "model"))
+    check_name("topology", config.topology, TOPOLOGIES)
     _check_number("momentum", config.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
     if config.clip_norm is not None:
         remedy = "Leave it out, and nothing is clipped."
@@ -254,30 +206,21 @@ def _check_combinations(config: TopKConfig) -> None:
             f"server_ratio={config.server_ratio!r} needs ratio=: saving={config.saving:g}, the default, decides what "
             "workers and servers send. Pass ratio= too, or leave server_ratio out."
         )
-    fixed = config.fixed_topology
-    no_server = fixed is not None and fixed.compresses and not fixed.has_servers
+    no_server = config.compresses and not TOPOLOGIES[config.topology].has_servers
     if no_server and config.bidirectional:
         raise ValueError(
             f"bidirectional=True does not go with topology={config.topology!r}: without a server there is no "
             "server-to-worker direction to compress. Pass bidirectional=False, or topology='sharded'."
-        )
-    if no_server and config.error_feedback == "server":
-        raise ValueError(
-            f"error_feedback='server' keeps nothing with topology={config.topology!r}, which has no server. "
-            "Pass 'worker', or topology='sharded'."
         )
     if config.server_ratio is not None and not config.bidirectional:
         raise ValueError(
             f"server_ratio={config.server_ratio!r} has no effect with bidirectional=False, where the server sends "
             "all that is nonzero. Leave server_ratio out, or pass bidirectional=True."
         )
-    if config.lr_ratio and config.error_feedback is False:
-        raise ValueError("lr_ratio=True scales residuals, but error_feedback=False keeps none. Leave one of them out.")
     if not config.momentum:
         return
     uncompressed = {
-        f"topology={config.topology!r}": fixed is None or not fixed.compresses,
-        "ratio='auto'": config.ratio == "auto",
+        f"topology={config.topology!r}": not config.compresses,
         f"dense_parameters={config.dense_parameters}": bool(config.dense_parameters),
     }
     for setting, holds in uncompressed.items():
@@ -294,20 +237,6 @@ def _check_combinations(config: TopKConfig) -> None:
         )
 
 
-T = TypeVar("T")
-
-
-def describes_settings(target: T) -> T:
-    """Puts the descriptions of :class:`TopKConfig`'s arguments where the docstring of ``target`` says ``{settings}``.
-
-    So the strategies, which name every setting in their signature, do not describe them a second time.
-    """
-    if target.__doc__ and TopKConfig.__doc__:  # python -OO has none
-        described = inspect.cleandoc(TopKConfig.__doc__).split("Args:\n")[1].split("\n\nRaises:")[0]
-        target.__doc__ = inspect.cleandoc(target.__doc__).replace("    {settings}", described)
-    return target
-
-
 def _value_or_error(ratio: Ratio, step: int) -> float | str:
     """The ratio of a schedule at a step, which may lie beyond the steps that it is made for."""
     try:
@@ -316,10 +245,10 @@ def _value_or_error(ratio: Ratio, step: int) -> float | str:
         return repr(error)
 
 
-def _check_ratio(name: str, value: Any, otherwise: str = "") -> None:
+def _check_ratio(name: str, value: Any) -> None:
     if isinstance(value, Schedule) or (callable(value) and not isinstance(value, type)):
         return
-    remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all{otherwise}."
+    remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all."
     _check_number(name, value, lambda ratio: 0 < ratio <= 1, "in (0, 1]: the fraction that is sent", remedy)
 
 
@@ -330,7 +259,8 @@ def _check_number(name: str, value: Any, allowed: Callable[[float], bool], words
         raise ValueError(f"{name}={value!r} must be {words}. {remedy}")
 
 
-def _check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
+    """Refuses what is neither True nor False, with a TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be True or False.")
 

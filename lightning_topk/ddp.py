@@ -18,16 +18,16 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.announce import LOGGER
+from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checks import check_ddp_options, check_parameters, check_settings, one_config
-from lightning_topk.runtime.drive import tree_broadcast_sends
+from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import device_of
-from lightning_topk.runtime.lanes import Future, Lane
+from lightning_topk.runtime.lanes import Future
+from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import ExchangeState
@@ -51,14 +51,14 @@ class TopKState(ExchangeState):
             step that it skips comes back; that costs a copy of the residuals.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of
             a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Is called on rank 0 with what a user should know: settings without effect, adapted momentum, what was
-            chosen with ``topology="auto"`` or ``ratio="auto"``. Default: warnings of the logger ``lightning_topk``.
-        **settings: Arguments of :class:`lightning_topk.TopKConfig`.
+        announce: Is called on rank 0 with what a user should know: settings without effect, adapted momentum.
+            Default: warnings of the logger ``lightning_topk``.
+        **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: Ranks have different settings or do not make up whole nodes; ``lr_ratio=True`` or a
-            scaler without optimizers; a schedule by epochs without ``epoch``; or a bad setting.
+        ValueError: Ranks have different settings or do not make up whole nodes; a scaler without
+            optimizers; a schedule by epochs without ``epoch``; or a bad setting.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TopKState(ExchangeState):
         scaler: torch.amp.GradScaler | None = None,
         local_world_size: int | None = None,
         announce: Callable[[str], None] | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         super().__init__(
             one_config(TopKState, config, settings),
@@ -87,7 +87,6 @@ class TopKState(ExchangeState):
         )
         self.static_graph = False
         """Whether DDP regroups its buckets a pass later."""
-        self._waiting: list[tuple[Tensor, Bucket, Future]] = []
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._usage: _Usage | None = None
 
@@ -96,7 +95,7 @@ class TopKState(ExchangeState):
         self._usage, self.voting = _Usage(parameters), True
 
     def launch(self, bucket: GradBucket) -> Future:
-        """Queues the exchange of a bucket; with ``scope="model"``, of all buckets when the last one comes.
+        """Queues the exchange of a bucket.
 
         Args:
             bucket: DDP's bucket; its buffer will hold the result.
@@ -114,37 +113,18 @@ class TopKState(ExchangeState):
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
         lane = self.lane(buffer.device)
         if index == 0:
-            self._waiting.clear()  # what a backward pass that failed has left
-            self._buckets.clear()
+            self._buckets.clear()  # what a backward pass that failed has left
             self.begin_pass()
         promised, future = lane.promise()
-        self._waiting.append((buffer, parameters, promised))
-        if last or (self.config.scope == "bucket" and not self.residuals.progress.resumed):
-            self._submit_waiting(lane, index, last)
+        self._buckets.append(parameters)
+        ready = lane.mark() if self.timing and last else None
+        job = self.job(parameters, f"bucket {index}", self._usage.take(parameters) if self._usage else None)
+        if last:
+            self.observe(self._buckets, self.static_graph)
+        self.submit(Batch(buffer, job, self.timing, ready), promised)
         if last:
             self.end_pass(self._buckets)
         return future
-
-    def _submit_waiting(self, lane: Lane, index: int, last: bool) -> None:
-        """Queues the exchange of the buffers that wait."""
-        buffers, groups, promises = zip(*self._waiting, strict=True)
-        self._waiting.clear()
-        together = self._exchanged_together(groups)
-        self._buckets += together
-        ready = lane.mark() if self.timing and last else None
-        name = f"bucket {index}" if self.config.scope == "bucket" else "all buckets"
-        jobs = [self.job(bucket, name, self._usage.take(bucket) if self._usage else None) for bucket in together]
-        tuning = self.tuning(self._buckets, self.static_graph) if last else None
-        self.submit(Batch(buffers, groups, jobs, self.timing, ready, tuning), promises)
-
-    def _exchanged_together(self, groups: Sequence[Bucket]) -> Sequence[Bucket]:
-        """DDP's buckets as they are exchanged: one by one, all at once, or as before a checkpoint."""
-        flat: Bucket = sum(groups, ())
-        saved = self.residuals.progress.buckets if self.residuals.progress.resumed else ()
-        if saved and {p for p in flat if p.numel()} == {p for bucket in saved for p in bucket if p.numel()}:
-            # DDP's first bucket holds the whole model. A resumed run exchanges it as the buckets that it had before.
-            return saved
-        return (flat,) if self.config.scope == "model" else groups
 
     @override
     def close(self) -> None:
@@ -228,7 +208,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     local_world_size: int | None = None,
     announce: Callable[[str], None] | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> TopKState:
     """Makes a DDP model exchange its gradients by :func:`topk_hook`.
 
@@ -251,7 +231,7 @@ def attach(
             "module in a new DistributedDataParallel, and attach that."
         )
     check_parameters(model.module)
-    check_settings(config, model.module, optimizer is not None)
+    check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
     with device_of(model.module):
         state = TopKState(

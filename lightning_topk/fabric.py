@@ -1,5 +1,5 @@
-"""The Fabric strategies, under their public names: ``lightning_topk.fabric.TopKStrategy``, and for sharded models."""
+"""The Fabric strategy, under its public name: ``lightning_topk.fabric.TopKStrategy``."""
 
-from lightning_topk.lightning.fabric import TopKModelParallelStrategy, TopKStrategy
+from lightning_topk.lightning.fabric import TopKStrategy
 
-__all__ = ["TopKModelParallelStrategy", "TopKStrategy"]
+__all__ = ["TopKStrategy"]

@@ -39,7 +39,7 @@ def with_ratio(
         same settings if they have a ratio, or compress nothing. A single rank, which sends nothing, has the ratio of
         two.
     """
-    if config.saving is None or config.fixed_topology is None or not config.compresses:
+    if config.saving is None or not config.compresses:
         return config
     ratio = _ratio(config, tuple(sizes), max(2, world), local, itemsize, uncompressed)
     return replace(config, saving=None, ratio=ratio)

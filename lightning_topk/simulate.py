@@ -55,13 +55,12 @@ class Cluster:
         self.steps = 0
         """Steps so far."""
 
-    def step(self, gradients: Sequence[Tensor], epoch: int = 0, lr_ratio: float = 1.0) -> list[Tensor]:
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
         """Exchanges one gradient of each worker.
 
         Args:
             gradients: W tensors ``[numel]``; left as they are.
             epoch: Epochs completed, for schedules.
-            lr_ratio: The last learning rate over this one, for residuals that follow it.
 
         Returns:
             What is delivered to each worker: W tensors ``[numel]``.
@@ -69,7 +68,6 @@ class Cluster:
         outputs = [gradient.clone() for gradient in gradients]
         exchanges = []
         for end, g in zip(self.endpoints, outputs, strict=True):
-            end.rescale_(lr_ratio)
             codecs = make_codecs(self.config, end, self.steps, epoch, end.uplink.selector)
             exchanges.append(exchange(end, g, codecs, self.steps, measure=self.measure))
         self.outcomes = self.drive(exchanges)

@@ -20,7 +20,6 @@ _SYSTEMS: dict[str, dict[str, Any]] = {
         "ratio": ExponentialWarmup(0.001, start=0.25, epochs=4),
         "momentum": 0.9,
         "clip_norm": 1.0,
-        "scope": "model",
     },
     "trimmed": {"selector": "trimmed", "topology": "allgather", "bidirectional": False},
     "parameter_server": {"topology": "single_server", "bidirectional": True},

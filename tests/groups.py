@@ -22,8 +22,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lightning_topk.runtime import autotune
-
 
 def backend_for(world: int, device: str) -> str:
     """NCCL where tensors are on GPUs and every rank has its own, else gloo."""
@@ -98,7 +96,6 @@ class Group:
 
 def _serve(rank: int, world: int, backend: str, device: str, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    autotune.TRIALS = 2  # that something is chosen by measuring is tested, not how well
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(os.path.join(folder, "store"), world)
     if device == "cuda":

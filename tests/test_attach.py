@@ -178,11 +178,11 @@ def test_an_idle_lane_has_no_thread_and_works_again():
 
     def give(number):
         yield
-        return [torch.tensor(number)]
+        return torch.tensor(number)
 
     for number in range(3):
         promised, future = lane.promise()
-        lane.submit(give(number), [promised])
+        lane.submit(give(number), promised)
         found.append(int(future.wait()))
         assert lane._thread is not None
         deadline = time.monotonic() + 20 * IDLE
@@ -200,6 +200,12 @@ def test_fabric_sets_up_a_module_without_processes_as_ddp_strategy_does():
         strategy.setup_module(mock.Mock())
     assert ddp.called
     assert strategy.topk_states == []
+
+
+def test_fabric_takes_a_config_or_settings_and_not_both():
+    assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
+    with pytest.raises(ValueError, match="either config or the settings"):
+        TopKStrategy(TopKConfig(saving=20), wire="fp32")
 
 
 def with_optimizers(rank: int, world: int) -> list[str]:

@@ -77,66 +77,47 @@ def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(groups):
     groups(2).run(dense)
 
 
-def saved_and_loaded(rank: int, world: int, folder: str, mode: str) -> None:
+def saved_and_loaded(rank: int, world: int, folder: str) -> None:
+    """As Fabric saves anything that has a state: each module's residuals under a key of the user's."""
     path = Path(folder) / "fabric.ckpt"
 
-    def go(steps: range, load: bool, save: bool) -> list[torch.Tensor]:
-        fabric = fabric_of(rank, world, ratio=0.05, residual_checkpoint=mode)
+    def made() -> tuple[Fabric, list[tuple], dict]:
+        fabric = fabric_of(rank, world, ratio=0.05)
         pairs = nets(fabric)
-        state = {
-            f"{what}{number}": pair[i] for number, pair in enumerate(pairs) for i, what in enumerate(("net", "opt"))
-        }
-        if load:
-            fabric.load(path, state)
-        train(fabric, pairs, rank, steps)
-        if save:
-            fabric.save(path, state)
-        fabric.barrier()
-        return [flat(model) for model, _ in pairs]
+        state = {}
+        for number, (model, optimizer) in enumerate(pairs):
+            state |= {
+                f"net{number}": model,
+                f"opt{number}": optimizer,
+                f"topk{number}": fabric.strategy.state_of(model),
+            }
+        return fabric, pairs, state
 
-    whole = go(range(8), load=False, save=False)
-    go(range(4), load=False, save=True)
-    resumed = go(range(4, 8), load=True, save=False)
-    rows = every_rank(torch.stack(resumed))
-    assert torch.equal(rows[0], rows[1])
-    same = all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-    assert same == (mode == "full")
-
-
-@pytest.mark.parametrize("mode", ["mean", "full", "none"])
-def test_a_run_goes_on_from_a_checkpoint(groups, tmp_path, mode):
-    groups(2).run(saved_and_loaded, str(tmp_path), mode)
-
-
-def one_of_two(rank: int, world: int, folder: str) -> None:
-    path = Path(folder) / "one.ckpt"
-    fabric = fabric_of(rank, world, ratio=0.05)
-    first, second = pairs = nets(fabric)
-
-    def look() -> list[torch.Tensor]:
+    def left(fabric: Fabric, pairs: list[tuple]) -> list[torch.Tensor]:
         found = []
-        for state, (model, _) in zip(fabric.strategy.topk_states, pairs, strict=True):
-            kept = state.residuals.held()
-            found.append(torch.cat([torch.cat(kept[p]) for p in model.parameters()]))
-        return found
+        for model, _ in pairs:
+            kept = fabric.strategy.state_of(model).residuals.held()
+            found.append(torch.cat([kept[p][0] + world * kept[p][1] for p in model.parameters()]))
+        return [mean_over_ranks(each) for each in found]
 
-    train(fabric, pairs, rank, range(2))
-    saved = look()
-    fabric.save(path, {"net": first[0], "opt": first[1]})
-    train(fabric, pairs, rank, range(2, 4))
-    later = look()
-    fabric.load(path, {"net": first[0], "opt": first[1]})
-    loaded = look()
-    assert torch.allclose(mean_over_ranks(loaded[0]), mean_over_ranks(saved[0]), atol=1e-6)
-    assert not torch.equal(loaded[0], later[0])
-    assert torch.equal(loaded[1], later[1])
-    fabric.load(path, {"opt": first[1], "net": first[0]})
-    with pytest.raises(ValueError, match="has residuals of net, but not of other"):
-        fabric.load(path, {"other": second[0], "opt": second[1]}, strict=False)
+    fabric, pairs, state = made()
+    train(fabric, pairs, rank, range(4))
+    fabric.save(path, state)
+    fabric.barrier()
+    saved = left(fabric, pairs)
+    fabric, pairs, state = made()
+    fabric.load(path, state)
+    loaded = left(fabric, pairs)
+    train(fabric, pairs, rank, range(4, 6))
+    rows = every_rank(torch.stack([flat(model) for model, _ in pairs]))
+    assert all(each.any() for each in saved)
+    torch.testing.assert_close(loaded, saved, rtol=1e-5, atol=1e-6)
+    assert torch.equal(rows[0], rows[1])
+    assert [each.residuals.progress.steps for each in fabric.strategy.topk_states] == [6, 6]
 
 
-def test_a_checkpoint_of_one_module_leaves_the_residuals_of_another_alone(groups, tmp_path):
-    groups(2).run(one_of_two, str(tmp_path))
+def test_residuals_are_saved_and_loaded_by_the_users_keys(groups, tmp_path):
+    groups(2).run(saved_and_loaded, str(tmp_path))
 
 
 def set_up_anew(rank: int, world: int) -> None:
@@ -200,32 +181,6 @@ def momentum_twice(rank: int, world: int) -> None:
     net = net_of_four_layers()
     with pytest.raises(ValueError, match=r"SGD has momentum 0\.5 of its own"):
         fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
-
-
-def set_up_again(rank: int, world: int) -> None:
-    """After layers were unfrozen, which DDP would not synchronise, the module keeps its residuals."""
-    fabric = fabric_of(rank, world, ratio=0.1)
-    net = net_of_four_layers()
-    first, *_ = net.parameters()
-    first.requires_grad_(False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    train(fabric, [fabric.setup(net, optimizer)], rank, range(3))
-    (state,) = fabric.strategy.topk_states
-    left = {p: sum(side.clone() for side in sides) for p, sides in state.residuals.held().items()}
-    first.requires_grad_(True)
-    pair = fabric.setup(net, optimizer)
-    (state,) = fabric.strategy.topk_states
-    found = state.residuals.held()
-    assert found.keys() == left.keys()
-    assert all(torch.equal(sum(sides), left[p]) for p, sides in found.items())
-    assert any(kept.any() for kept in left.values())
-    train(fabric, [pair], rank, range(3, 5))
-    assert first in state.residuals.held()
-    assert every_rank(flat(net)).diff(dim=0).abs().max() == 0
-
-
-def test_a_module_that_is_set_up_again_keeps_its_residuals(groups):
-    groups(2).run(set_up_again)
 
 
 def adapted_in_part(rank: int, world: int) -> None:

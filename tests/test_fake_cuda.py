@@ -222,7 +222,6 @@ CASES = {name: (settings, FLAGS[number % 8]) for number, (name, settings) in enu
 MEMORIES = {
     "nothing kept": {"error_feedback": False},
     "kept by workers": {"error_feedback": "worker"},
-    "kept by servers": {"error_feedback": "server"},
     "momentum": {"momentum": 0.9},
     "clipped": {"clip_norm": 1.0},
     "everything sent": {"ratio": 1.0},

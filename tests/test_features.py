@@ -255,7 +255,7 @@ def trained(rank: int, world: int, name: str) -> None:
     for strategy, settings in {
         "ddp": {},
         "all": {"ratio": 1.0, "wire": "fp32"},
-        "model": {"ratio": 1.0, "wire": "fp32", "scope": "bucket" if module is Sparse else "model"},
+        "model": {"ratio": 1.0, "wire": "fp32", "bidirectional": False},
         "topk": {"ratio": 0.1},
     }.items():
         model = module()

@@ -83,7 +83,7 @@ def undelivered(state, net: nn.Module) -> torch.Tensor:
     """What all ranks together still keep of the gradients."""
     kept = state.full_state_dict()["parameters"]
     names = [name for name, _ in net.named_parameters() if name in kept]
-    known = [sum(part["residual"].double() for part in kept[name].values()) for name in names]
+    known = [kept[name]["residual"].double() for name in names]
     whole = torch.cat(known) if known else torch.zeros(sum(p.numel() for p in net.parameters())).double()
     dist.broadcast(whole, 0)
     return whole
@@ -144,7 +144,7 @@ class Counted:
 
 def laws(rank: int, world: int, nodes: int, local: int, settings: dict) -> None:
     """Conservation, agreement, fixed size and prediction, with a branch that is left out ``every`` so many steps."""
-    every, automatic = settings.pop("every", STEPS + 1), "auto" in settings.values()
+    every = settings.pop("every", STEPS + 1)
     net, state = made(nodes, local, **{"ratio": 0.05, **settings})
     plain = Net()
     produced, delivered, checks = 0.0, 0.0, []
@@ -174,8 +174,6 @@ def laws(rank: int, world: int, nodes: int, local: int, settings: dict) -> None:
 
     for report, predicted, sent, sent_inside, rows in checks:
         assert all(torch.equal(row, rows[0]) for row in rows), "agreement"
-        if automatic:
-            continue  # what measuring sent is counted apart
         assert report.bytes["uplink"] + report.bytes["downlink"] == sent, "prediction, at the collectives"
         assert report.bytes["inter_node"] == local * sent
         if predicted is not None:
@@ -188,8 +186,7 @@ def laws(rank: int, world: int, nodes: int, local: int, settings: dict) -> None:
         assert len({report.bytes["uplink"] for report, *_ in checks}) == 1, "fixed size"
     assert delivered.count_nonzero() > 0
     torch.testing.assert_close(delivered + left, produced, atol=1e-6, rtol=1e-5)
-    if not automatic:  # all-reduce may have been chosen
-        assert (left.count_nonzero() > 0) == (nodes > 1)
+    assert (left.count_nonzero() > 0) == (nodes > 1)
 
 
 ROUTES = [("sharded", True), ("sharded", False), ("single_server", True), ("allgather", False)]
@@ -211,7 +208,6 @@ def test_laws_hold_between_the_replicas_of_a_sharded_model(groups, nodes, local,
         {"ratio": ExponentialWarmup(0.05, steps=3), "wire": "int8"},
         {"every": 2},
         {"options": {"reshard_after_forward": False}},
-        {"topology": "auto", "ratio": "auto"},
     ],
 )
 def test_laws_hold_between_replicas_for_every_kind_of_setting(groups, settings):
@@ -414,11 +410,10 @@ class Watched:
                 self.delivered[parts] = self.delivered.get(parts, 0) + after
 
     def check(self, tolerance: float = 1e-5) -> None:
-        memories = self._state.residuals.memories()
-        for member in [each for each in self._state.names if each in memories]:  # in the same order on every rank
-            worker, server = memories[member]
-            left = worker["residual"].double() / self._state.world
-            left = left + server["residual"].double()
+        held = self._state.residuals.held()
+        for member in [each for each in self._state.names if each in held]:  # in the same order on every rank
+            worker, server = held[member]
+            left = worker.double() / self._state.world + server.double()
             dist.all_reduce(left, group=self._state._replicas)
             torch.testing.assert_close(
                 self.delivered[member] + left, self.given[member], atol=tolerance, rtol=tolerance
@@ -476,7 +471,7 @@ def two_kinds(rank: int, world: int) -> None:
     for _ in range(3):
         net(torch.randn(4, 12)).square().mean().backward()
     watched.check(1e-4)
-    kept = {state.names[member] for member in state.residuals.memories()}
+    kept = {state.names[member] for member in state.residuals.held()}
     assert kept == {"short.weight", "short.bias", "single.weight", "single.bias"}
     assert net.frozen.weight.grad is None
     state.close()
@@ -583,7 +578,6 @@ def refusals(rank: int, world: int) -> list[str]:
         "'scale' (one of 5) is not sharded": (partly, {"process_group": between}),
         "no gradient to exchange": (sharded(frozen, inside), {"process_group": between}),
         "have no values yet": (sharded(empty, inside), {"process_group": between}),
-        "scope='model' selects": (whole, {"process_group": between, "scope": "model"}),
         "clip every shard by a norm of its own": (whole, {"process_group": between, "clip_norm": 1.0}),
         "Close the earlier state first": (taken, {"process_group": between}),
         "unknown argument ratoi": (whole, {"process_group": between, "ratoi": 1}),
@@ -859,7 +853,7 @@ def tensor_parallel(rank: int, world: int, saving: bool) -> None:
     assert all(torch.equal(row, rows[0]) for row in rows)
     assert whole == {"norm.weight", "norm.bias", "down.bias"}
     if rank == 0:
-        assert kept["up.weight"]["worker"]["residual"].shape == (480,)
+        assert kept["up.weight"]["residual"].shape == (480,)
     if not saving:
         torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
@@ -897,7 +891,7 @@ def loaded(rank: int, world: int, nodes: int, local: int, folder: str, full: boo
     assert found.count_nonzero() > 0
     assert steps == 3
     for name, sides in again["parameters"].items():
-        assert sides["worker"].keys() == whole["parameters"][name]["worker"].keys()
+        assert sides.keys() == whole["parameters"][name].keys()
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -982,7 +976,7 @@ def frozen_since(rank: int, world: int, folder: str) -> None:
             expected = {name: sides for name, sides in entry[0]["parameters"].items() if "branch" not in name}
             assert found.keys() == expected.keys()
             for name, sides in expected.items():
-                torch.testing.assert_close(found[name]["worker"]["residual"], sides["worker"]["residual"])
+                torch.testing.assert_close(found[name]["residual"], sides["residual"])
 
 
 def test_a_sharded_run_goes_on_when_layers_were_frozen_since(groups, tmp_path):
@@ -1005,11 +999,11 @@ def from_ddp(rank: int, world: int) -> None:
     state.load_state_dict(entry[0])
     found = state.full_state_dict()["parameters"]
     with pytest.raises(ValueError, match="the model has no parameter 'other'"):
-        state.load_state_dict({**entry[0], "parameters": {"other": {"worker": {}, "server": {}}}})
+        state.load_state_dict({**entry[0], "parameters": {"other": {}}})
     state.close()
     for name, sides in entry[0]["parameters"].items() if rank == 0 else ():
-        expected = sum(part["residual"] for part in sides.values())
-        torch.testing.assert_close(sum(part["residual"] for part in found[name].values()), expected)
+        expected = sides["residual"]
+        torch.testing.assert_close(found[name]["residual"], expected)
 
 
 def test_residuals_of_a_ddp_run_go_on_in_a_sharded_one(groups):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shapes import codecs_of, endpoint_of
-from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, routes, selectors
+from test_laws import ON_NODES, ROUTES, WIRES, routes, selectors
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,14 +22,14 @@ from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
-from lightning_topk.planning.volume import volume
-from lightning_topk.runtime.drive import Meter, dense_cost, drive, finish
+from lightning_topk.runtime.collectives import Meter, dense_cost, drive, finish
 from lightning_topk.runtime.exchanger import Batch, Job
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import ThreadLane
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
+from lightning_topk.volume import volume
 
 MODES = {
     "one_bucket": {"bucket_cap_mb": 25},
@@ -257,17 +257,15 @@ EXACT = ("first.bias", "last.bias", "last.weight", "scale")
 
 
 @pytest.mark.parametrize(
-    ("world", "topology", "bidirectional", "local", "mode", "scope"),
+    ("world", "topology", "bidirectional", "local", "mode"),
     [
-        (*way, mode, ("bucket", "model")[(i + j) % 2])
-        for i, way in enumerate([(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)])
-        for j, mode in enumerate(MODES)
+        (*way, mode)
+        for way in [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)]
+        for mode in MODES
     ],
 )
-def test_laws_hold_beside_parameters_that_are_not_compressed(
-    groups, world, topology, bidirectional, local, mode, scope
-):
-    groups(world).run(laws, topology, bidirectional, mode, {"local": local, "dense_parameters": EXACT, "scope": scope})
+def test_laws_hold_beside_parameters_that_are_not_compressed(groups, world, topology, bidirectional, local, mode):
+    groups(world).run(laws, topology, bidirectional, mode, {"local": local, "dense_parameters": EXACT})
 
 
 def uncompressed(rank: int, world: int, mode: str) -> None:
@@ -294,135 +292,17 @@ def test_dense_parameters_get_the_mean(groups, mode):
     groups(3).run(uncompressed, mode)
 
 
-def chosen(rank: int, world: int, settings: dict, mode: str, local: int) -> tuple:
-    torch.manual_seed(0)
-    net = Net()
-    ddp = DistributedDataParallel(net, **MODES[mode])
-    said: list[str] = []
-    state = attach(ddp, **settings, announce=said.append, local_world_size=local)
-    computed, received = [], []
-    for step in range(8):
-        computed.append(local_gradient(net, mode, rank, step))
-        ddp.zero_grad()
-        loss_of(ddp, mode, rank, step).backward()
-        received.append(gradient(net))
-        report = state.report()
-    buckets = state.residuals.progress.buckets
-    ways = [state.buckets.config_of(bucket) for bucket in buckets]
-    plan = state.predicted()
-    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
-    state.close()
-    check_agreement(received)
-    assert len(state.buckets.chosen) >= 1
-    assert report.bytes["uplink"] == plan.uplink
-    assert report.bytes["inter_node"] == plan.inter_node
-    torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-5)
-    assert sum("measured and chose" in words for words in said) == (rank == 0)
-    return [(way.topology, way.ratio) for way in ways]
-
-
-AUTOMATIC = ({"topology": "auto", "ratio": 0.05}, {"topology": "auto", "ratio": "auto"}, {"ratio": "auto"})
-
-
-@pytest.mark.parametrize(
-    ("settings", "local", "mode"),
-    [
-        *((settings, local, "several_buckets") for settings in AUTOMATIC for local in (1, 2)),
-        (AUTOMATIC[1], 2, "static_graph"),
-        (AUTOMATIC[2], 1, "static_graph"),
-        (AUTOMATIC[0], 1, "find_unused_parameters"),
-        (AUTOMATIC[1], 2, "find_unused_parameters"),
-    ],
-)
-def test_all_ranks_choose_the_same_and_lose_nothing(groups, settings, local, mode):
-    first, *others = groups(4 if local == 2 else 3).run(chosen, settings, mode, local)
-    assert all(other == first for other in others)
-    if "topology" not in settings:
-        assert {topology for topology, _ in first} <= {"sharded", "dense"}
-
-
-def chosen_after_a_checkpoint(rank: int, world: int) -> None:
-    """What a checkpoint kept is delivered by all-reduce; then the ranks of a node become one worker."""
-    from lightning_topk.runtime import autotune
-
-    def trial(config, bucket, groups, meter, uncompressed=(), step=0):
-        return 1.0 if config.topology == "hierarchical" else 2.0
-
-    def begun(**settings):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(Net(), **MODES["several_buckets"])
-        return ddp, attach(ddp, ratio=0.05, local_world_size=2, **settings)
-
-    ddp, state = begun()
-    for step in range(3):
-        loss_of(ddp, "several_buckets", rank, step).backward()
-    left, entry = undelivered(state, ddp.module, world), [state.state_dict()]
-    dist.broadcast_object_list(entry)
-    state.close()
-    ddp, state = begun(topology="auto")
-    state.load_state_dict(entry[0])
-    computed, received = [left * world], []
-    with mock.patch.object(autotune, "trial", trial), mock.patch.object(autotune, "PATIENCE", 100):
-        for step in range(6):
-            computed.append(local_gradient(ddp.module, "several_buckets", rank, step))
-            ddp.zero_grad()
-            loss_of(ddp, "several_buckets", rank, step).backward()
-            received.append(gradient(ddp.module))
-    topologies = {state.buckets.config_of(bucket).topology for bucket in state.residuals.progress.buckets}
-    kept = undelivered(state, ddp.module, world)
-    state.close()
-    assert topologies == {"hierarchical"}
-    produced = left + mean_over_ranks(sum_of(computed[1:]))
-    torch.testing.assert_close(sum_of(received) + kept, produced, atol=1e-6, rtol=1e-5)
-
-
-def test_a_resumed_run_may_choose_that_nodes_are_workers(groups):
-    groups(4).run(chosen_after_a_checkpoint)
-
-
-@pytest.mark.parametrize("way", ["dense", "sharded", "hierarchical"])
-def test_whatever_topology_is_chosen_loses_nothing(groups, way):
-    groups(4).run(forced, way)
-
-
-def forced(rank: int, world: int, way: str) -> None:
-    """As if it had been measured to be the fastest, where the ranks of a node are of different opinions."""
-    from lightning_topk.runtime import autotune
-
-    def trial(config, bucket, groups, meter, uncompressed=(), step=0):
-        return 0.1 * rank + (1.0 if config.topology == way else 2.0)
-
-    with mock.patch.object(autotune, "trial", trial), mock.patch.object(autotune, "PATIENCE", 100):
-        found = chosen(rank, world, {"topology": "auto"}, "several_buckets", 2)
-    assert {topology for topology, _ in found} == {way}
-
-
-@pytest.mark.parametrize(
-    ("topology", "bidirectional", "mode", "world"), [(*way, (2, 3)[one % 2]) for *way, one, _ in SQUARE]
-)
-def test_laws_hold_for_a_selection_from_the_whole_model(groups, world, topology, bidirectional, mode):
-    groups(world).run(laws, topology, bidirectional, mode, {"scope": "model"})
-
-
 @routes
 @selectors
 def test_laws_hold_for_every_selector(groups, topology, bidirectional, selector):
     groups(2).run(laws, topology, bidirectional, "several_buckets", {"selector": selector})
 
 
-@pytest.mark.parametrize(
-    ("topology", "bidirectional", "selector"), [(*ROUTES[i % len(ROUTES)], name) for i, name in enumerate(SELECTED)]
-)
-def test_laws_hold_for_every_selector_from_the_whole_model(groups, topology, bidirectional, selector):
-    settings = {"selector": selector, "scope": "model"}
-    groups(3).run(laws, topology, bidirectional, "find_unused_parameters", settings)
-
-
-def identity(rank: int, world: int, topology: str, bidirectional: bool, mode: str, scope: str) -> None:
+def identity(rank: int, world: int, topology: str, bidirectional: bool, mode: str) -> None:
     torch.manual_seed(0)
     net = Net()
     ddp = DistributedDataParallel(net, **MODES[mode])
-    state = attach(ddp, ratio=1.0, bidirectional=bidirectional, wire="fp32", topology=topology, scope=scope)
+    state = attach(ddp, ratio=1.0, bidirectional=bidirectional, wire="fp32", topology=topology)
     received, computed = [], []
     for step in range(3):
         computed.append(local_gradient(net, mode, rank, step))
@@ -435,11 +315,10 @@ def identity(rank: int, world: int, topology: str, bidirectional: bool, mode: st
 
 
 @pytest.mark.parametrize(
-    ("topology", "bidirectional", "mode", "world", "scope"),
-    [(*way, (2, 3)[one % 2], ("model", "bucket")[other % 2]) for *way, one, other in SQUARE],
+    ("topology", "bidirectional", "mode", "world"), [(*way, (2, 3)[one % 2]) for *way, one, _ in SQUARE]
 )
-def test_a_ratio_of_one_is_the_mean(groups, world, topology, bidirectional, mode, scope):
-    groups(world).run(identity, topology, bidirectional, mode, scope)
+def test_a_ratio_of_one_is_the_mean(groups, world, topology, bidirectional, mode):
+    groups(world).run(identity, topology, bidirectional, mode)
 
 
 def same_as_simulated(
@@ -547,7 +426,7 @@ def nothing_in_turn(rank: int, world: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     state = attach(ddp)
     lane, empty = state.lane(torch.device("cpu")), nn.Parameter(torch.empty(0))
-    batch = Batch([torch.empty(0)], [(empty,)], [Job((empty,), state.config)])
+    batch = Batch(torch.empty(0), Job((empty,), state.config))
     assert next(state._exchanger.run(batch, lane), "ended") is None
     state.close()
 
@@ -603,9 +482,9 @@ def test_the_registered_hook_compresses_plain_ddp(groups):
     groups(2).run(the_hook_alone)
 
 
-def failing(rank: int, world: int, scope: str) -> str:
+def failing(rank: int, world: int) -> str:
     ddp = DistributedDataParallel(nn.Linear(10, 10))
-    state = attach(ddp, ratio=0.5, scope=scope)
+    state = attach(ddp, ratio=0.5)
     state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
     message = ""
     try:
@@ -616,10 +495,9 @@ def failing(rank: int, world: int, scope: str) -> str:
     return message
 
 
-@pytest.mark.parametrize(("scope", "name"), [("bucket", "bucket 0"), ("model", "all buckets")])
-def test_an_error_in_the_exchange_reaches_the_training_loop_with_the_buckets_name(groups, scope, name):
-    for rank, message in enumerate(groups(2).run(failing, scope)):
-        assert f"sharded exchange of {name} (110 elements) failed on rank {rank} of 2: out of luck" in message
+def test_an_error_in_the_exchange_reaches_the_training_loop_with_the_buckets_name(groups):
+    for rank, message in enumerate(groups(2).run(failing)):
+        assert f"sharded exchange of bucket 0 (110 elements) failed on rank {rank} of 2: out of luck" in message
 
 
 def stale(rank: int, world: int, topology: str, view: bool, clip: float | None) -> None:
@@ -685,7 +563,7 @@ def after_a_failure(rank: int, world: int) -> list[str]:
 
     for job in (fails, works):
         promised, future = lane.promise()
-        lane.submit(job(), [promised])
+        lane.submit(job(), promised)
         try:
             future.wait()
         except Exception as error:
@@ -738,9 +616,6 @@ def closed(rank: int, world: int) -> None:
     ddp(torch.randn(2, 10)).sum().backward()
     with pytest.raises(RuntimeError, match="has a communication hook already, and DDP takes one only"):
         attach(ddp)
-    for mode in ("none", "Full"):
-        with pytest.raises(ValueError, match=f"mode={mode!r} is unknown"):
-            state.state_dict(mode)
     entry = state.state_dict()
     state.close()
     assert (threading.active_count(), len(dist.distributed_c10d._world.pg_map)) == before
@@ -764,7 +639,6 @@ def with_optimizer(rank: int, world: int) -> list[str]:
     for settings, optimizer in (
         ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)),
         ({"momentum": 0.9}, lambda p: torch.optim.Adam(p)),
-        ({"lr_ratio": True}, lambda p: None),
         ({"momentum": 0.9}, lambda p: None),
         ({"ratio": ExponentialWarmup(0.1, epochs=2)}, lambda p: None),
         ({"ratio": 0.1, "server_ratio": ExponentialWarmup(0.2, epochs=2)}, lambda p: None),
@@ -777,44 +651,16 @@ def with_optimizer(rank: int, world: int) -> list[str]:
     ddp = DistributedDataParallel(nn.Linear(10, 10))
     with pytest.raises(TypeError, match="epoch=3 must be a function that returns the epoch"):
         attach(ddp, epoch=3)
-    optimizer = torch.optim.SGD([{"params": [p]} for p in ddp.parameters()], lr=0.5)
-    state = attach(ddp, optimizer=lambda: optimizer, lr_ratio=True, ratio=0.1, wire="fp32")
-    applied, produced, last = 0.0, 0.0, 0.0
-    for step, lr in enumerate((0.5, 0.25, 0.1)):
-        for group in optimizer.param_groups:
-            group["lr"] = last = lr
-        ddp.zero_grad()
-        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(10 * step + rank))
-        alone = copy.deepcopy(ddp.module)
-        alone(x).square().mean().backward()
-        ddp(x).square().mean().backward()
-        produced = produced + lr * mean_over_ranks(alone.weight.grad)
-        applied = applied + lr * ddp.module.weight.grad.double()
-    worker, server = state.residuals.held()[ddp.module.weight]
-    left = mean_over_ranks(worker.view(10, 10)) + world * mean_over_ranks(server.view(10, 10))
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    ddp(x).square().mean().backward()  # a learning rate of zero scales nothing, and is not divided by
-    for group, lr in zip(optimizer.param_groups, (0.2, 0.1), strict=True):
-        group["lr"] = lr
-    try:
-        ddp(x).square().mean().backward()
-    except (RuntimeError, ValueError) as error:
-        errors.append(str(error))
-    state.close()
-    torch.testing.assert_close(applied + last * left, produced, atol=1e-6, rtol=1e-5)
     return errors
 
 
-def test_settings_that_need_the_optimizer_refuse_bad_ones_and_follow_its_learning_rate(groups):
-    for twice, adam, missing, unseen, epochs, server_epochs, groups_differ in groups(2).run(with_optimizer):
+def test_settings_that_need_the_optimizer_refuse_bad_ones(groups):
+    for twice, adam, unseen, epochs, server_epochs in groups(2).run(with_optimizer):
         assert "Pass optimizer=" in unseen
         assert "ExponentialWarmup(ratio=0.1, start=0.25, steps=None, epochs=2) depends on the epoch" in epochs
         assert "ExponentialWarmup(ratio=0.2" in server_epochs
         assert "SGD has momentum 0.5 of its own" in twice
         assert "Adam has momentum 0.9 of its own" in adam
-        assert "needs the learning rate" in missing
-        assert "by different factors" in groups_differ
 
 
 def with_buffers(rank: int, world: int) -> tuple[int, int, int, int]:
@@ -863,7 +709,7 @@ def regrouped(rank: int, world: int, topology: str, local: int = 1) -> None:
     config = TopKConfig(ratio=0.05, topology=topology)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (700, 1, 300, 64, 2000)]
     residuals, delivered, produced = Residuals(), {}, {}
-    residuals.kept.pieces.rank = rank
+    residuals.rank = rank
     groups = Groups(dist.group.WORLD).divided(None, None, local, hierarchy=local > 1)
     for step, order in enumerate(([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [4, 2, 0])):
         for group in (order[:2], order[2:]):

@@ -29,11 +29,11 @@ from lightning_topk.core.layout import Layout
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather
 from lightning_topk.ddp import attach
-from lightning_topk.runtime import drive
+from lightning_topk.runtime import collectives as drive
 
 COUNT = torch.cuda.device_count()
 WORLDS = sorted({1, COUNT})
-TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense", "auto")
+TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT == 0, reason="needs a GPU")]
 several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
 

@@ -17,10 +17,10 @@ from lightning_topk.core.layout import Parts
 from lightning_topk.core.link import Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
-from lightning_topk.planning.volume import volume
-from lightning_topk.runtime.parameter_memories import server_memory
+from lightning_topk.runtime.residuals import _to_bucket
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
+from lightning_topk.volume import volume
 
 ROUTES = [
     ("sharded", True),
@@ -73,7 +73,8 @@ def undelivered(cluster: Cluster) -> torch.Tensor:
     total = torch.zeros(sum(cluster.endpoints[0].parts.sizes), dtype=dtype)
     for rank, end in enumerate(cluster.endpoints):
         mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
-        mine = mine + server_memory(end).get("residual", 0)
+        for served in () if end.downlink is None else end.downlink.memory.tensors().values():
+            mine = mine + _to_bucket(served, end)
         rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)
@@ -138,14 +139,11 @@ def test_laws_hold_for_every_selector(topology, bidirectional, selector, numel, 
         {"ratio": lambda step: 0.1 / (1 + step), "wire": "fp32"},
         {"ratio": 1.0, "wire": "fp32"},
         {"ratio": 0.02, "error_feedback": "worker"},
-        {"ratio": 0.02, "error_feedback": "server"},
         {"ratio": 0.02, "error_feedback": False},
         {"ratio": 0.02, "momentum": 0.9, "clip_norm": 1.0},
     ],
 )
 def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings):
-    if topology == "allgather" and settings.get("error_feedback") == "server":
-        settings = {**settings, "error_feedback": "worker"}  # there is no server
     if topology == "dense":
         settings = {key: value for key, value in settings.items() if key not in ("momentum", "clip_norm")}
     conserves = settings.get("error_feedback", True) is True and "momentum" not in settings
@@ -287,26 +285,12 @@ def test_momentum_correction_masking_and_local_clipping_are_dgc(world):
         np.testing.assert_allclose(cluster.step(given[step])[0].numpy(), mean, rtol=1e-4, atol=1e-5)
 
 
-def test_residuals_that_follow_the_learning_rate_conserve_the_update():
-    world, numel = 3, 1000
-    cluster = Cluster(TopKConfig(ratio=0.02, lr_ratio=True), world, numel)
-    applied, produced, last = torch.zeros(numel), torch.zeros(numel), 1.0
-    for step in range(10):
-        given, lr = gradients(world, numel, step), 1.0 / (1 + step)
-        produced += lr * torch.stack(given).mean(0)
-        applied += lr * cluster.step(given, lr_ratio=last / lr)[0]
-        last = lr
-    torch.testing.assert_close(applied + last * undelivered(cluster), produced, atol=1e-4, rtol=1e-4)
-
-
 @routes
-def test_worker_only_feedback_forgets_at_the_server_and_server_only_at_the_worker(topology, bidirectional):
-    for side in ("worker", "server") if topology != "allgather" else ("worker",):
-        config = TopKConfig(ratio=0.02, error_feedback=side, bidirectional=bidirectional, topology=topology)
-        for end in Cluster(config, 2, 1000).endpoints:
-            assert bool(end.uplink.memory.tensors()) == (side == "worker")
-            if end.downlink is not None:
-                assert bool(end.downlink.memory.tensors()) == (side == "server")
+def test_worker_only_feedback_forgets_at_the_server(topology, bidirectional):
+    config = TopKConfig(ratio=0.02, error_feedback="worker", bidirectional=bidirectional, topology=topology)
+    for end in Cluster(config, 2, 1000).endpoints:
+        assert end.uplink.memory.tensors()
+        assert end.downlink is None or not end.downlink.memory.tensors()
 
 
 @routes
@@ -442,4 +426,3 @@ def test_a_node_with_a_nan_sends_nothing_of_its_gradient():
 def test_momentum_on_the_workers_is_applied_on_one_node_too():
     config = TopKConfig(topology="hierarchical", momentum=0.9)
     assert config.on(4, 4).topology == "sharded"
-    assert TopKConfig(topology="hierarchical", ratio="auto").on(4, 4).automatic is False

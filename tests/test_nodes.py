@@ -12,7 +12,7 @@ import torch
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab import hosts
-from lightning_topk.planning.volume import volume
+from lightning_topk.volume import volume
 
 pytestmark = pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
 
@@ -21,7 +21,7 @@ import json, os, signal, sys
 import lightning as L, torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_topk import CompressionMonitor, TopKStrategy
-from lightning_topk.runtime import drive
+from lightning_topk.runtime import collectives as drive
 
 folder, kill = sys.argv[1:]
 first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -57,7 +57,7 @@ class Told(Callback):
 if __name__ == "__main__":
     drive.perform = striking
     L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(strategy=TopKStrategy(ratio=0.05, topology="hierarchical", residual_checkpoint="full",
+    trainer = L.Trainer(strategy=TopKStrategy(ratio=0.05, topology="hierarchical",
         process_group_backend="gloo"), accelerator="cpu", devices=2, num_nodes=2, max_epochs=3, logger=False,
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
         callbacks=[CompressionMonitor(), ModelCheckpoint(folder, filename="{epoch}", save_last=True), Told()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk import TopKStrategy
 from lightning_topk.config import TopKConfig
 from lightning_topk.ddp import attach
-from lightning_topk.runtime import autotune
 from lightning_topk.simulate import Cluster
 
 
@@ -52,7 +50,7 @@ def spoil(net: nn.Module, how: str) -> list[torch.utils.hooks.RemovableHandle]:
     return [net[1].weight.register_hook(poison)]
 
 
-MEMORIES = [{"scope": "model"}, {"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}]
+MEMORIES = [{"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}]
 
 
 def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str, settings: dict, fused: bool) -> None:
@@ -110,30 +108,28 @@ def test_a_skipped_step_leaves_all_residuals_as_they_were(groups, topology, bidi
     ("topology", "bidirectional", "settings"),
     [
         *(("sharded", True, settings) for settings in MEMORIES),
-        *((*route, settings) for route, settings in zip(ROUTES[1:4], MEMORIES, strict=True)),
+        *((*route, settings) for route, settings in zip(ROUTES[1:4], MEMORIES, strict=False)),
     ],
 )
-def test_a_skipped_step_leaves_residuals_in_every_scope_and_memory_and_with_fused_optimizers(
+def test_a_skipped_step_leaves_residuals_in_every_memory_and_with_fused_optimizers(
     groups, topology, bidirectional, settings
 ):
     groups(2).run(skipped, topology, bidirectional, "inf", settings, True)
 
 
-@pytest.mark.parametrize(("topology", "bidirectional"), [*ON_NODES, ("auto", True)])
+@pytest.mark.parametrize(("topology", "bidirectional"), ON_NODES)
 @pytest.mark.parametrize(("fused", "more"), [(False, {}), (True, {"dense_parameters": "*bias"})])
-def test_a_skipped_step_leaves_residuals_on_nodes_and_while_the_exchange_is_being_chosen(
-    groups, topology, bidirectional, fused, more
-):
+def test_a_skipped_step_leaves_residuals_on_nodes(groups, topology, bidirectional, fused, more):
     groups(4).run(skipped, topology, bidirectional, "inf", {"local_world_size": 2, **more}, fused)
 
 
-def skipped_in_two_passes(rank: int, world: int, mode: str, scope: str, more: dict) -> None:
+def skipped_in_two_passes(rank: int, world: int, mode: str) -> None:
     """Each step is of three passes; DDP regroups its buckets within the first step, which is skipped."""
     net = net_of_four_layers()
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.001, static_graph=mode == "static_graph")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=optimizer, scaler=scaler, scope=scope, **{"ratio": 0.05, **more})
+    state = attach(ddp, optimizer=optimizer, scaler=scaler, ratio=0.05)
     computed, received, kept, batches = [], [], [], []
     submit = state.submit
     state.submit = lambda batch, promises: (batches.append(batch), submit(batch, promises))
@@ -160,18 +156,16 @@ def skipped_in_two_passes(rank: int, world: int, mode: str, scope: str, more: di
     buckets = len(state.residuals.progress.buckets)
     state.close()
     assert not kept[0].any(), "what was kept of the skipped step is still there"
-    assert kept[1].any() or more
-    assert buckets == (1 if scope == "model" else 4)
+    assert kept[1].any()
+    assert buckets == 4
     regrouped = 1 + (mode == "static_graph")  # after so many passes; then all exchanges overlap with backward
-    assert len(batches) == (12 if scope == "model" else regrouped + 4 * (12 - regrouped))
+    assert len(batches) == regrouped + 4 * (12 - regrouped)
     torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["dynamic_graph", "static_graph"])
-@pytest.mark.parametrize("scope", ["bucket", "model"])
-@pytest.mark.parametrize("more", [{}, {"topology": "auto"}])
-def test_a_first_step_of_several_passes_is_undone_as_a_whole(groups, mode, scope, more):
-    groups(2).run(skipped_in_two_passes, mode, scope, more)
+def test_a_first_step_of_several_passes_is_undone_as_a_whole(groups, mode):
+    groups(2).run(skipped_in_two_passes, mode)
 
 
 class Hookless(torch.optim.Optimizer):
@@ -232,59 +226,6 @@ def copied_scaler(rank: int, world: int) -> None:
 
 def test_a_scaler_can_be_copied_and_pickled_and_the_copy_steps_by_itself(groups):
     groups(2).run(copied_scaler)
-
-
-def leftovers_of_a_choice(rank: int, world: int) -> None:
-    """A resumed run skips its first steps, while the exchange is chosen: what was left waits, and is delivered."""
-
-    def hierarchical_is_fastest(config: TopKConfig, *_) -> float:
-        return 1.0 if config.topology == "hierarchical" else 9.0
-
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    state = attach(ddp, ratio=0.05)
-    loss_of(ddp, rank, 0).backward()
-    entry = [state.state_dict()]
-    state.close()
-    dist.broadcast_object_list(entry)
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=optimizer, scaler=scaler, ratio=0.05, topology="auto", local_world_size=2)
-    state.load_state_dict(entry[0])
-    start, computed, received = undelivered(state, net, world), [], []
-    trial, autotune.trial = autotune.trial, hierarchical_is_fastest
-    try:
-        for step in range(9):
-            hooks = spoil(net, "inf") if step < 5 and rank == 1 else []
-            optimizer.zero_grad()
-            weights = nn.utils.parameters_to_vector(net.parameters()).clone()
-            scaler.scale(loss_of(ddp, rank, step)).backward()
-            for hook in hooks:
-                hook.remove()
-            scaler.unscale_(optimizer)
-            if step >= 5:
-                alone = net_of_four_layers()
-                nn.utils.vector_to_parameters(weights, alone.parameters())
-                loss_of(alone, rank, step).backward()
-                computed.append(flat_gradient(alone))
-                received.append(flat_gradient(net))
-            scaler.step(optimizer)
-            scaler.update()
-    finally:
-        autotune.trial = trial
-    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
-    chosen = state.buckets.by_node
-    state.close()
-    assert chosen
-    assert start.any()
-    assert left.any()
-    torch.testing.assert_close(sum_of(received) + left, start + produced, atol=1e-6, rtol=1e-4)
-
-
-def test_what_a_checkpoint_left_is_delivered_before_ranks_of_a_node_become_one_worker(groups):
-    groups(4).run(leftovers_of_a_choice)
 
 
 def two_optimizers(rank: int, world: int) -> None:
@@ -359,61 +300,6 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
         return self.branches[branch](x)
-
-
-def by_turns(rank: int, world: int, best: str) -> list[str]:
-    """Two optimizers that step by turns, as in a GAN, under one scaler, while an exchange is chosen.
-
-    What a checkpoint left is delivered before.
-    """
-    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    state = attach(ddp, ratio=0.05)
-    for branch in (0, 1):
-        loss_of(lambda x, used=branch: ddp(x, used), rank, branch).backward()
-    entry = [state.state_dict()]
-    state.close()
-    dist.broadcast_object_list(entry)
-    net = Branches()
-    ddp = DistributedDataParallel(net, find_unused_parameters=True)
-    optimizers = [torch.optim.SGD(branch.parameters(), lr=0.1) for branch in net.branches]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    settings = {"topology": "auto", "local_world_size": world // 2}
-    state = attach(ddp, optimizer=optimizers, scaler=scaler, ratio=0.05, **settings)
-    state.load_state_dict(entry[0])
-    start = [undelivered(state, branch, world) for branch in net.branches]
-    computed, received = ([], []), ([], [])
-    with mock.patch.object(autotune, "trial", lambda config, *_: 1.0 if config.topology == best else 9.0):
-        for step in range(12):
-            branch = net.branches[step % 2]
-            optimizers[step % 2].zero_grad()
-            hooks = spoil(branch, "inf") if step in (8, 9) and rank == 1 else []
-            weights = nn.utils.parameters_to_vector(branch.parameters()).clone()
-            scaler.scale(loss_of(lambda x, used=step % 2: ddp(x, used), rank, step)).backward()
-            for hook in hooks:
-                hook.remove()
-            scaler.unscale_(optimizers[step % 2])
-            if step not in (8, 9):
-                alone = net_of_four_layers()
-                nn.utils.vector_to_parameters(weights, alone.parameters())
-                loss_of(alone, rank, step).backward()
-                computed[step % 2].append(flat_gradient(alone))
-                received[step % 2].append(flat_gradient(branch))
-            scaler.step(optimizers[step % 2])
-            scaler.update()
-    kept = [undelivered(state, branch, world) for branch in net.branches]
-    ways = [state.buckets.config_of(bucket).topology for bucket in state.residuals.progress.buckets]
-    state.close()
-    for arrived, left, first, local in zip(received, kept, start, computed, strict=True):
-        assert first.any()
-        produced = first + mean_over_ranks(sum_of(local))
-        torch.testing.assert_close(sum_of(arrived) + left, produced, atol=1e-6, rtol=1e-4)
-    return ways
-
-
-@pytest.mark.parametrize(("best", "world"), [("sharded", 2), ("hierarchical", 4)])
-def test_what_was_chosen_comes_into_force_with_optimizers_by_turns_under_a_scaler(groups, best, world):
-    for ways in groups(world).run(by_turns, best):
-        assert ways == [best]
 
 
 def shared_bucket(rank: int, world: int) -> None:

@@ -9,8 +9,8 @@ from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, undelivered
 
 from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
-from lightning_topk.planning.volume import volume
 from lightning_topk.simulate import Cluster
+from lightning_topk.volume import volume
 
 VALUES = st.one_of(
     st.just(0.0),

@@ -34,8 +34,8 @@ from lightning_topk.lab.papers import (
 )
 from lightning_topk.lab.papers.powersgd import PowerSGD
 from lightning_topk.lab.report import Panel, Result
-from lightning_topk.planning.volume import volume
-from lightning_topk.runtime.autotune import TRIALS
+from lightning_topk.lab.timing import TRIALS
+from lightning_topk.volume import volume
 
 
 def test_parallel_runs_come_back_by_name_and_their_errors_are_raised(monkeypatch):

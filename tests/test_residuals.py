@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
+from lightning_topk.runtime.checkpoint import still_to_deliver
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.skipped_steps import Undo
 from lightning_topk.simulate import Cluster
@@ -50,14 +51,14 @@ class Ranks:
 
     def fresh(self, rank: int) -> Residuals:
         residuals = Residuals()
-        residuals.kept.pieces.rank = rank
+        residuals.rank = rank
         return residuals
 
     def backward(self, order: list[int], cut: int, config: TopKConfig) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Exchanges one gradient in two buckets, and returns its mean and what is delivered, by parameter."""
         produced, delivered = {}, {}
         for residuals in self.residuals:
-            residuals.kept.forget_copies()
+            residuals.forget_copies()
         for numbers in filter(None, (order[:cut], order[cut:])):
             bucket, sizes = tuple(self.parameters[i] for i in numbers), [NUMELS[i] for i in numbers]
             gradients = [torch.randn(sum(sizes), dtype=torch.float64, generator=self.random) for _ in self.residuals]
@@ -93,31 +94,17 @@ class Ranks:
                     self.produced[i] += produced[i]
                     self.delivered[i] += delivered[i]
 
-    def resume(self, config: TopKConfig) -> None:
-        """Has all ranks begin anew from what they hold."""
-        buckets = tuple(self.parameters[:1]), tuple(self.parameters[1:])
-        saved = [residuals.memories() for residuals in self.residuals]
-        for rank, (residuals, mine) in enumerate(zip(self.residuals, saved, strict=True)):
-            served = {
-                p: {"residual": sum((each[p][1]["residual"] for each in saved), torch.zeros(())).clone()} for p in mine
-            }
-            worker = {p: {name: kept.clone() for name, kept in self.of_node(saved, rank, p).items()} for p in mine}
-            self.residuals[rank] = residuals = self.fresh(rank)
-            residuals.restore(
-                buckets,
-                lambda p, _, worker=worker: worker[p],
-                served,
-                lambda bucket, rank=rank: (
-                    config,
-                    endpoint_of(config, [p.numel() for p in bucket], rank, self.world, torch.float64, local=self.local),
-                ),
-            )
-
-    def of_node(self, saved: list, rank: int, parameter: Tensor) -> dict[str, Tensor]:
-        """What the ranks of a node hold together of a parameter."""
-        first = rank - rank % self.local
-        parts = [each[parameter][0] for each in saved[first : first + self.local]]
-        return {name: sum(part[name] for part in parts) for name in parts[0]}
+    def resume(self) -> None:
+        """Has all ranks begin anew from what a checkpoint holds."""
+        held = [residuals.held() for residuals in self.residuals]
+        saved = {
+            p: {"residual": sum(still_to_deliver(each[p], p, self.world) for each in held)}
+            for p in self.parameters
+            if p in held[0]
+        }
+        for rank in range(self.world):
+            self.residuals[rank] = self.fresh(rank)
+            self.residuals[rank].restore({p: {"residual": kept["residual"].clone()} for p, kept in saved.items()})
 
     def check(self) -> None:
         held = [residuals.held() for residuals in self.residuals]
@@ -136,7 +123,7 @@ def runs(draw):
     ways = ON_NODES if on_nodes else WAYS
     one = st.tuples(st.permutations(range(len(NUMELS))), st.integers(1, len(NUMELS)), st.sampled_from(ways))
     passes = st.lists(one, min_size=1, max_size=3)
-    then = st.sampled_from(["go on", "go on", "settle", "resume", "other optimizers"])
+    then = st.sampled_from(["go on", "go on", "offload", "resume", "other optimizers"])
     steps = st.lists(st.tuples(passes, st.tuples(st.booleans(), st.booleans()), then), min_size=1, max_size=6)
     return (draw(st.sampled_from([4, 6])), 2, draw(steps)) if on_nodes else (draw(st.integers(1, 4)), 1, draw(steps))
 
@@ -149,10 +136,10 @@ def test_a_run_loses_nothing_whatever_is_regrouped_skipped_changed_and_resumed(r
     for passes, skipped, then in steps:
         ranks.step(passes, skipped)
         if then == "resume":
-            ranks.resume(passes[-1][-1])
+            ranks.resume()
         for residuals in ranks.residuals:
-            if then == "settle":
-                residuals.settle()
+            if then == "offload":
+                residuals.offload_to_cpu()
             if then == "other optimizers":
                 residuals.forget_steps()
         ranks.check()

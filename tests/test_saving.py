@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.planning.volume import format_bytes, volume
 from lightning_topk.saving import TOLERANCE, saving_of_compressed, with_ratio
 from lightning_topk.simulate import Cluster
+from lightning_topk.volume import format_bytes, volume
 
 TOPOLOGIES = [("sharded", 1), ("single_server", 1), ("allgather", 1), ("hierarchical", 2)]
 

@@ -20,10 +20,12 @@ from test_fake_cuda import CUDA, LOCAL, WORLD, reply_to
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_topk import ddp, fsdp
+from lightning_topk import ddp
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
-from lightning_topk.runtime import drive, lanes
+from lightning_topk.fsdp import hook
+from lightning_topk.runtime import collectives as drive
+from lightning_topk.runtime import lanes
 
 pytestmark = needs_fakes
 
@@ -31,10 +33,8 @@ SIZES = (30_000, 300, 20_000, 17)
 SETTINGS: dict[str, dict[str, Any]] = {
     "residuals": {},
     "uncompressed parameters": {"dense_parameters": ("p0",)},
-    "residuals of servers": {"error_feedback": "server"},
     "nothing kept": {"error_feedback": False},
     "momentum": {"momentum": 0.9},
-    "one exchange": {"scope": "model"},
     "int4": {"wire": "int4"},
     "clipped": {"clip_norm": 1.0},
 }
@@ -158,7 +158,7 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     hooks = None if case.hooks == "each" else torch.cuda.Stream() if case.hooks else gpu.current
     with fake, gpu:
         if case.resumed:
-            restore(state, [tuple(parameters[:3]), tuple(parameters[3:])])
+            restore(state, parameters)
         for step in range(3):
             backward(gpu, hooks, state, [parameters[2:], parameters[:2]] if step else [parameters], case.votes)
             for optimizer in optimizers:
@@ -168,21 +168,14 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
             if case.read and step % 2 == 0:
                 assert state.nonfinite_steps == 0
         state.close()
-        state.residuals.settle()
+        state.residuals.offload_to_cpu()
         torch.zeros(1, device=CUDA)
     assert gpu.operations > 200
 
 
-def restore(state: ddp.TopKState, buckets: list[tuple[torch.Tensor, ...]]) -> None:
+def restore(state: ddp.TopKState, parameters: list[torch.Tensor]) -> None:
     """Loads residuals, on the caller's stream."""
-    from lightning_topk.runtime.exchanger import make_bucket_endpoint
-
-    def make(bucket):
-        config = state.buckets.config_of(bucket)
-        return config, make_bucket_endpoint(config, bucket, (), state.groups)
-
-    kept = {p: {"residual": torch.zeros(p.numel())} for bucket in buckets for p in bucket}
-    state.residuals.restore(buckets, lambda p, count: dict(kept[p]), kept, make)
+    state.residuals.restore({p: {"residual": torch.zeros(p.numel(), device=CUDA)} for p in parameters})
 
 
 def backward(
@@ -257,17 +250,17 @@ def test_exchanges_of_shards_are_ordered_and_what_backward_does_not_hide_is_time
     from lightning_topk.core.ops import cuda
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda)
-    monkeypatch.setattr(fsdp.ShardState, "_agree_on", lambda state, gradient: None)
-    batches: list[Any] = []
+    monkeypatch.setattr(hook.ShardState, "_agree_on", lambda state, gradient: None)
+    timed: list[Any] = []
     fake = FakeTensorMode()
     with fake:
         units: list[Any] = [Shards(gpu, 0), Shards(gpu, 2)]
     given = dict.fromkeys(("timeout", "residuals", "epoch", "optimizers", "scaler", "announce"))
-    state = fsdp.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
+    state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
         state.learn_names({member: name for unit in units for member, name in unit.names.items()})
-        run = state._exchanger.run
-        monkeypatch.setattr(state._exchanger, "run", lambda batch, lane: (batches.append(batch), run(batch, lane))[1])
+        note = state._exchanger.note_time
+        monkeypatch.setattr(state._exchanger, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
         state.timing, hooks = True, state.lane(CUDA).stream
         for _ in range(3):
             for unit in units:
@@ -280,17 +273,12 @@ def test_exchanges_of_shards_are_ordered_and_what_backward_does_not_hide_is_time
             gpu.current.wait_stream(hooks)
             g.add_(1.0)  # it is copied to the parameters
             state._backward_ended()
-        begun = batches[-2].ready, batches[-1].ready
+        begun = timed[-2:]
         state.close()
         torch.zeros(1, device=CUDA)
     assert (gpu.races, gpu.reuses) == (set(), set())
     assert begun[0] is None
     assert begun[1].clock[hooks] < gpu.current.clock[hooks]  # before the last exchange has ended
-
-
-def test_an_exchange_of_all_buckets_follows_the_streams_of_each(gpu, monkeypatch):
-    train(gpu, monkeypatch, Case(hooks="each"), "sharded", scope="model")
-    assert (gpu.races, gpu.reuses) == (set(), set())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -303,8 +291,7 @@ def test_memories_and_wires_keep_to_the_order_of_streams(gpu, monkeypatch, name)
 def test_a_lane_that_does_not_wait_for_backward_is_noticed(gpu, monkeypatch):
     def careless(lane, job, promised):
         with torch.cuda.stream(lane._stream):
-            for future, result in zip(promised, drive.finish(job), strict=True):
-                future.set_result(result)
+            promised.set_result(drive.finish(job))
 
     def promise(lane):
         done = torch.futures.Future(devices=[CUDA])
@@ -324,7 +311,7 @@ def test_a_caller_that_does_not_wait_for_the_lane_is_noticed(gpu, monkeypatch):
 
 @pytest.mark.parametrize(
     ("forgets", "case"),
-    [("skipped_steps.py", Case(scaler="fused")), ("parameter_memories.py", Case(resumed=True))],
+    [("skipped_steps.py", Case(scaler="fused")), ("residuals.py", Case(resumed=True))],
     ids=str,
 )
 def test_memory_that_a_stream_frees_under_another_is_noticed(gpu, monkeypatch, forgets, case):

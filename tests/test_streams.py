@@ -21,7 +21,7 @@ from lightning_topk.core.select import RandK
 from lightning_topk.runtime import groups, lanes
 from lightning_topk.runtime.checks import check_parameters
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.runtime.parameter_memories import Pieces
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.skipped_steps import Undo
 
 
@@ -109,10 +109,11 @@ def test_a_lane_of_a_gpu_takes_no_job_after_one_that_failed(monkeypatch):
         yield
 
     lane = lane_of_a_gpu()
-    lane.submit(job("first"), [])
+    promised = mock.Mock()
+    lane.submit(job("first"), promised)
     with pytest.raises(MemoryError):
-        lane.submit(job("second", MemoryError()), [])
-    for go in (lambda: lane.submit(job("third"), []), lambda: lane.run(job("fourth"))):
+        lane.submit(job("second", MemoryError()), promised)
+    for go in (lambda: lane.submit(job("third"), promised), lambda: lane.run(job("fourth"))):
         with pytest.raises(MemoryError):
             go()
     assert ran == ["first", "second"]
@@ -132,9 +133,9 @@ def test_a_lane_of_a_cpu_says_whether_its_work_has_ended(monkeypatch):
 
     def wait():
         yield
-        return [torch.tensor(float(go.wait(20)))]
+        return torch.tensor(float(go.wait(20)))
 
-    lane.submit(wait(), [promised])
+    lane.submit(wait(), promised)
     assert not lane.close()
     go.set()
     assert result_of(future) == 1
@@ -150,12 +151,12 @@ def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(abreast):
         for step in range(3):
             log.append(f"{name}{step}")
             yield
-        return [torch.tensor(float(ord(name)))]
+        return torch.tensor(float(ord(name)))
 
     futures = []
     for name in "abc":
         promised, future = lane.promise()
-        lane.submit(job(name), [promised])
+        lane.submit(job(name), promised)
         futures.append(future)
     all_there.set()
     assert [int(result_of(future)) for future in futures] == [97, 98, 99]
@@ -174,11 +175,11 @@ def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
         yield collective
         if fails:
             raise ValueError("first")
-        return [torch.zeros(1)]
+        return torch.zeros(1)
 
     promises = [lane.promise() for _ in range(2)]
     for (promised, _), fails in zip(promises, (True, False), strict=True):
-        lane.submit(job(fails), [promised])
+        lane.submit(job(fails), promised)
     both_there.set()
     for _, future in promises:
         with pytest.raises(RuntimeError, match="ValueError: first"):
@@ -195,12 +196,12 @@ from lightning_topk.runtime.lanes import ThreadLane
 
 def job():
     yield from ()
-    return [torch.zeros(1)]
+    return torch.zeros(1)
 
 lane = ThreadLane()
 promised, _ = lane.promise()
 promised.then(lambda future: [time.sleep(0.001) for _ in range(500)])
-lane.submit(job(), [promised])
+lane.submit(job(), promised)
 time.sleep(0.1)
 """
 
@@ -247,7 +248,7 @@ class OnCpu(TorchDispatchMode):
 def test_a_new_endpoint_copies_no_zeros_from_the_cpu():
     bucket = tuple(torch.empty(size, device="meta") for size in (1000, 50))
     with OnCpu() as made:
-        found = Pieces().gather({}, bucket, "residual", torch.empty(1050, device="meta"))
+        found = Residuals()._gather({}, bucket, "residual", torch.empty(1050, device="meta"))
     assert found.device.type == "meta"
     assert len(found) == 1050
     assert made.elements == 0

@@ -48,7 +48,7 @@ class DecoupledMomentum(Cluster):
         self.momenta: list[Tensor] = []
 
     @override
-    def step(self, gradients: Sequence[Tensor], epoch: int = 0, lr_ratio: float = 1.0) -> list[Tensor]:
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
         world = len(gradients)
         if not self.momenta:
             self.momenta = [torch.zeros_like(gradient) for gradient in gradients]
@@ -193,14 +193,14 @@ class Differences(Cluster):
         self.known: list[Tensor] = []
 
     @override
-    def step(self, gradients: Sequence[Tensor], epoch: int = 0, lr_ratio: float = 1.0) -> list[Tensor]:
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
         if not self.averages:
             self.averages = [torch.zeros_like(gradient) for gradient in gradients]
             self.known = [torch.zeros_like(gradient) for gradient in gradients]
         changes = [self.new * (g - v) for g, v in zip(gradients, self.averages, strict=True)]
         for v, change in zip(self.averages, changes, strict=True):
             v += change
-        for h, change in zip(self.known, super().step(changes, epoch, lr_ratio), strict=True):
+        for h, change in zip(self.known, super().step(changes, epoch), strict=True):
             h += change
         return [h.clone() for h in self.known]
 

@@ -65,7 +65,6 @@ class Endpoint(Shape):
         downlink: The server's link; None where this rank serves nothing.
         sizes: ``[parameters]`` int64 on the bucket's device, elements of each.
         clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
-        servers_keep: Whether there are servers that keep what they do not send, on this rank or another.
         uncompressed: Begin and end, in the bucket, of the parameters that are exchanged by all-reduce, in order.
     """
 
@@ -75,7 +74,6 @@ class Endpoint(Shape):
     downlink: Link | None
     sizes: Tensor
     clip_norm: float | None = None
-    servers_keep: bool = True
     uncompressed: Sequence[tuple[int, int]] = ()
 
     @cached_property
@@ -101,11 +99,6 @@ class Endpoint(Shape):
             return flags.repeat_interleave(self.sizes, output_size=self.layout.numel)
         pieces = (self.sizes + self.parts.count - 1) // self.parts.count
         return flags.repeat_interleave(pieces, output_size=self.layout.numel)
-
-    def rescale_(self, factor: float) -> None:
-        """Multiplies what is kept, for residuals that follow the learning rate (Zheng et al. 2019)."""
-        for link in self.links:
-            link.memory.scale_(factor)
 
 
 @dataclass(frozen=True)

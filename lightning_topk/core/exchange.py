@@ -15,9 +15,9 @@ gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang 
     9 deliver           g <- the decoded replies; every rank holds the same bits
 
 Begin reading at :func:`exchange`. Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`; a topology does 5-9.
-:class:`Sharded` is the one above; the others follow it, each with the requests that it makes, by arithmetic, and the
-work that it does. An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process
-groups (:mod:`lightning_topk.runtime.drive`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
+:class:`Sharded` is the one above; the others follow it, each with the requests that it makes, by arithmetic.
+An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process groups
+(:mod:`lightning_topk.runtime.collectives`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
 code.
 """
 
@@ -203,21 +203,6 @@ class Topology(ABC):
             itemsize: Bytes of an element of the gradient.
         """
 
-    def work(self, shape: Shape, codecs: Codecs, itemsize: int) -> dict[str, float]:
-        """What the busiest rank computes, by its constant in :class:`lightning_topk.planning.costs.Costs`.
-
-        ``fixed`` counts exchanges, ``scan`` elements that are passed over, ``encode`` and ``decode`` entries that are
-        written and read, ``copy`` bytes that are moved inside a node. Arguments are those of :meth:`requests`.
-        """
-        layout, up, reply = shape.layout, codecs.uplink, codecs.reply
-        return {
-            "fixed": 1,
-            "scan": layout.numel + layout.shard_size,
-            "encode": up.kept * layout.shards + reply.kept,
-            "decode": shape.world * up.kept + reply.kept * layout.shards,
-            "copy": 0,
-        }
-
 
 class Sharded(Topology):
     """Every rank is a worker and the server of one shard (steps 1-9 above)."""
@@ -297,12 +282,6 @@ class Hierarchical(Topology):
         between = _served_requests(shape.world, codecs, "peers")
         return [AllToAll(inside, "uplink", "node"), *between, AllGather(replies, "downlink", "node")]
 
-    @override
-    def work(self, shape: Shape, codecs: Codecs, itemsize: int) -> dict[str, float]:
-        delivered = codecs.reply.kept * shape.layout.shards * (shape.parts.count - 1)  # of the node's other parts
-        found = super().work(shape, codecs, itemsize)
-        return {**found, "decode": found["decode"] + delivered, "copy": itemsize * sum(shape.parts.sizes)}
-
 
 class SingleServer(Topology):
     """The parameter server of the thesis: rank 0 serves the whole bucket, and is a worker too."""
@@ -351,11 +330,6 @@ class AllGathered(Topology):
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
         return [AllGather(placeholder(codecs.uplink.nbytes), "uplink")]
 
-    @override
-    def work(self, shape: Shape, codecs: Codecs, itemsize: int) -> dict[str, float]:
-        kept = codecs.uplink.kept
-        return {"fixed": 1, "scan": 2 * shape.layout.numel, "encode": kept, "decode": shape.world * kept}
-
 
 class Dense(Topology):
     """The mean itself, by all-reduce, in the bucket's dtype as in DDP: nothing is compressed and nothing is kept."""
@@ -381,10 +355,6 @@ class Dense(Topology):
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
         return [AllReduce(placeholder(shape.layout.numel * itemsize), "uplink")]
-
-    @override
-    def work(self, shape: Shape, codecs: Codecs, itemsize: int) -> dict[str, float]:
-        return {"scan": 0.25 * shape.layout.numel}  # divides in place, and looks whether it is finite
 
 
 def _join_leftover(memory: Memory, g: Tensor) -> None:

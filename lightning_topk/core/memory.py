@@ -46,10 +46,6 @@ class Memory(ABC):
         """Adds ``x`` ``[numel]`` to the residual, so the next :meth:`compensate` includes it."""
 
     @abstractmethod
-    def scale_(self, factor: float) -> None:
-        """Multiplies what is kept by ``factor``."""
-
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Returns the state kept between steps, by name, each ``[numel]``; the storage itself, not a copy.
 
@@ -103,10 +99,6 @@ class Residual(Memory):
         self.residual.add_(x)
 
     @override
-    def scale_(self, factor: float) -> None:
-        self.residual.mul_(factor)
-
-    @override
     def tensors(self) -> dict[str, Tensor]:
         return {"residual": self.residual}
 
@@ -157,11 +149,6 @@ class MomentumResidual(Residual):
         self.velocity.masked_fill_(torch.zeros_like(self.velocity).index_add_(0, index, sent.abs()) > 0, 0)
 
     @override
-    def scale_(self, factor: float) -> None:
-        """The velocity is a sum of gradients and is not scaled."""
-        self.residual.mul_(factor)
-
-    @override
     def tensors(self) -> dict[str, Tensor]:
         return {"residual": self.residual, "velocity": self.velocity}
 
@@ -207,10 +194,6 @@ class NoMemory(Memory):
     @override
     def add_(self, x: Tensor) -> None:
         raise NotImplementedError("NoMemory keeps no residual; use Leftover for a residual that other settings left.")
-
-    @override
-    def scale_(self, factor: float) -> None:
-        """There is nothing to scale."""
 
     @override
     def tensors(self) -> dict[str, Tensor]:

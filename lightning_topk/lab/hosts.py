@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lightning_topk.planning.costs import bytes_per_second
-
 PORT = 29400
 
 
@@ -33,9 +31,10 @@ def bits_per_second(rate: str) -> float:
     Raises:
         ValueError: It is not a number with ``kbit``, ``mbit`` or ``gbit``.
     """
-    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate.lower()):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.lower())
+    if not found or float(found[1]) == 0:
         raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit, 1gbit or 2.5gbit.")
-    return 8 * bytes_per_second(rate)
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
 
 
 class Hosts:

@@ -1,65 +1,36 @@
-"""``plan``: bytes, times and memory of every topology, before the run."""
+"""``plan``: what a step sends with each topology, exactly, and about how long that takes, before the run."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
-from collections.abc import Sequence
-from pathlib import Path
+import importlib
 from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.wire import WireName
+from lightning_topk.lab.bench.select import step_seconds
 from lightning_topk.lab.commands import add_command, call, need
+from lightning_topk.lab.hosts import bits_per_second
 from lightning_topk.lab.report import markdown
-from lightning_topk.planning.advice import Hardware, forecasts, parameter_sizes, sentence, table
-from lightning_topk.planning.costs import CPU, GPU, Links, bytes_per_second, load_costs
-from lightning_topk.planning.sharded import sharded_forecast, sharded_table
+from lightning_topk.volume import Volume, format_bytes, volume
 
-SHARDED = ("model", "module", "params", "nodes", "gpus_per_node", "inter", "saving", "wire")
-"""Options that ``--fsdp`` uses."""
+MEASURED = 4_000_000
+"""Most elements of the gradient that is compressed to measure computing."""
 
 
 def declare(commands: Any) -> None:
     """Declares ``plan``."""
-    parser = add_command(commands, "plan", run)
-    parser.set_defaults(main=show)
-    options = ", ".join(f"--{name.replace('_', '-')}" for name in SHARDED)
-    words = f"shard the model over the ranks of a node by FSDP2; goes with {options}"
-    parser.add_argument("--fsdp", action="store_true", help=words)
-    parser.add_argument("--memory", metavar="SIZE", help="memory of a GPU, with --fsdp (default: 80gbyte)")
+    add_command(commands, "plan", run).set_defaults(main=show)
 
 
 def show(arguments: argparse.Namespace) -> None:
     """Prints the plan."""
     if arguments.model is not None:
         need("torchvision")
-    if arguments.memory is not None and not arguments.fsdp:
-        raise ValueError("--memory goes with --fsdp: pass both, or leave it out.")
-    print(_sharded(arguments) if arguments.fsdp else call(arguments))
-
-
-def _sharded(arguments: argparse.Namespace) -> str:
-    """What a sharded model sends and keeps.
-
-    Raises:
-        ValueError: An option has no effect.
-    """
-    for name, option in inspect.signature(run).parameters.items():
-        if name not in SHARDED and getattr(arguments, name) != option.default:
-            raise ValueError(f"--fsdp does not use --{name.replace('_', '-')}: leave it out.")
-    parameters = sum(parameter_sizes(arguments.model, arguments.module, arguments.params))
-    nodes, ranks = arguments.nodes, arguments.gpus_per_node
-    amounts = arguments.saving or (SAVING, 4 * SAVING)
-    ways = [TopKConfig().dense, *(TopKConfig(saving=saving, wire=arguments.wire) for saving in amounts)]
-    found = [sharded_forecast(parameters, nodes, ranks, way) for way in ways]
-    room = arguments.memory or "80gbyte"
-    speed, memory = bytes_per_second(arguments.inter), bytes_per_second(room, "memory")
-    return (
-        f"{parameters:,} parameters, float32, gathered in bfloat16; {nodes} nodes of {ranks} ranks, {arguments.inter} "
-        f"between. A GPU has {room}; activations need room too.\n\n"
-        f"{markdown(sharded_table(found, speed, memory))}"
-    )
+    print(call(arguments))
 
 
 def run(
@@ -68,18 +39,14 @@ def run(
     model: str | None = None,
     module: str | None = None,
     params: int | None = None,
-    inter: str = "10gbit",
-    intra: str = "300gbyte",
-    saving: Sequence[float] = (),
-    ratio: Sequence[float] = (),
-    server_ratio: float | None = None,
+    inter: str = "1gbit",
+    saving: float | None = None,
+    ratio: float | None = None,
     wire: WireName | None = None,
-    compute_ms: float = 0.0,
     bucket_cap_mb: float = 25,
-    device: Literal["cpu", "cuda"] = "cuda",
-    costs: Path | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> str:
-    """Predicts bytes, times and memory of every topology, before the run, and recommends one.
+    """Says what a step sends with each topology, and about how long that takes on a link.
 
     Args:
         nodes: Number of nodes.
@@ -88,41 +55,116 @@ def run(
         module: A class such as mine.models.Net, called without arguments.
         params: Parameters of the model, such as 25e6.
         inter: Speed of a node's network.
-        intra: Speed of a rank's link inside its node.
-        saving: How many times fewer bytes than all-reduce to send. Default: 50, or the ratios; 200 is shown beside 50,
-            and not recommended unasked, since it costs quality in a short run.
-        ratio: Fractions that workers send, instead.
-        server_ratio: Fraction that servers send, with ratios. Default: that of the workers.
+        saving: How many times fewer bytes than all-reduce to send. Default: 50.
+        ratio: Fraction that workers send, instead.
         wire: Format of values. Default: int4.
-        compute_ms: Time of forward, backward and optimizer, milliseconds.
         bucket_cap_mb: Size of DDP's buckets, MiB.
-        device: Where gradients live.
-        costs: File of constants. Default: the one that ``bench costs`` wrote.
+        device: Where compressing is measured, on this machine.
 
     Raises:
         ValueError: A setting is invalid, or there is one rank only.
     """
-    sizes = parameter_sizes(model, module, params)
-    if nodes < 1 or gpus_per_node < 1 or nodes * gpus_per_node < 2:
+    sizes, world = parameter_sizes(model, module, params), nodes * gpus_per_node
+    if nodes < 1 or gpus_per_node < 1 or world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
     if not bucket_cap_mb > 0:
         raise ValueError(f"--bucket-cap-mb {bucket_cap_mb:g} must be positive.")
-    if not compute_ms >= 0:
-        raise ValueError(f"--compute-ms {compute_ms:g} must not be negative.")
-    if server_ratio is not None and not ratio:
-        raise ValueError("--server-ratio needs --ratio: a saving decides what workers and servers send.")
-    links = Links(bytes_per_second(inter), bytes_per_second(intra))
-    hardware = Hardware(nodes, gpus_per_node, links, load_costs(device, costs))
-    servers = {} if server_ratio is None else {"server_ratio": server_ratio}
-    amounts = [{"ratio": each, **servers} for each in ratio]
-    amounts += [{"saving": each} for each in saving or (() if ratio else (SAVING, 4 * SAVING))]
-    compute = compute_ms / 1000
-    base = TopKConfig(wire=wire)
-    found = forecasts(sizes, hardware, amounts, compute, base, bucket_cap_mb)
-    asked = found if saving or ratio else [each for each in found if each.config.saving in (None, SAVING)]
-    unsure = ", a guess until `bench costs` has run on a node" if hardware.costs in (CPU, GPU) else ""
+    speed, buckets = bits_per_second(inter) / 8, ddp_buckets(sizes, bucket_cap_mb)
+    amount: dict[str, Any] = {"saving": saving or (SAVING if ratio is None else None), "ratio": ratio, "wire": wire}
+    numel = min(sum(sizes), MEASURED)
+    second = step_seconds(TopKConfig(**amount), numel, torch.device(device)) / numel  # for each element
+    rows = []
+    for topology in ("dense", "sharded", "hierarchical", "single_server", "allgather"):
+        if topology == "hierarchical" and not 1 < gpus_per_node < world:
+            continue
+        config = TopKConfig(**amount, topology=topology, bidirectional=topology != "allgather")
+        busiest = volume(config, buckets, world, local=gpus_per_node)
+        elements = sum(sizes) / (gpus_per_node if topology == "hierarchical" else 1)
+        computing = second * elements if config.compresses else 0.0
+        rows.append(_row(topology, busiest, computing, speed))
     return (
-        f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between, {intra} "
-        f"inside.\nTimes are predictions; constants: {hardware.costs.source}.\n\n"
-        f"{markdown(table(found, compute))}\n\nBy time{unsure}: {sentence(asked, compute, bucket_cap_mb)}"
+        f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between them; "
+        f"{'saving' if ratio is None else 'ratio'} {ratio or amount['saving']:g}.\n\n{markdown(rows)}\n\n"
+        "Bytes are exact. A time is what it takes to compress and decompress, measured just now on this machine's "
+        f"{device.upper()}, plus a node's bytes over its link; nothing is hidden behind backward."
     )
+
+
+def _row(topology: str, sent: Volume, computing: float, speed: float) -> dict[str, object]:
+    """One topology: bytes, the time of its exchanges in a step, and the speed of link below which it pays."""
+    gained, pays = sent.dense_inter_node - sent.inter_node, ""
+    if topology != "dense":
+        pays = "never" if gained <= 0 else _rate(gained / computing)
+    return {
+        "topology": "dense (DDP)" if topology == "dense" else topology,
+        "a rank sends": format_bytes(sent.uplink + sent.downlink),
+        "a node sends": format_bytes(sent.inter_node),
+        "saving": f"{sent.node_saving:.1f}x",
+        "ms a step": 1000 * (computing + sent.inter_node / speed),
+        "pays below": pays,
+    }
+
+
+def _rate(speed: float) -> str:
+    """Bytes a second as a rate of a link."""
+    return f"{8e-9 * speed:.3g} Gbit/s" if speed >= 1.25e8 else f"{8e-6 * speed:.3g} Mbit/s"
+
+
+def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
+    """Elements of each trainable parameter; of a number of parameters, one large one.
+
+    Args:
+        model: A name of torchvision's, such as ``resnet50``.
+        module: A class, or a function that gives a module, such as ``mine.models.Net``; called without arguments.
+        params: A number of elements, for one large parameter.
+
+    Raises:
+        ValueError: Not exactly one is given, or it does not exist.
+    """
+    if sum(given is not None for given in (model, module, params)) != 1:
+        raise ValueError("give one of --model, --module and --params.")
+    if params is not None:
+        if not 1 <= params <= 10**14:
+            raise ValueError(f"--params {params:.3g} must be at least 1 and at most 1e14.")
+        return [params]
+    with torch.device("meta"):  # no memory, no initialisation
+        net = _torchvision(model) if model is not None else _imported(str(module))
+    return [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
+
+
+def _torchvision(name: str) -> nn.Module:
+    import torchvision
+
+    if name not in torchvision.models.list_models():
+        raise ValueError(f"torchvision has no model {name!r}; torchvision.models.list_models() names them.")
+    net: nn.Module = torchvision.models.get_model(name, weights=None)
+    return net
+
+
+def _imported(path: str) -> nn.Module:
+    folder, _, name = path.rpartition(".")
+    try:
+        made = getattr(importlib.import_module(folder), name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"--module {path}: {error}. It must be importable, and callable without arguments.") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"--module {path} gave a {type(made).__name__}, which is no torch.nn.Module.")
+    return made
+
+
+def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:
+    """How DDP groups parameters, whose gradients come in the opposite order: 1 MiB first, then ``cap_mb`` a bucket.
+
+    Args:
+        sizes: Elements of each parameter, in the model's order.
+        cap_mb: DDP's ``bucket_cap_mb``.
+
+    Returns:
+        Elements of each parameter of each bucket.
+    """
+    buckets: list[list[int]] = [[]]
+    for size in reversed(sizes):
+        buckets[-1].append(size)
+        if sum(buckets[-1]) * 4 >= (min(1, cap_mb) if len(buckets) == 1 else cap_mb) * 2**20:
+            buckets.append([])
+    return [bucket for bucket in buckets if bucket]

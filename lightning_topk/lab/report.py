@@ -72,7 +72,6 @@ METHODS = {
     "#cc79a7": ("ratio 0.001", "dgc"),
     "#e69f00": ("saving 150", "trimmed"),
     "#56b4e9": ("PowerSGD 1",),
-    "#8b4513": ("auto",),
     "#3b3b98": ("PowerSGD 4",),
     "#999999": ("saving 400", "randk"),
     "#222222": ("DDP", "dense"),

@@ -1,11 +1,24 @@
-"""Timing: the least of several runs, on one device."""
+"""Timing: the least of several runs on one device, and exchanges among ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.exchange import exchange
+from lightning_topk.runtime.collectives import Meter, drive, finish
+from lightning_topk.runtime.groups import Groups
+from lightning_topk.saving import with_ratio
+
+TRIALS = 4
+"""Exchanges that :func:`trial` times, of which the first is not counted."""
 
 
 def best(
@@ -41,3 +54,26 @@ def best(
         if run and time.perf_counter() - begin > budget:
             break
     return least
+
+
+def trial(config: TopKConfig, like: Tensor, groups: Groups, meter: Meter) -> float:
+    """Seconds of an exchange of a made-up gradient, the median of several.
+
+    Args:
+        config: The settings, without schedules.
+        like: A gradient of that size, ``[numel]``, on the CPU.
+        groups: The process groups.
+        meter: Takes note of the bytes sent.
+    """
+    rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
+    config = with_ratio(config, [len(like)], world, groups.local)
+    end = make_endpoint(config, make_shape(config, [len(like)], world, groups.local), rank, like.dtype, like.device)
+    codecs = make_codecs(config, end, selector=end.uplink.selector)
+    given, took = torch.randn_like(like), []
+    for _ in range(TRIALS):
+        g = given.clone()
+        dist.barrier(groups.all)
+        begin = time.perf_counter()
+        finish(drive(exchange(end, g, codecs), groups, meter, "an exchange that is timed"))
+        took.append(time.perf_counter() - begin)
+    return median(took[1:])

@@ -227,15 +227,14 @@ def train(
         adapt_momentum([stepped], ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
-    run, last = Run(), optimizer.lr
+    run = Run()
     for step in tqdm(range(steps), desc=f"{workers} workers", unit="step", leave=False, disable=not points):
         batches = torch.randint(examples, (workers, batch), generator=generator)
         gradients = problem.gradients(theta, batches, generator)
         if observe is not None:
             run.seen.append(observe(ranks, gradients))
         rate = optimizer.rate(step, steps)
-        following = last / rate if config.lr_ratio and step else 1.0
-        theta.grad, last = ranks.step(gradients, epoch=step // epoch_steps, lr_ratio=following)[0], rate
+        theta.grad = ranks.step(gradients, epoch=step // epoch_steps)[0]
         run.union.append(int(theta.grad.count_nonzero()))
         if optimizer.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([theta], optimizer.clip_norm)

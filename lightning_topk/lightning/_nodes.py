@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_topk.config import check_count
-from lightning_topk.fsdp import ShardState
+from lightning_topk.fsdp.hook import ShardState
 from lightning_topk.lightning._compat import rank_zero_info
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, SHARDED, VERSION
 

@@ -10,8 +10,6 @@ from lightning_topk.runtime.checkpoint import EMPTY, absent
 
 INTERRUPTED = absent("it was saved while an exception or a signal was handled, when collectives could hang")
 """In a checkpoint that not all ranks may have saved."""
-BY_MODULE = "modules"
-"""The mode of Fabric's checkpoints: entries of several modules, by their keys."""
 
 
 def interrupted(module: Any, filepath: Any) -> bool:
@@ -26,7 +24,7 @@ def interrupted(module: Any, filepath: Any) -> bool:
     return status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt")
 
 
-def entry_to_resume(entry: Any, residual_checkpoint: str, strategy: Any) -> Any:
+def entry_to_resume(entry: Any, residual_checkpoint: bool, strategy: Any) -> Any:
     """The residuals with which a run goes on: those of a checkpoint, or zeros, which is said.
 
     Args:
@@ -34,10 +32,10 @@ def entry_to_resume(entry: Any, residual_checkpoint: str, strategy: Any) -> Any:
         residual_checkpoint: The strategy's setting.
         strategy: The strategy, for the message.
     """
-    if residual_checkpoint == "none":
-        entry = absent("residual_checkpoint='none' ignores them")
+    if not residual_checkpoint:
+        entry = absent("residual_checkpoint=False ignores them")
     elif entry is None:
-        entry = absent("it was saved by another strategy, or with residual_checkpoint='none'")
+        entry = absent("it was saved by another strategy, or with residual_checkpoint=False")
     if isinstance(entry, dict) and entry.get("mode") == "none":
         name = type(strategy).__name__
         rank_zero_info(f"{name} starts with zero residuals: the checkpoint provides none ({entry.get('reason')}).")

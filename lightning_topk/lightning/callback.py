@@ -15,15 +15,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-# First: importing Lightning makes _register import the strategy, and _compat must not be partially imported then.
-import lightning_topk.lightning.strategy  # noqa: F401
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.planning.volume import format_bytes
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.state import ExchangeState
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.schedule import LATE
+from lightning_topk.volume import format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -159,8 +157,7 @@ class CompressionMonitor(Callback):
         report = state.report()
         self._steps += 1
         dense = state.telemetry.dense_seconds(report)
-        if state.config.fixed_topology is not None:  # "auto" does its own comparison
-            self._compare(dense, report.seconds, trainer, state.config.at(LATE, LATE).ratio)
+        self._compare(dense, report.seconds, trainer, state.config.at(LATE, LATE).ratio)
         values = self._every_step(state, report)
         if state.measure:
             values |= self._log_step(trainer, state, report, dense)
@@ -231,8 +228,8 @@ class CompressionMonitor(Callback):
             dense: Estimated duration of dense all-reduces in seconds; None if unknown.
             seconds: Duration of the step's exchanges.
             trainer: The Trainer.
-            end: The ratio after the schedule has ended; not a float if it is ``"auto"``, a function of the step or
-                given by ``saving=``.
+            end: The ratio after the schedule has ended; not a float if it is a function of the step or given by
+                ``saving=``.
         """
         if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
             return
@@ -249,8 +246,8 @@ class CompressionMonitor(Callback):
             rank_zero_warn(
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of {self._ratio:.3g}; "
                 f"dense all-reduces of the same gradients would take about {1000 * dense:.1f} ms on this link: "
-                "DDPStrategy would be faster here. Compression pays off on slower links, with larger models and with "
-                "a larger saving."
+                "plain DDP is probably faster on this link: try strategy='ddp'. Compression pays on slower links, with "
+                "larger models and with a larger saving."
                 f"{later}"
             )
 
@@ -263,7 +260,7 @@ class CompressionMonitor(Callback):
     def _saving(self, state: ExchangeState | None) -> float:
         """Dense bytes over the bytes sent, since fit began; between nodes, if their ranks exchange as one worker."""
         total = self._total.compute()
-        by_node = state is not None and state.buckets.by_node
+        by_node = state is not None and state.config.by_node
         sent = total["inter_node_bytes"] if by_node else total["total_bytes"]
         return float(total["dense_bytes"] / sent) if sent else 1.0  # a ring all-reduce leaves each node once
 
@@ -276,7 +273,7 @@ class CompressionMonitor(Callback):
         volume = {name: float(value) for name, value in self._total.compute().items()}
         up, down, instead = (format_bytes(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
         begun = f"{self._steps:,} steps" + f" since step {self._since:,}" * (self._since > 0)
-        if state is not None and state.buckets.by_node:
+        if state is not None and state.config.by_node:
             outside, inside = (format_bytes(volume[f"{kind}_node_bytes"]) for kind in ("inter", "intra"))
             sent = f"each node sent {outside} to others (and {inside} inside)"
         elif state is not None and state.config.topology == "single_server":
@@ -311,7 +308,7 @@ def _by_layer(
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
-    counts = {state.names[p]: count for p, count in state.residuals.kept.pieces.counts.items()}
+    counts = {state.names[p]: count for p, count in state.residuals.counts.items()}
     shared = torch.tensor([counts.get(name, 1) for name in names])  # held() multiplies a piece by the ranks of a node
     local = torch.cat([torch.stack([layers[name] for name in names]), (norms.square() / shared).unsqueeze(1)], dim=1)
     energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_topk.config import Side, TopKConfig, check_count, check_name, describes_settings
-from lightning_topk.core.exchange import TopologyName
-from lightning_topk.core.select import Selector
-from lightning_topk.core.wire import WireName
-from lightning_topk.fsdp import ShardState, attach, check_shardable
+from lightning_topk.config import Settings, TopKConfig, check_bool, check_count
+from lightning_topk.fsdp.hook import ShardState, attach, check_shardable
 from lightning_topk.lightning._compat import (
-    OTHER,
     ModelParallelStrategy,
-    OfOnePackage,
     TrainerFn,
     rank_zero_info,
 )
@@ -34,20 +29,18 @@ from lightning_topk.lightning._nodes import (
     save_shards,
     unsynchronised,
 )
-from lightning_topk.lightning._register import when_imported
+from lightning_topk.lightning._rendezvous import connect_after_restart
 from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
 from lightning_topk.runtime.checkpoint import KEY
-from lightning_topk.runtime.rendezvous import connect_after_restart
+from lightning_topk.runtime.checks import check_known
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch import Trainer
 
 
-@describes_settings
-class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
+class TopKModelParallelStrategy(ModelParallelStrategy):
     """FSDP2, and tensor parallelism, inside each node; between nodes only the largest entries of the gradient.
 
     The module's ``configure_model`` is as for ModelParallelStrategy. The mesh that it sees is the node's; nodes are
@@ -63,23 +56,21 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
         Trainer(strategy=TopKModelParallelStrategy(saving=50), devices=8, num_nodes=4)
 
     Every parameter that is trained must be in a module that ``fully_shard`` wraps. When fit begins, all replicas get
-    the weights of the first node. ``topology`` is how the nodes exchange a shard; ``scope="model"`` and ``clip_norm``
-    are refused.
+    the weights of the first node. ``topology`` is how the nodes exchange a shard; ``clip_norm`` is refused.
 
     Args:
-        {settings}
         data_parallel_size: Ranks of a node over which parameters and batches are spread. ``"auto"``: all that
             ``tensor_parallel_size`` leaves.
         tensor_parallel_size: Ranks of a node over which single tensors are spread. ``"auto"``: 1, or all that
             ``data_parallel_size`` leaves.
-        residual_checkpoint: The residuals in checkpoints. ``"mean"``: their mean over the nodes, 2 x the model size; a
-            run can resume with any number of nodes and of ranks a node. ``"none"``: none are saved, and a run resumes
-            with zero residuals.
+        residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. A run then resumes with them, on any
+            number of nodes and of ranks a node. If not, it resumes with zeros.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
             per node.
         save_distributed_checkpoint: Whether each rank saves its shards, in a folder, or rank 0 saves all in one file.
         process_group_backend: As in ModelParallelStrategy.
         timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+        **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Raises:
         TypeError: An argument has the wrong type or is unknown.
@@ -88,31 +79,19 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
 
     def __init__(
         self,
-        ratio: Ratio | Literal["auto"] | None = None,
-        bidirectional: bool = True,
-        server_ratio: Ratio | None = None,
-        selector: str | Selector = "topk",
-        wire: WireName | None = None,
-        topology: TopologyName | Literal["auto"] = "sharded",
-        dense_parameters: str | Sequence[str] = (),
-        error_feedback: bool | Side = True,
-        scope: Literal["bucket", "model"] = "bucket",
-        momentum: float = 0.0,
-        adapt_momentum: bool = True,
-        clip_norm: float | None = None,
-        lr_ratio: bool = False,
-        saving: float | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
-        residual_checkpoint: Literal["mean", "none"] = "mean",
+        residual_checkpoint: bool = True,
         local_world_size: int | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
-        self.config = TopKConfig.of(locals())
+        check_known("TopKModelParallelStrategy", settings, [TopKConfig, TopKModelParallelStrategy.__init__])
+        self.config = TopKConfig(**settings)
         check_shardable(self.config)
-        check_name("residual_checkpoint", residual_checkpoint, ("mean", "none"))
+        check_bool("residual_checkpoint", residual_checkpoint)
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
         self._sizes: tuple[Size, Size] = (
@@ -191,7 +170,7 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals, unless it is weights-only; every rank must call it."""
         state = self._last
-        if state is None or self._residual_checkpoint == "none" or "optimizer_states" not in checkpoint:
+        if state is None or not self._residual_checkpoint or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif interrupted(self.lightning_module, filepath):
             checkpoint[KEY] = dict(INTERRUPTED)
@@ -220,13 +199,6 @@ class TopKModelParallelStrategy(OfOnePackage, ModelParallelStrategy):
             if self.topk_state is not None:
                 self.topk_state.close()
                 self.topk_state = None
-                self._residuals.settle()
+                self._residuals.offload_to_cpu()
         finally:
             super().teardown()
-
-
-# The other package's Trainer takes it too, or it would say that its name is invalid; `accelerator` says what is wrong.
-when_imported(
-    (f"{OTHER}.strategies.model_parallel",),
-    lambda module: module.ModelParallelStrategy.register(TopKModelParallelStrategy),
-)

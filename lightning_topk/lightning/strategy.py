@@ -10,30 +10,21 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topk.config import (
-    Side,
-    TopKConfig,
-    check_count,
-    check_name,
-    describes_settings,
-)
+from lightning_topk.config import TopKConfig, check_bool, check_count
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
 from lightning_topk.ddp import TopKState, attach, own_memory_
 from lightning_topk.lightning._compat import (
-    OTHER,
     DDPStrategy,
-    OfOnePackage,
     StrategyRegistry,
     TrainerFn,
     rank_zero_info,
 )
-from lightning_topk.lightning._register import when_imported
+from lightning_topk.lightning._rendezvous import connect_after_restart
 from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
 from lightning_topk.runtime.checkpoint import KEY, absent, collect
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_same_model
-from lightning_topk.runtime.rendezvous import connect_after_restart
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import Ratio
 
@@ -44,8 +35,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 
-@describes_settings
-class TopKStrategy(OfOnePackage, DDPStrategy):
+class TopKStrategy(DDPStrategy):
     """Data-parallel training that exchanges only the largest entries of the gradient, with error feedback.
 
     Example::
@@ -53,11 +43,35 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
         Trainer(strategy=TopKStrategy(saving=50), devices=4)
 
     Args:
-        {settings}
-        residual_checkpoint: The residuals in checkpoints. ``"mean"``: their mean over the workers, 2 x the model size;
-            a run can resume with any number of workers. ``"full"``: every worker's residual; a run resumed with the
-            same number of workers is bit-identical, unless momentum is adapted. ``"none"``: none are saved, and a run
-            resumes with zero residuals.
+        ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number; or a
+            :class:`lightning_topk.schedule.Schedule` or a function of the step, for a fraction that changes. Default:
+            what ``saving`` takes.
+        bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
+        server_ratio: Fraction of a bucket that the servers together send, likewise; not with ``saving``. Default:
+            ``ratio``.
+        selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
+            :class:`lightning_topk.select.Selector`.
+        wire: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers, and a scale for every 64 of them): the values'
+            format. Positions are Elias-Fano coded in all. Default: int4, or bf16 where ``error_feedback`` is not True,
+            since rounding would be lost.
+        topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between
+            nodes), ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``)
+            or ``"dense"`` (all-reduce: nothing is compressed).
+        dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
+        error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
+            ``"worker"`` on workers only. What is not kept is lost.
+        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression,
+            which ends for an entry that is sent. The optimizer's own must then be 0.
+        adapt_momentum: Whether torch's SGD, Adam, AdamW and NAdam move an entry of the parameters only in steps that
+            deliver its gradient, and then for all the steps that it waited; see
+            :mod:`lightning_topk.runtime.momentum`. False leaves optimizers as they are, as does ``momentum``.
+        clip_norm: Norm to which W workers together clip a bucket's gradient, before
+            compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
+        saving: How many times fewer bytes than a ring all-reduce to send in every step, 1 or more, instead of
+            ``ratio``: each bucket then has the ratio that sends so many bytes, both ways together. With
+            ``topology="hierarchical"`` the bytes between nodes count. Default: 50 without ``ratio``.
+        residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. A run then resumes with them, with
+            any number of workers. If not, it resumes with zeros.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
             per node.
         start_method: How Lightning starts the processes, as in DDPStrategy.
@@ -70,27 +84,25 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
 
     def __init__(
         self,
-        ratio: Ratio | Literal["auto"] | None = None,
+        ratio: Ratio | None = None,
         bidirectional: bool = True,
         server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
         wire: WireName | None = None,
-        topology: TopologyName | Literal["auto"] = "sharded",
+        topology: TopologyName = "sharded",
         dense_parameters: str | Sequence[str] = (),
-        error_feedback: bool | Side = True,
-        scope: Literal["bucket", "model"] = "bucket",
+        error_feedback: bool | Literal["worker"] = True,
         momentum: float = 0.0,
         adapt_momentum: bool = True,
         clip_norm: float | None = None,
-        lr_ratio: bool = False,
         saving: float | None = None,
-        residual_checkpoint: Literal["mean", "full", "none"] = "mean",
+        residual_checkpoint: bool = True,
         local_world_size: int | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
         self.config = TopKConfig.of(locals())
-        check_name("residual_checkpoint", residual_checkpoint, ("mean", "full", "none"))
+        check_bool("residual_checkpoint", residual_checkpoint)
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
         _check_strategy_options(ddp_kwargs)
@@ -158,7 +170,7 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy (lightning 2.6) registers hooks on CUDA only and silently skips CPU.
         assert isinstance(self.model, DistributedDataParallel)
-        self._residuals.retain(self.model.module.parameters())
+        self._residuals.keep_only(self.model.module.parameters())
         self.topk_state = attach(
             self.model,
             self.config,
@@ -180,15 +192,13 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks, unless it is weights-only; every rank must call it."""
         module = self.lightning_module
-        if self._residual_checkpoint != "none" and "optimizer_states" in checkpoint and module is not None:
+        if self._residual_checkpoint and "optimizer_states" in checkpoint and module is not None:
             if not (dist.is_available() and dist.is_initialized()):
                 checkpoint[KEY] = absent("it was saved after the worker processes, which held them, had ended")
             elif interrupted(module, filepath):
                 checkpoint[KEY] = dict(INTERRUPTED)
             else:
-                checkpoint[KEY] = collect(
-                    self._residuals, self._names, self._residual_checkpoint, self.config, self.root_device
-                )
+                checkpoint[KEY] = collect(self._residuals, self._names, self.config, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -220,7 +230,7 @@ class TopKStrategy(OfOnePackage, DDPStrategy):
             if self.topk_state is not None:
                 self.topk_state.close()
                 self.topk_state = None
-                self._residuals.settle()
+                self._residuals.offload_to_cpu()
         finally:
             super().teardown()
 
@@ -271,5 +281,3 @@ StrategyRegistry.register(
     description="FSDP2 inside nodes, top-k gradient exchange between them",
     override=True,
 )
-# The other package's Trainer takes it too, or it would say that its name is invalid; `accelerator` says what is wrong.
-when_imported((f"{OTHER}.strategies",), lambda module: module.DDPStrategy.register(TopKStrategy))

@@ -62,7 +62,7 @@ def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
     everyone = len(told) == dist.get_world_size()
     if everyone and len(set(told)) == 1 and len(told) % told[0] == 0:
         return int(told[0])
-    if config.fixed_topology is not None and config.by_node:
+    if config.by_node:
         raise ValueError(
             f"topology={config.topology!r} needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is {told} on "
             f"{len(told)} of {dist.get_world_size()} ranks. Pass local_world_size=, or topology='sharded'."

@@ -1,4 +1,4 @@
-"""The settings in force for each bucket: what is uncompressed in it, and what was chosen for it by measuring."""
+"""The settings in force for each bucket: its ratio, and what is uncompressed in it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.planning.volume import Volume, volume
-from lightning_topk.runtime.exchanger import Bucket, Tuned, Tuning, same
+from lightning_topk.runtime.exchanger import Bucket, same
 from lightning_topk.runtime.residuals import Progress
 from lightning_topk.saving import TOLERANCE, saving_of_compressed, with_ratio
+from lightning_topk.volume import Volume, volume
 
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 """What activation checkpointing and torch.compile insert into the names of a module's parameters."""
@@ -43,9 +43,6 @@ class BucketSettings:
         self._with_ratio: dict[tuple[Bucket, str, torch.dtype], TopKConfig] = {}
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names; empty if they are not known."""
-        self.chosen: dict[Bucket, TopKConfig] = {}
-        """What was chosen by measuring, bucket by bucket."""
-        self._choice: dict[Bucket, TopKConfig] = {}  # will be in force from a later step on
         self._uncompressed: set[Tensor] = set()
         self._unchanged = 0  # backward passes since the buckets were regrouped
         self._final = False  # whether DDP will not regroup them any more
@@ -74,11 +71,6 @@ class BucketSettings:
         self._with_ratio.clear()
 
     @property
-    def by_node(self) -> bool:
-        """Whether the ranks of a node exchange some bucket as one worker; bytes between nodes count then."""
-        return any(config.fixed_topology and config.by_node for config in (self.config, *self.chosen.values()))
-
-    @property
     def compressed(self) -> Collection[Tensor] | None:
         """The parameters that may be compressed; None if they are not known."""
         return self.names.keys() - self._uncompressed if self.names else None
@@ -88,10 +80,10 @@ class BucketSettings:
         return [number for number, p in enumerate(bucket) if p in self._uncompressed]
 
     def config_of(self, bucket: Bucket) -> TopKConfig:
-        """How a bucket is exchanged: by all-reduce if all of it is uncompressed, or while the choice is to come."""
+        """How a bucket is exchanged: by all-reduce if all of it is uncompressed."""
         if not self._may_compress(bucket):
             return self.config.dense
-        config = self.chosen.get(bucket, self.config.dense) if self.config.automatic else self._rest
+        config = self._rest
         if config.saving is None:
             return config
         key = bucket, config.topology, bucket[0].dtype  # that of FSDP's stand-ins may change
@@ -118,30 +110,8 @@ class BucketSettings:
         before, already = progress.buckets, self._final
         unchanged = len(buckets) == len(before) and all(map(same, buckets, before))
         self._unchanged = self._unchanged + 1 if unchanged else 0
-        self._final = self._unchanged > static_graph and not progress.resumed
+        self._final = self._unchanged > static_graph
         return self._final and not already
-
-    def tuning(self, buckets: Sequence[Bucket]) -> Tuning | None:
-        """What is to be chosen by measuring after a backward pass; None if nothing is, or buckets may still change.
-
-        Args:
-            buckets: That the backward pass exchanges.
-        """
-        if not (self._final and self.config.automatic) or self._choice:
-            return None
-        new = [bucket for bucket in buckets if bucket not in self.chosen and self._may_compress(bucket)]
-        if not new:
-            return None
-        return Tuning(self._rest, new, [self.uncompressed_in(bucket) for bucket in new])
-
-    def note(self, tuned: Tuned) -> None:
-        """Takes note of a choice, which :meth:`adopt` puts in force."""
-        self._choice = dict(zip(tuned.buckets, tuned.choice.configs, strict=True))
-
-    def adopt(self) -> None:
-        """Puts the last choice in force, between two passes."""
-        self.chosen |= self._choice
-        self._choice = {}
 
     def volume(self, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:
         """The bytes that a rank sends in a step.
@@ -170,9 +140,9 @@ class BucketSettings:
             larger: What makes buckets larger.
         """
         asked = self.config.saving
-        if asked is None or not self.config.compresses or self.config.automatic:
+        if asked is None or not self.config.compresses:
             return ""
-        seen = sent.node_saving if self.by_node else sent.saving
+        seen = sent.node_saving if self.config.by_node else sent.saving
         if abs(seen / asked - 1) <= TOLERANCE:
             return ""
         reason = "every entry is sent, and the format of values alone saves this much"

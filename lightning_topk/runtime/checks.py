@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.runtime.groups import check_agreement
 
 
@@ -126,7 +126,7 @@ def check_parameters(module: torch.nn.Module) -> None:
             )
 
 
-def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: dict[str, Any]) -> TopKConfig:
+def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: Settings) -> TopKConfig:
     """The settings, given to a function or class as a config or as keywords.
 
     Raises:
@@ -140,24 +140,18 @@ def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: d
         )
     if config is not None and settings:
         raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
-    check_known(taker.__name__, settings, [TopKConfig, taker])
+    check_known(taker.__name__, dict(settings), [TopKConfig, taker])
     return config or TopKConfig(**settings)
 
 
-def check_settings(config: TopKConfig, module: torch.nn.Module, has_optimizer: bool) -> None:
-    """Refuses settings that do not suit a model, or need its optimizer.
+def check_settings(config: TopKConfig, has_optimizer: bool) -> None:
+    """Refuses settings that need the optimizer.
 
     Raises:
-        ValueError: A setting needs the optimizer, or parameters of one dtype.
+        ValueError: A setting needs it.
     """
     if config.momentum and not has_optimizer:
         raise ValueError(
             f"momentum={config.momentum!r} is applied on the workers, and the optimizer must have none of its own. "
             "Pass optimizer=, so that it can be checked."
-        )
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
-    if config.scope == "model" and len(dtypes) > 1:
-        raise ValueError(
-            f"scope='model' needs parameters of one dtype; the model has {sorted(map(str, dtypes))}. "
-            "Use scope='bucket'."
         )

@@ -23,8 +23,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Endpoint, Outcome
 from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
-from lightning_topk.runtime.autotune import Choice, choose
-from lightning_topk.runtime.drive import Meter, Steps, drive
+from lightning_topk.runtime.collectives import Meter, Steps, drive
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
 from lightning_topk.runtime.residuals import Residuals
@@ -46,7 +45,6 @@ class Job:
         used: ``[parameters]`` bool, which of them this rank used; None if all.
         step: Gradients exchanged before this one.
         epoch: Epochs completed.
-        lr_ratio: The last step's learning rate over this step's.
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
         make_undo: Makes what undoes skipped steps, for a new endpoint; None if no step is skipped.
         measure: What to measure.
@@ -60,7 +58,6 @@ class Job:
     used: Tensor | None = None
     step: int = 0
     epoch: int = 0
-    lr_ratio: float = 1.0
     scale: Tensor | None = None
     make_undo: Callable[[Endpoint], Undo] | None = None
     measure: Measure = NOTHING
@@ -68,39 +65,20 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """What is to be chosen by measuring, once a backward pass has ended.
-
-    Attributes:
-        config: The settings, of which something is automatic.
-        buckets: DDP's buckets, which will not change any more.
-        uncompressed: Of each, which parameters are not compressed.
-    """
-
-    config: TopKConfig
-    buckets: Sequence[Bucket]
-    uncompressed: Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
 class Batch:
-    """Jobs that are ready together, and the buffers that hold their gradients.
+    """A job, and the buffer that holds its gradient.
 
     Attributes:
-        buffers: DDP's, one or more; the results are written there.
-        buckets: Whose gradients each holds, in order.
-        jobs: How they are exchanged.
+        buffer: The result is written there.
+        job: How the gradient is exchanged.
         timed: Whether to measure the time.
-        ready: When the backward pass had all its gradients, if it ends with these and that is measured.
-        tuning: What to choose afterwards; None if nothing.
+        ready: When the backward pass had all its gradients, if it ends with this one and that is measured.
     """
 
-    buffers: Sequence[Tensor]
-    buckets: Sequence[Bucket]
-    jobs: Sequence[Job]
+    buffer: Tensor
+    job: Job
     timed: bool = False
     ready: Any | None = None
-    tuning: Tuning | None = None
 
 
 @dataclass(frozen=True)
@@ -141,15 +119,6 @@ class Timed:
         return took, 0.0 if self.ready is None else max(0.0, self.lane.seconds(self.ready, self.ended))
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """What was chosen, and the bytes that measuring sent."""
-
-    buckets: Sequence[Bucket]
-    choice: Choice
-    meter: Meter
-
-
 class Exchanger:
     """Runs the exchanges of one rank.
 
@@ -165,9 +134,9 @@ class Exchanger:
         self._batches = 0
         self._ended: Any = None  # the last timed one, as a mark of the lane
         self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
-        self._finished: SimpleQueue[Exchanged | Timed | Tuned] = SimpleQueue()
+        self._finished: SimpleQueue[Exchanged | Timed] = SimpleQueue()
 
-    def finished(self) -> list[Exchanged | Timed | Tuned]:
+    def finished(self) -> list[Exchanged | Timed]:
         """What became of the jobs since the last call, in order; for the caller's side, between two backward passes."""
         found = []
         while True:
@@ -181,46 +150,34 @@ class Exchanger:
         self._groups.clear()
 
     @torch.no_grad()
-    def run(self, batch: Batch, lane: Lane) -> Steps[Sequence[Tensor]]:
-        """The exchanges of a batch, step by step on the lane; they return its buffers."""
+    def run(self, batch: Batch, lane: Lane) -> Steps[Tensor]:
+        """The exchange of a batch, step by step on the lane; it returns the buffer."""
         assert self._groups
         groups = self._groups[self._batches % min(lane.abreast, len(self._groups))]
         self._batches += 1
         begun = lane.mark() if batch.timed else None
         # Sparse gradients are exchanged as the dense tensors that they stand for, and become sparse again where
         # anything arrives. On a GPU the host waits for that: the size of a sparse tensor depends on data.
-        dense = [(buffer.to_dense() if buffer.is_sparse else buffer).view(-1) for buffer in batch.buffers]
-        if len(batch.jobs) == len(dense) == 1 and same(batch.jobs[0].bucket, batch.buckets[0]):
-            yield from self._exchange(dense[0], batch.jobs[0], groups, lane)
-        else:
-            yield from self._regroup(dense, batch, groups, lane)
-        results = [
-            whole.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
-            for buffer, whole in zip(batch.buffers, dense, strict=True)
-        ]
+        buffer = batch.buffer
+        dense = (buffer.to_dense() if buffer.is_sparse else buffer).view(-1)
+        yield from self._exchange(dense, batch.job, groups, lane)
         if batch.timed:
-            ended = lane.mark()
-            if lane.abreast > 1 and self._ended is not None:
-                begun = max(begun, self._ended)  # time that two exchanges share counts once
-            self._ended = ended
-            self._finished.put(Timed(lane, begun, ended, batch.ready))
-        if batch.tuning is not None:
-            yield None  # the pass's last batch: once those before it have ended, nothing else is in progress
-            self._tune(batch.tuning, groups)
-        return results
+            self.note_time(lane, begun, batch.ready)
+        return dense.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
 
-    def _regroup(self, dense: Sequence[Tensor], batch: Batch, groups: Groups, lane: Lane) -> Steps[None]:
-        """Exchanges jobs whose buckets are not those of the buffers: gradients are copied together and back."""
-        gradient = {
-            parameter: piece
-            for whole, bucket in zip(dense, batch.buckets, strict=True)
-            for parameter, piece in zip(bucket, whole.split([p.numel() for p in bucket]), strict=True)
-        }
-        for job in batch.jobs:
-            g = torch.cat([gradient[p] for p in job.bucket])
-            yield from self._exchange(g, job, groups, lane)
-            for p, piece in zip(job.bucket, g.split([p.numel() for p in job.bucket]), strict=True):
-                gradient[p].copy_(piece)
+    def note_time(self, lane: Lane, begun: Any, ready: Any | None) -> None:
+        """Notes that an exchange ends now.
+
+        Args:
+            lane: The lane.
+            begun: When it began, as a mark of the lane.
+            ready: See :class:`Batch`.
+        """
+        ended = lane.mark()
+        if lane.abreast > 1 and self._ended is not None:
+            begun = max(begun, self._ended)  # time that two exchanges share counts once
+        self._ended = ended
+        self._finished.put(Timed(lane, begun, ended, ready))
 
     def _exchange(self, g: Tensor, job: Job, groups: Groups, lane: Lane) -> Steps[None]:
         """The exchange of one gradient, in place."""
@@ -229,9 +186,7 @@ class Exchanger:
             return
         meter = Meter()
         try:
-            end = self._residuals.endpoint(
-                job.bucket, job.config, lambda: self._make(job, groups), job.lr_ratio, job.make_undo
-            )
+            end = self._residuals.endpoint(job.bucket, job.config, lambda: self._make(job, groups), job.make_undo)
             codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector, job.tag)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
             name = f"{self._place}, step {job.step}, {job.name}"
@@ -249,31 +204,6 @@ class Exchanger:
     def _make(self, job: Job, groups: Groups) -> Endpoint:
         """The endpoint of a job, with empty memories."""
         return make_bucket_endpoint(job.config, job.bucket, job.uncompressed, groups)
-
-    def _tune(self, tuning: Tuning, groups: Groups) -> None:
-        """Measures how buckets are best exchanged from now on; later, if what is left would be in the way."""
-        meter = Meter()
-        try:
-            if self._undelivered(tuning, groups):
-                return
-            choice = choose(tuning.config, tuning.buckets, tuning.uncompressed, groups, meter)
-        except Exception as error:
-            raise RuntimeError(
-                f"lightning_topk: measuring how buckets are best exchanged failed on {self._place}: {error}"
-            ) from error
-        self._finished.put(Tuned(tuning.buckets, choice, meter))
-
-    def _undelivered(self, tuning: Tuning, groups: Groups) -> bool:
-        """Whether some rank has residuals of its own left, and the ranks of a node may become one worker. A collective.
-
-        All-reduce delivers what a checkpoint left in the first step, unless a GradScaler skips that.
-        """
-        ways = tuning.config.candidates(dist.get_world_size(groups.all), groups.local)
-        if not any(way.by_node for way in ways):
-            return False
-        mine = torch.tensor([self._residuals.undelivered()], dtype=torch.uint8, device=tuning.buckets[0][0].device)
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=groups.all)
-        return bool(mine)
 
 
 def make_bucket_endpoint(config: TopKConfig, bucket: Bucket, uncompressed: Sequence[int], groups: Groups) -> Endpoint:

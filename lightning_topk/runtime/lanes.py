@@ -17,7 +17,6 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_topk.runtime.drive import Steps, finish
+from lightning_topk.runtime.collectives import Steps, finish
 from lightning_topk.runtime.groups import PATIENCE
 
 Future = torch.futures.Future[Tensor]
@@ -47,10 +46,10 @@ class Lane(ABC):
         """Two ends of one result: :meth:`submit` fulfils the first, DDP waits for the second."""
 
     @abstractmethod
-    def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
-        """Queues a job; its results, or the first error of any job, fulfil the promises."""
+    def submit(self, job: Steps[Tensor], promised: Future) -> None:
+        """Queues a job; its result, or the first error of any job, fulfils the promise."""
 
-    def run(self, job: Steps[Sequence[Tensor]]) -> Sequence[Tensor]:
+    def run(self, job: Steps[Tensor]) -> Tensor:
         """Runs a job to its end at once, for a caller who is in its place already: on CUDA, in :attr:`stream`.
 
         Raises:
@@ -93,16 +92,16 @@ IDLE = 0.5
 
 @dataclass
 class _Submitted:
-    """A job and its promises.
+    """A job and its promise.
 
     Attributes:
         steps: The job.
-        promised: What its results fulfil.
+        promised: What its result fulfils.
         collective: What it waits for.
     """
 
-    steps: Steps[Sequence[Tensor]]
-    promised: Sequence[Future]
+    steps: Steps[Tensor]
+    promised: Future
     collective: dist.Work | None = None
 
 
@@ -150,7 +149,7 @@ class ThreadLane(Lane):
         return False
 
     def _goes_on(self, job: _Submitted) -> bool:
-        """Takes a job a step further; returns whether there is another one. If not, its promises are fulfilled."""
+        """Takes a job a step further; returns whether there is another one. If not, its promise is fulfilled."""
         try:
             if self._error is not None:
                 # Another rank may be waiting in the exchange that failed here: the next one would answer it.
@@ -160,12 +159,10 @@ class ThreadLane(Lane):
             job.collective = next(job.steps)
             return True
         except StopIteration as end:
-            for future, result in zip(job.promised, end.value, strict=True):
-                future.set_result(result)
+            job.promised.set_result(end.value)
         except Exception as error:
             self._error = error
-            for future in job.promised:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
+            job.promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
         return False
 
     @override
@@ -176,7 +173,7 @@ class ThreadLane(Lane):
         return done, done.then(lambda future: future.value())
 
     @override
-    def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
+    def submit(self, job: Steps[Tensor], promised: Future) -> None:
         with self._lock:
             self._jobs.put(_Submitted(job, promised))
             if self._thread is None:
@@ -240,11 +237,10 @@ class StreamLane(Lane):
         return done, done
 
     @override
-    def submit(self, job: Steps[Sequence[Tensor]], promised: Sequence[Future]) -> None:
-        """Runs a job; its futures record the side stream, so that a wait for them is a wait on the GPU."""
+    def submit(self, job: Steps[Tensor], promised: Future) -> None:
+        """Runs a job; its future records the side stream, so that a wait for it is a wait on the GPU."""
         with torch.cuda.stream(self._stream):
-            for future, result in zip(promised, self.run(job), strict=True):
-                future.set_result(result)
+            promised.set_result(self.run(job))
 
     @property
     @override

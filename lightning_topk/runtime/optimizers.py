@@ -1,10 +1,9 @@
-"""What the exchange needs of the user's optimizers: momentum, learning rates, and which steps are skipped."""
+"""What the exchange needs of the user's optimizers: momentum, and which steps are skipped."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from itertools import zip_longest
 from weakref import ref
 
 import torch
@@ -104,32 +103,6 @@ class Optimizers:
             ScalerSteps.of(self._scaler).watch(now)
             self._residuals.forget_steps()
         self._known, self._parameters = [*map(ref, now)], parameters
-
-    def advance_learning_rates(self) -> float:
-        """Notes this step's learning rates; called once in a backward pass.
-
-        Returns:
-            The last step's learning rate over this step's; 1 while it is zero, and with ``lr_ratio=False``.
-
-        Raises:
-            ValueError: The learning rates of two parameter groups changed by different factors.
-        """
-        if not self._config.lr_ratio or self._given is None:
-            return 1.0
-        rates = [float(group["lr"]) for optimizer in self._now() for group in optimizer.param_groups]
-        progress = self._residuals.progress
-        last = progress.learning_rates
-        pairs = [(before, now) for before, now in zip(last, rates, strict=False) if before and now]
-        progress.learning_rates = [
-            now or before for before, now in zip_longest(last[: len(rates)], rates, fillvalue=0.0)
-        ]
-        ratios = [before / now for before, now in pairs]
-        if ratios and max(ratios) > min(ratios) * 1.001:
-            raise ValueError(
-                "lr_ratio=True scales all residuals by one factor, but the learning rates of the parameter groups "
-                f"changed by different factors: {ratios}. Use one schedule for all groups, or lr_ratio=False."
-            )
-        return ratios[0] if ratios else 1.0
 
     def make_undo(self, bucket: Sequence[Tensor]) -> Callable[[Endpoint], Undo] | None:
         """Makes what undoes the steps that the scaler skips, for a bucket's endpoint; None if it skips none."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.planning.volume import Volume
-from lightning_topk.runtime.announce import Announcer
 from lightning_topk.runtime.buckets import BucketSettings
+from lightning_topk.runtime.messages import Announcer
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry
+from lightning_topk.volume import Volume
 
 
 class Reporting:
@@ -101,4 +101,4 @@ class Reporting:
         """Goes on counting and measuring where another state of the same training ends."""
         self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
         self.telemetry.follow(other.telemetry)
-        self.buckets.chosen, self._say.said = other.buckets.chosen, other._say.said
+        self._say.said = other._say.said

@@ -133,18 +133,11 @@ class Undo:
         for each in known:
             self.outcomes.setdefault(each, skipped)
 
-    def begin(self, renew: bool) -> None:
-        """Begins a pass, after :meth:`decide`.
-
-        Args:
-            renew: Whether the memories were changed since the copy by something that must not be undone.
-        """
+    def begin(self) -> None:
+        """Begins a pass, after :meth:`decide`."""
         self._begun = True
         if not self.before:
             self.before = [now.clone() for now in self._now]
-        elif renew:
-            for now, before in zip(self._now, self.before, strict=True):
-                before.copy_(now)
 
     def decide(self) -> None:
         """Restores the memories of parameters whose step was skipped; renews the copy of those whose step was taken."""

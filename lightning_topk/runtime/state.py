@@ -16,17 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topk.config import TopKConfig, check_count, check_name
+from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
-from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.agreement import connect
-from lightning_topk.runtime.announce import Announcer, remarks
-from lightning_topk.runtime.checkpoint import Mode
-from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed, Tuned, Tuning, make_bucket_endpoint
+from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
+from lightning_topk.runtime.messages import Announcer, remarks
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.reporting import Reporting
 from lightning_topk.runtime.residuals import Residuals
@@ -66,12 +64,12 @@ class ExchangeState(Reporting):
         self._given = config
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
         residuals = residuals or Residuals()
-        residuals.settle()  # their endpoints may have been of other settings
-        resized = residuals.kept.follow_parameters()
+        residuals.offload_to_cpu()  # their endpoints may have been of other settings
+        residuals.forget_changed()
         groups, agreed = connect(config, process_group, timeout, local_world_size, shards_per_node)
         self.groups: Groups | None = groups
         rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
-        residuals.kept.pieces.rank = rank
+        residuals.rank = rank
         # Every rank of the first node is rank 0 of the replicas of its shard.
         say = Announcer(announce, rank if shards_per_node == 1 else dist.get_rank())
         super().__init__(agreed, residuals, rank, world, groups.local, epoch or (lambda: 0), say, shards_per_node)
@@ -79,10 +77,7 @@ class ExchangeState(Reporting):
         self._optimizers = Optimizers(optimizers, scaler, agreed, residuals, say)
         self._exchanger = Exchanger(residuals, groups, timeout)
         self._lane: Lane | None = None
-        self._lr_ratio = 1.0
-        if resized:
-            which = "1 parameter has" if resized == 1 else f"{resized} parameters have"
-            self._say(f"lightning_topk: {which} another size than before: their residuals start at zero.")
+        self._say_what_was_reset()
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
             for message in remarks(config, agreed, world, optimizers is not None, self.PEER):
                 self._say(message)
@@ -123,13 +118,11 @@ class ExchangeState(Reporting):
         """A backward pass has its first gradients ready.
 
         Raises:
-            ValueError: With ``lr_ratio=True``, the learning rates of two parameter groups changed by different factors;
-                or an optimizer and the exchange would both apply momentum.
+            ValueError: An optimizer and the exchange would both apply momentum.
         """
         self._collect()
-        self.residuals.kept.forget_copies()
-        self.buckets.adopt()
-        self._lr_ratio = self._optimizers.advance_learning_rates()
+        self._say_what_was_reset()
+        self.residuals.forget_copies()
         self.follow_optimizers()
 
     def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
@@ -148,7 +141,6 @@ class ExchangeState(Reporting):
             used,
             step=self.residuals.progress.steps,
             epoch=self._epoch(),
-            lr_ratio=self._lr_ratio,
             scale=self._optimizers.scale,
             make_undo=self._optimizers.make_undo([self.parameter_of(member) for member in bucket]),
             measure=Measure(self.measure, self.measure and self.measure_layers),
@@ -163,32 +155,28 @@ class ExchangeState(Reporting):
         """The parameter, as optimizers hold it, of a bucket's member."""
         return member
 
-    def tuning(self, buckets: Sequence[Bucket], static_graph: bool = False) -> Tuning | None:
-        """What is to be chosen by measuring when a backward pass ends; None if nothing is.
+    def observe(self, buckets: Sequence[Bucket], static_graph: bool = False) -> None:
+        """Notes all that a backward pass exchanges; says so if that saves less than was asked for.
 
         Args:
             buckets: All that the pass exchanges.
             static_graph: Whether they may change a pass later.
         """
-        if self.world == 1:
-            return None
         progress = self.residuals.progress
-        if self.buckets.observe(buckets, progress, static_graph):
+        if self.world > 1 and self.buckets.observe(buckets, progress, static_graph):
             missed = self.buckets.missed_saving(progress.buckets, self.predicted(), self.LARGER_BUCKETS)
             if missed:
                 self._say(missed)
-        return self.buckets.tuning(buckets)
 
-    def submit(self, batch: Batch, promises: Sequence[Future]) -> None:
-        """Queues the jobs of a batch on the lane; their results fulfil the promises."""
+    def submit(self, batch: Batch, promised: Future) -> None:
+        """Queues an exchange on the lane; its result fulfils the promise."""
         assert self._lane is not None
-        self._lane.submit(self._exchanger.run(batch, self._lane), promises)
+        self._lane.submit(self._exchanger.run(batch, self._lane), promised)
 
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """The last gradients of a backward pass were submitted; ``buckets`` are all that it exchanges."""
         progress = self.residuals.progress
         progress.steps, progress.buckets = progress.steps + 1, tuple(buckets)
-        progress.resumed = max(0, progress.resumed - 1)
 
     def follow_optimizers(self) -> None:
         """Checks new optimizers, and changes their momentum as the settings say; a backward pass begins with it.
@@ -201,17 +189,21 @@ class ExchangeState(Reporting):
 
     # -------------------------------------------------------------------------------- between two backward passes
 
+    def _say_what_was_reset(self) -> None:
+        """Says whose residuals were dropped, since their size or memory format changed."""
+        count, self.residuals.reset = self.residuals.reset, 0
+        if count:
+            which = "1 parameter has" if count == 1 else f"{count} parameters have"
+            self._say(
+                f"lightning_topk: {which} another size or memory format than before: their residuals start at zero."
+            )
+
     @override
     def _collect(self) -> None:
         """Takes what the lane has finished."""
         found = self._exchanger.finished()
-        tuned = [each for each in found if isinstance(each, Tuned)]
         timed = [each for each in found if isinstance(each, Timed)]
-        self.telemetry.add_pass([each for each in found if not isinstance(each, Timed | Tuned)], timed)
-        for each in tuned:
-            self.telemetry.meter.add(each.meter)
-            self.buckets.note(each)
-            self._say(each.choice.words)
+        self.telemetry.add_pass([each for each in found if not isinstance(each, Timed)], timed)
 
     def measure_link(self) -> None:
         """Times two all-reduces, of at most 1 MiB. A collective; call it between two backward passes."""
@@ -219,12 +211,8 @@ class ExchangeState(Reporting):
         self._collect()
         self.telemetry.measure_link(self._device(), groups)
 
-    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The residuals for a checkpoint: every rank calls it at the same point, between two backward passes.
-
-        Args:
-            mode: ``"mean"`` keeps the mean over the workers, 2 x the model at any world size; ``"full"`` keeps every
-                worker's own, for a resumed run of the same bits.
 
         Returns:
             On rank 0, numbers, words and CPU tensors, see :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same
@@ -233,11 +221,9 @@ class ExchangeState(Reporting):
         Raises:
             RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names, or
                 it was closed.
-            ValueError: Another mode.
         """
-        check_name("mode", mode, ("mean", "full"))
         group = self._open_groups().all
-        return checkpoint.collect(self.residuals, self._names(), mode, self._given, self._device(), group)
+        return checkpoint.collect(self.residuals, self._names(), self._given, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Goes on with the residuals of a checkpoint, of any world size; every rank calls it.
@@ -249,13 +235,8 @@ class ExchangeState(Reporting):
             RuntimeError: The state was not made by :func:`lightning_topk.attach`, or it was closed.
             ValueError: The entry is damaged, or of another model.
         """
-        groups = self._open_groups()
-
-        def make(bucket: Bucket) -> tuple[TopKConfig, Endpoint]:
-            config = self.buckets.config_of(bucket)
-            return config, make_bucket_endpoint(config, bucket, self.buckets.uncompressed_in(bucket), groups)
-
-        checkpoint.restore(self.residuals, self._names(), entry, make, self.rank, self.world)
+        self._open_groups()
+        checkpoint.restore(self.residuals, self._names(), entry)
         changed = checkpoint.changes(entry, self._given)
         if changed:
             self._say(f"lightning_topk: the run goes on with other settings than the checkpoint's: {changed}.")
@@ -303,7 +284,5 @@ def _check_arguments(
         raise ValueError(f"{schedule!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=.")
     if optimizers is not None:
         return
-    if config.lr_ratio:
-        raise ValueError("lr_ratio=True needs the learning rate: pass optimizer= to attach.")
     if scaler is not None and scaler.is_enabled():
         raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_topk.runtime.autotune import PROBE_BYTES
-from lightning_topk.runtime.drive import DenseCost, Meter, dense_cost
+from lightning_topk.runtime.collectives import DenseCost, Meter, dense_cost
 from lightning_topk.runtime.exchanger import Exchanged, Timed
 from lightning_topk.runtime.groups import Groups
+
+PROBE_BYTES = 1 << 20
+"""Of the all-reduce from whose time longer ones are estimated: a quarter of a second at 100 Mbit/s."""
 
 
 @dataclass
@@ -22,7 +24,7 @@ class Report:
     """What one rank exchanged since the last report.
 
     Attributes:
-        bytes: Bytes sent to other ranks, by what they are for (see :class:`lightning_topk.runtime.drive.Meter`).
+        bytes: Bytes sent to other ranks, by what they are for (see :class:`lightning_topk.runtime.collectives.Meter`).
         elements: Gradient elements exchanged.
         kept: Entries for which this worker's payloads have room.
         selected: Entries that its selector selected and that are not zero; zero unless measured.

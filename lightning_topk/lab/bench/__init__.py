@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_topk.lab.bench import costs, model, race, select, steps, train, wire
+from lightning_topk.lab.bench import race, select, steps, train, wire
 from lightning_topk.lab.commands import add_command, add_strict, check_file, finish, judge, need
 from lightning_topk.lab.report import Result, draw
 
@@ -24,8 +24,6 @@ BENCHES: dict[str, Callable[..., Result]] = {
     "hosts": steps.hosts,
     "train": train.run,
     "race": race.run,
-    "costs": costs.run,
-    "model": model.run,
 }
 """The benches by name."""
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.layout import kept_count
 from lightning_topk.ddp import TopKState, attach
-from lightning_topk.runtime.drive import all_gather
+from lightning_topk.runtime.collectives import all_gather
 
 
 def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes
@@ -78,7 +78,6 @@ PEERS: dict[str, Register] = {
     "ours": ours(),
     "ours, 0.001": ours(ratio=A_THOUSANDTH),
     "ours, hierarchical": ours(topology="hierarchical"),
-    "ours, auto": ours(topology="auto"),
     "DDP": lambda model, settings: None,
     "fp16 hook": _fp16,
     "PowerSGD 1": _power_sgd(1),

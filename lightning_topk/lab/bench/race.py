@@ -31,13 +31,12 @@ from lightning_topk.lab.data import Data, digits, image_folder
 from lightning_topk.lab.models import DIGIT, mlp, small_vgg
 from lightning_topk.lab.report import Panel, Result, spread
 
-OURS, AUTO = "saving 50", "auto"
+OURS = "saving 50"
 RACERS: dict[str, Register] = {
     OURS: ours(),
     "saving 150": ours(saving=150),
     "saving 400": ours(saving=400),
     "ratio 0.001": ours(ratio=0.001),
-    AUTO: ours(topology="auto"),
     **{name: PEERS[name] for name in ("DDP", "fp16 hook", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4")},
 }
 SOONER = {"100mbit": 8, "300mbit": 3, "1gbit": 1.5}
@@ -127,8 +126,6 @@ def run(
         _enter(result, f"{name}, {rate}", raced, aims)
         if course.heavy:
             _judge(result, f"{name}, {rate}", raced, SOONER.get(rate, 1.0))
-        else:
-            _judge_auto(result, f"{name}, {rate}", raced)
     return result
 
 
@@ -181,8 +178,8 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     net = course.model()
     model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer, 25), gradient_as_bucket_view=True)
-    state = RACERS[racer](model, {})
     optimizer = torch.optim.SGD(model.parameters(), course.lr, 0.9)
+    state = RACERS[racer](model, {"optimizer": optimizer})
     batches = torch.Generator().manual_seed(world * seed + rank)
     curve: list[tuple[float, int, float]] = []
     seconds, step, sent, ended, reached = 0.0, 0, sent_bytes(), torch.zeros(()), False
@@ -251,13 +248,6 @@ def _judge(result: Result, where: str, raced: Mapping[str, list[dict[str, Any]]]
             holds = _all(raced[OURS]) and seen >= least
             statement = f"{where}: sooner than {peer}"
             result.check(statement, f">= {least:g}x", _sooner(raced, peer, OURS), holds)
-
-
-def _judge_auto(result: Result, where: str, raced: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Holds ``topology="auto"`` against DDP, where computing outweighs the gradient."""
-    if AUTO in raced and "DDP" in raced:
-        later = _seconds(raced[AUTO]) / _seconds(raced["DDP"]) - 1
-        result.check(f"{where}: auto later than DDP", "<= 5 %", f"{100 * later:+.1f} %", later <= 0.05)
 
 
 def _all(runs: Sequence[dict[str, Any]]) -> bool:

@@ -135,6 +135,26 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
             result.check(statement, f"<= {target}", f"{took / floor:.2f}", took / floor <= target)
 
 
+def step_seconds(config: TopKConfig, numel: int, device: torch.device) -> float:
+    """Seconds in which one of :data:`WORLD` ranks compresses and decompresses a gradient, as a worker and a server.
+
+    Args:
+        config: The settings.
+        numel: Elements of the gradient.
+        device: Where it lives.
+    """
+    x = torch.randn(numel, device=device)
+    uplink, downlink, up, reply = _links(with_ratio(config, [numel], WORLD), x)
+    g = x.clone()
+
+    def step() -> None:
+        received = _copies(uplink.send(g, up)[0])
+        replies = _copies(downlink.send(aggregate(received, up, x.dtype, g), reply)[0])
+        deliver(replies, reply, uplink.layout, g)
+
+    return best(step, device, lambda: g.copy_(x))
+
+
 def _steps(result: Result, x: Tensor, density: Any, floor: float) -> None:
     """A step of SGD with momentum and of AdamW, plain and adapted, where a fraction ``density`` was delivered."""
     gradient = x * (torch.rand_like(x) < density)

@@ -16,7 +16,7 @@ from lightning_topk.core.link import aggregate
 from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.timing import best
-from lightning_topk.planning.volume import volume
+from lightning_topk.volume import volume
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 

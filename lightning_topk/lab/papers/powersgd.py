@@ -39,7 +39,7 @@ class PowerSGD(Cluster):
                 self.right[number] = torch.randn(columns, rank, generator=generator)
 
     @override
-    def step(self, gradients: Sequence[Tensor], epoch: int = 0, lr_ratio: float = 1.0) -> list[Tensor]:
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
         wanted = torch.stack(list(gradients)) + self.residual
         parts, world, floats = [], len(gradients), 0
         for number, part in enumerate(wanted.split(self.sizes, dim=1)):

@@ -15,7 +15,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import kept_count
 from lightning_topk.lab.report import Panel, Result
 from lightning_topk.lab.training import Optimizer, Problem, run_all, train
-from lightning_topk.planning.volume import volume
+from lightning_topk.volume import volume
 
 COUNTS = [2, 4, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256]
 RUNS = {0.01: ("mlp", COUNTS), 0.001: ("wide mlp", COUNTS[:-1])}

@@ -15,13 +15,13 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.select import Selector
 from lightning_topk.lab import hosts
 from lightning_topk.lab.report import Panel, Result
-from lightning_topk.planning.volume import volume
-from lightning_topk.runtime.autotune import TRIALS, trial
-from lightning_topk.runtime.drive import Meter
+from lightning_topk.lab.timing import TRIALS, trial
+from lightning_topk.runtime.collectives import Meter
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.schedule import LATE
 from lightning_topk.simulate import Cluster
 from lightning_topk.systems import presets
+from lightning_topk.volume import volume
 
 
 class TorchTopK(Selector):
@@ -122,7 +122,7 @@ def timed(options: dict[str, Any], rank: int, world: int) -> dict[str, dict[str,
         if system == HALF:
             seconds = _half(like, groups, meter)
         else:
-            seconds = trial(TopKConfig(**SYSTEMS[system]).at(LATE, LATE), [like], groups, meter)  # warm-ups are over
+            seconds = trial(TopKConfig(**SYSTEMS[system]).at(LATE, LATE), like, groups, meter)  # warm-ups are over
         found[system] = {"seconds": seconds, "bytes": (meter.bytes["uplink"] + meter.bytes["downlink"]) / TRIALS}
     return found
 

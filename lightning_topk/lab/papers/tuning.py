@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab.report import Panel, Result, Row, spread
 from lightning_topk.lab.training import Optimizer, Run, run_all, train
-from lightning_topk.planning.volume import volume
+from lightning_topk.volume import volume
 
 S = TypeVar("S", bound=Hashable)
 SEEDS = 3

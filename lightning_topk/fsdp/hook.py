@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -36,21 +35,20 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_topk.config import TopKConfig
-from lightning_topk.runtime import sharded_checkpoint
+from lightning_topk.config import Settings, TopKConfig
+from lightning_topk.fsdp import checkpoint as sharded_checkpoint
+from lightning_topk.fsdp.param_groups import EndOfBackward, Unit, units_of
+from lightning_topk.fsdp.replicas import check_group, check_hooks, check_replicas, has_hook, replicas_of
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checkpoint import Mode
 from lightning_topk.runtime.checks import check_parameters, check_settings, one_config
-from lightning_topk.runtime.drive import tree_broadcast_sends
+from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
-from lightning_topk.runtime.replicas import check_group, check_hooks, check_replicas, has_hook, replicas_of
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import ExchangeState
-from lightning_topk.runtime.units import EndOfBackward, Unit, units_of
 
 # ------------------------------------------------------------------------------------------------ the state
 
@@ -144,7 +142,7 @@ class ShardState(ExchangeState):
             with torch.cuda.stream(unit.stream):
                 self._ready = lane.mark()
         job = self.job(bucket, f"the gradient of {unit}", None)
-        lane.run(self._exchanger.run(Batch([g], [bucket], [job], self.timing, ready), lane))
+        lane.run(self._exchanger.run(Batch(g, job, self.timing, ready), lane))
         self._buckets.append(bucket)
         self.telemetry.meter.bytes["intra_node"] += unit.node_bytes(g)
 
@@ -174,7 +172,7 @@ class ShardState(ExchangeState):
     def _match_gradient(self, bucket: Bucket, g: Tensor) -> None:
         """Gives the stand-ins the dtype and device of the gradient, which FSDP decides at the first forward pass."""
         if any((member.dtype, member.device) != (g.dtype, g.device) for member in bucket):
-            self.residuals.dissolve(set(bucket))
+            self.residuals.drop_endpoints(set(bucket))
             for member in bucket:
                 member.data = torch.zeros((), dtype=g.dtype, device=g.device).expand(member.numel())
 
@@ -194,13 +192,12 @@ class ShardState(ExchangeState):
         buckets, self._buckets = self._buckets, []
         if set(buckets) != set(self.residuals.progress.buckets):
             self._agree_on("none, the backward pass has ended")
-        lane, tuning = self._lane, self.tuning(buckets)
-        timed = self.timing and lane is not None and lane.stream is not None
-        if lane is not None and (timed or tuning is not None):
+        self.observe(buckets)
+        lane = self._lane
+        if self.timing and lane is not None and lane.stream is not None:
             # What the hook's stream has left to do now was not hidden behind the backward pass.
-            batch = Batch([], [], [], timed, self._ready if timed else None, tuning)
-            with nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream):
-                lane.run(self._exchanger.run(batch, lane))
+            with torch.cuda.stream(lane.stream):
+                self._exchanger.note_time(lane, lane.mark(), self._ready)
         self.end_pass(buckets)
 
     @override
@@ -213,23 +210,12 @@ class ShardState(ExchangeState):
     # -------------------------------------------------------------------------------- checkpoints
 
     @override
-    def state_dict(self, mode: Mode = "mean") -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The residuals for ``torch.distributed.checkpoint``: every rank calls it between two backward passes.
 
-        Args:
-            mode: ``"mean"``: the mean over the replicas, and what they serve, 2 x the model.
-
         Returns:
-            What :mod:`lightning_topk.runtime.sharded_checkpoint` says, on every rank.
-
-        Raises:
-            ValueError: Another mode.
+            What :mod:`lightning_topk.fsdp.checkpoint` says, on every rank.
         """
-        if mode != "mean":
-            raise ValueError(
-                f"mode={mode!r} saves every replica's own residuals, which sharded checkpoints have no place for: they "
-                "hold one copy of a model. Use mode='mean'."
-            )
         return sharded_checkpoint.collect(self.residuals, self._units, self._given, self._replicas)
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -271,7 +257,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     announce: Callable[[str], None] | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> ShardState:
     """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
 
@@ -289,7 +275,7 @@ def attach(
         scaler: See :class:`lightning_topk.TopKState`.
         announce: See :class:`lightning_topk.TopKState`.
         process_group: The ranks that hold the same shard, one on each node, or the dimension of a mesh that they are.
-        **settings: Arguments of :class:`lightning_topk.TopKConfig`.
+        **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Returns:
         The state; call its ``close()`` when training is over.
@@ -309,7 +295,7 @@ def attach(
             "them before attach."
         )
     check_parameters(model)
-    check_settings(config, model, optimizer is not None)
+    check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
     residuals = residuals or Residuals()
     # What is frozen may be a part of two models. It is left to the first of them.
@@ -350,13 +336,8 @@ def check_shardable(config: TopKConfig) -> None:
     """Refuses settings that have no meaning for shards.
 
     Raises:
-        ValueError: ``scope="model"`` or ``clip_norm``.
+        ValueError: ``clip_norm``.
     """
-    if config.scope == "model":
-        raise ValueError(
-            "scope='model' selects among all gradients when backward is done, but FSDP takes each module's gradient "
-            "when its hook returns. Use scope='bucket'."
-        )
     if config.clip_norm is not None:
         raise ValueError(
             f"clip_norm={config.clip_norm!r} would clip every shard by a norm of its own. Clip gradients after "

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_topk.core.endpoint import Outcome
 from lightning_topk.core.exchange import Exchange
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
-from lightning_topk.runtime.announce import LOGGER
 from lightning_topk.runtime.groups import Groups
+from lightning_topk.runtime.messages import LOGGER
 
 T = TypeVar("T")
 Steps = Generator["dist.Work | None", None, T]

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_topk.fsdp.param_groups import Unit
 from lightning_topk.runtime.checks import check_same_model
 from lightning_topk.runtime.groups import check_agreement
 from lightning_topk.runtime.state import ExchangeState
-from lightning_topk.runtime.units import Unit
 
 
 def replicas_of(group: Any) -> dist.ProcessGroup:

@@ -43,7 +43,7 @@ def remarks(
         peer: What exchanges gradients with others of its kind.
     """
     if not config.compresses:
-        idle = [name for name in given.changed if name not in ("topology", "clip_norm", "scope")]
+        idle = [name for name in given.changed if name not in ("topology", "clip_norm")]
         if not given.compresses and not idle:
             return []
         if world == 1:

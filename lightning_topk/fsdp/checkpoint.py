@@ -1,11 +1,10 @@
 """Residuals of shards in a checkpoint, for any number of nodes and of ranks a node.
 
-``torch.distributed.checkpoint`` saves and loads DTensors whatever ranks hold them then. So what workers and servers
-keep becomes DTensors that are sharded as the parameters are::
+``torch.distributed.checkpoint`` saves and loads DTensors whatever ranks hold them then. So what is still to
+be delivered becomes DTensors that are sharded as the parameters are::
 
-    worker   {"residual": {parameter: DTensor}}    the mean over the replicas
-    server   {"residual": {parameter: DTensor}}
-    about    the rest of an entry of :mod:`lightning_topk.runtime.checkpoint`, as JSON: one value, whatever is in it
+    residual  {parameter: DTensor}    what is still to be delivered; with momentum, ``velocity`` too
+    about     the rest of an entry of :mod:`lightning_topk.runtime.checkpoint`, as JSON: one value, whatever is in it
 
 Put together, they are an entry of that module: one file, with which a model without shards can go on, and vice versa.
 """
@@ -23,11 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checkpoint import without_parameters
+from lightning_topk.fsdp.param_groups import Unit
+from lightning_topk.runtime.checkpoint import memory_names, still_to_deliver, without_parameters
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.units import Unit
-
-SIDES = ("worker", "server")
 
 
 def collect(
@@ -44,33 +41,18 @@ def collect(
     Returns:
         The entry, with tensors on the CPU; the same on all replicas.
     """
-    found: dict[str, Any] = {"worker": {"residual": {}}, "server": {"residual": {}}}
-    if config.momentum:
-        found["worker"]["velocity"] = {}
-    memories, world = residuals.memories(), dist.get_world_size(replicas)
-    for unit in units:
-        for member in unit.trained:
-            name = unit.names[member]
-            for side, kept in zip(SIDES, memories.get(member, ({}, {})), strict=True):
-                for what, parts in found[side].items():
-                    total = _sum(kept.get(what), member, replicas) / unit.later_divided_by(member)
-                    parts[name] = _like_parameter(total / world if side == "worker" else total, unit.sharded(member))
-    names = {member: unit.names[member] for unit in units for member in unit.trained}
-    buckets = [  # what is not trained was frozen since
-        [names[member] for member in bucket if member in names] for bucket in residuals.progress.buckets
-    ]
-    return {**found, "about": json.dumps(without_parameters(residuals, buckets, config, world))}
-
-
-def _sum(kept: Tensor | None, member: Tensor, replicas: dist.ProcessGroup) -> Tensor:
-    """The sum over the replicas of what each keeps of a parameter's shard, ``[elements]``."""
-    dtype = torch.promote_types(member.dtype, torch.float32)
-    total = torch.zeros(member.numel(), dtype=dtype, device=member.device)
-    if kept is not None:
-        total += kept.to(member.device)
-    if dist.get_world_size(replicas) > 1:
-        dist.all_reduce(total, group=replicas)
-    return total
+    found: dict[str, Any] = {kind: {} for kind in memory_names(config)}
+    world = dist.get_world_size(replicas)
+    for kind, parts in found.items():
+        held = residuals.held(kind)
+        for unit in units:
+            for member in unit.trained:
+                nothing = torch.zeros(()).expand(member.numel())
+                total = still_to_deliver(held.get(member, (nothing, nothing)), member, world).to(member.device)
+                if world > 1:
+                    dist.all_reduce(total, group=replicas)
+                parts[unit.names[member]] = _like_parameter(total / unit.later_divided_by(member), unit.sharded(member))
+    return {**found, "about": json.dumps(without_parameters(residuals, config, world))}
 
 
 def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
@@ -89,8 +71,8 @@ def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
         On rank 0, an entry of :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same without tensors.
     """
     parameters: dict[str, Any] = {}
-    for name in sharded["server"]["residual"]:
-        joined = {side: {what: _join(parts[name]) for what, parts in sharded[side].items()} for side in SIDES}
+    for name in sharded["residual"]:
+        joined = {kind: _join(parts[name]) for kind, parts in sharded.items() if kind != "about"}
         if dist.get_rank() == 0:
             parameters[name] = joined
     return {**json.loads(sharded["about"]), "parameters": parameters}
@@ -112,32 +94,25 @@ def of_this_rank(entry: Any, units: Sequence[Unit], frozen: Collection[str] = ()
         frozen: Names of its parameters that are not trained, for whose residuals there is no use.
     """
     if isinstance(entry, Mapping) and "about" in entry:
-        names = {name for side in SIDES for parts in entry[side].values() for name in parts}
-        parameters = {
-            name: {side: {what: parts[name] for what, parts in entry[side].items() if name in parts} for side in SIDES}
-            for name in sorted(names)
-        }
+        kinds = {kind: parts for kind, parts in entry.items() if kind != "about"}
+        names = sorted({name for parts in kinds.values() for name in parts})
+        parameters = {name: {kind: parts[name] for kind, parts in kinds.items() if name in parts} for name in names}
         entry = {**json.loads(entry["about"]), "parameters": parameters}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("parameters"), Mapping):
         return entry
-    mine = {name: sides for name, sides in entry["parameters"].items() if name not in frozen}
-    if frozen and isinstance(entry.get("buckets"), list):
-        entry = {**entry, "buckets": [[n for n in bucket if n not in frozen] for bucket in entry["buckets"]]}
+    mine = {name: kept for name, kept in entry["parameters"].items() if name not in frozen}
     for unit in units:
         for member, name in unit.names.items():
             if isinstance(mine.get(name), Mapping):
                 mine[name] = {
-                    side: {
-                        what: _shard_of(part, unit.sharded(member), member.numel()) * unit.later_divided_by(member)
-                        for what, part in kept.items()
-                    }
-                    for side, kept in mine[name].items()
+                    kind: _shard_of(part, unit.sharded(member), member.numel()) * unit.later_divided_by(member)
+                    for kind, part in mine[name].items()
                 }
     return {**entry, "parameters": mine}
 
 
 def _shard_of(given: Tensor, parameter: DTensor, size: int) -> Tensor:
-    """A rank's shard of what was saved of a parameter, padded: ``[elements]``, or ``[workers, elements]``.
+    """A rank's shard of what was saved of a parameter, padded: ``[elements]``.
 
     Args:
         given: A DTensor that is sharded as the parameter is, or the whole of it, ``[..., elements of the parameter]``.

@@ -91,8 +91,6 @@ def volume(
     config, sizes = config.on(world, local), [_sizes(bucket) for bucket in buckets]
     counts, whole = list(parameters or ()), list(uncompressed) or [0] * len(sizes)
     config = saving_of_compressed(config, sum(map(sum, sizes)), sum(whole))
-    if config.scope == "model":
-        sizes, counts, whole = [sum(sizes, ())], [sum(counts)] * bool(counts), [sum(whole)]
     asked: list[Request] = []
     for number, (each, skipped) in enumerate(zip(sizes, whole, strict=True)):
         if not sum(each):
