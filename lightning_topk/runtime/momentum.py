@@ -64,7 +64,8 @@ class AdaptedMomentum:
         self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters and the gradients that the step does not see
         _before_update(optimizer, self._adapt)
         restore = optimizer.register_step_post_hook(self._restore)
-        optimizer._optimizer_step_post_hooks.move_to_end(restore.id, last=False)  # users' hooks see what is theirs
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(restore.id, last=False)  # before users' hooks, which see the true state
         optimizer.register_state_dict_pre_hook(self._restore_buffers)
         optimizer.register_load_state_dict_post_hook(self._forget)
 
@@ -116,10 +117,10 @@ class AdaptedMomentum:
             return
         if gradient.is_sparse:  # with nesterov, torch adds the buffer to it
             self._gradients.append((p, gradient))
-            p.grad = gradient.to_dense()
+            p.grad = gradient = gradient.to_dense()
         momentum, decay = _momentum(group), 0.0 if _decoupled(optimizer, group) else group["weight_decay"]
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        given = _local(p.grad)
+        given = _local(gradient)
         given = given if scale is None else given / scale
         given = -given if group["maximize"] else given
         weight = 1 - group["dampening"] if "dampening" in group else 1 - momentum
