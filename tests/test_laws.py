@@ -17,6 +17,7 @@ from lightning_topk.core.layout import Parts
 from lightning_topk.core.link import Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
+from lightning_topk.core.wire import Wire
 from lightning_topk.runtime.residuals import _to_bucket
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
@@ -149,6 +150,14 @@ def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings)
     conserves = settings.get("error_feedback", True) is True and "momentum" not in settings
     config = TopKConfig(bidirectional=bidirectional, topology=topology, **settings)
     check_laws(config, workers=3, numel=4000, conserves=conserves)
+
+
+@routes
+def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_know(topology, bidirectional, monkeypatch):
+    """As CONTRIBUTING says how to add one; it has as many bits as int8."""
+    monkeypatch.setitem(WIRES_BY_NAME, "e4m3", Wire("e4m3", torch.float8_e4m3fn))
+    config = TopKConfig(ratio=0.005, bidirectional=bidirectional, wire="e4m3", topology=topology)
+    check_laws(config, workers=3, numel=150_001)
 
 
 @everywhere

@@ -93,7 +93,7 @@ class Format(NamedTuple):
     Attributes:
         universe: Number of elements in the shard, S.
         kept: Number of entries in the payload, k.
-        bits: Bits of a value; below 16, groups of 64 share a scale.
+        bits: Bits of a value; below 16, groups of 64 share a scale. 0 if the wire is not one of ``ops.FUSED_WIRES``.
         largest: The largest magnitude that is decoded as finite.
         value_bytes: Size of the values in bytes.
         low: Width of the low part of a position in bits.

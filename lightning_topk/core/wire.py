@@ -228,8 +228,9 @@ class Codec:
     @cached_property
     def _format(self) -> Format:
         wire, low = self.wire, self.low_width
+        bits = wire.width if wire.name in ops.FUSED_WIRES else 0
         sizes = self.value_bytes, low, self.index_bytes, self.nbytes
-        return Format(self.universe, self.kept, wire.width, wire.largest, *sizes, check=self._words_sum)
+        return Format(self.universe, self.kept, bits, wire.largest, *sizes, check=self._words_sum)
 
     @property
     def _words_sum(self) -> int:

@@ -34,6 +34,10 @@ class Velocity(NamedTuple):
     momentum: float
 
 
+FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
+"""The wires that :func:`send` and :func:`receive` can write and read; others are encoded by themselves."""
+
+
 @cache
 def fast(device: torch.device) -> Any | None:
     """Returns the fast version for a device, or None where plain torch must serve: its compiler is missing or fails.
@@ -98,7 +102,7 @@ def send(
     Arguments and results are those of ``cpu.send`` and ``cuda.send``. None where there is no such function: then add,
     select, encode and keep one after the other, with the same result.
     """
-    version = _for(e, x, layout, form.kept) if form.index_bytes else None
+    version = _for(e, x, layout, form.kept) if form.index_bytes and form.bits else None
     if version is None:
         return None
     sent: tuple[Tensor, Tensor] | None = version.send(e, x, finite, layout, form, delivered, velocity)
@@ -111,7 +115,7 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
     Arguments are those of ``cpu.receive`` and ``cuda.receive``. None where there is no such function: then decode and
     add, with the same result.
     """
-    version = fast(out.device) if form.index_bytes and form.universe < 2**31 else None
+    version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
     finite: Tensor | None = version.receive(payloads, layout, form, divisor, out) if version is not None else None
     return finite
 
