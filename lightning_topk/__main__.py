@@ -1,4 +1,4 @@
-"""Command line: ``python -m lightning_topk`` ``plan``, ``simulate``, ``bench NAME`` or ``reproduce NAME``."""
+"""Command line: ``python -m lightning_topk`` ``plan``, ``bench NAME`` or ``reproduce NAME``."""
 
 from __future__ import annotations
 

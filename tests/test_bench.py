@@ -62,11 +62,13 @@ def ranks(groups, monkeypatch):
         return groups(2).run(as_json, function, json.dumps(options), timeout=100.0)
 
     monkeypatch.setattr(hosts, "local", lambda count: SimpleNamespace(run=run))
+    monkeypatch.setattr(hosts, "emulate", lambda *_: nullcontext(SimpleNamespace(run=run)))
+    monkeypatch.setattr(hosts, "available", lambda: True)
 
 
 @pytest.mark.gloo
-def test_step_times_every_peer_and_counts_bytes(ranks):
-    result = steps.step(workers=2, numel=300_000, seconds=0)
+def test_hosts_times_every_peer_and_counts_bytes(ranks):
+    result = steps.hosts(hosts=2, rates=["1gbit"], numel=300_000, seconds=0)
     (rows,) = result.tables.values()
     assert [row["peer"] for row in rows] == ["no exchange", *(peer for peer in PEERS if peer not in ON_NODES)]
     bytes_ = next(check for check in result.checks if check.statement.startswith("bytes counted"))
@@ -108,7 +110,7 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
         (["hosts", "--rate", "fast"], "write it like 100mbit, 1gbit"),
         (["wire", "--json", "nowhere/r.json"], "there is no folder nowhere"),
         (["wire", "--plot", "r.txt"], r"r.txt must end in .png, .svg, .pdf"),
-        (["step", "--peers", "theirs"], "'theirs' is unknown"),
+        (["hosts", "--peers", "theirs"], "'theirs' is unknown"),
         (["train", "--model", "resnet0"], "torchvision has no model 'resnet0'"),
     ],
 )
@@ -196,9 +198,8 @@ def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
     [
         (("wire", "--ratios", "0"), r"ratio=0\.0 must be in \(0, 1\]"),
         (("select", "--numel", "100", "--ratios", "2"), r"ratio=2\.0 must be in \(0, 1\]"),
-        (("step", "--workers", "1"), "it takes 2 ranks or more: one exchanges nothing"),
         (("train", "--ratio", "3"), r"ratio=3\.0 must be in \(0, 1\]"),
-        (("hosts", "--hosts", "1"), "it takes 2 ranks or more"),
+        (("hosts", "--hosts", "1"), "it takes 2 ranks or more: one exchanges nothing"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(monkeypatch, words, message):

@@ -20,7 +20,6 @@ from lightning_topk.lab.report import Result, draw
 BENCHES: dict[str, Callable[..., Result]] = {
     "select": select.run,
     "wire": wire.run,
-    "step": steps.step,
     "hosts": steps.hosts,
     "train": train.run,
     "race": race.run,

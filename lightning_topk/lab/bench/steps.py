@@ -1,9 +1,8 @@
-"""``bench step`` and ``bench hosts``: DDP steps that are exchanges and nothing else, with ours and with each peer."""
+"""``bench hosts``: DDP steps that are exchanges and nothing else, with ours and with each peer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -16,38 +15,6 @@ from lightning_topk.lab.report import Panel, Result
 
 TARGETS = {"100mbit": 60, "1gbit": 10, "10gbit": 3}
 """How many times faster than dense a step shall be, with 25 million parameters, 4 hosts and a ratio of 0.001."""
-
-
-def step(
-    workers: int = 2,
-    numel: int = 25_000_000,
-    ratio: float | None = None,
-    saving: float | None = None,
-    wire: str | None = None,
-    bucket_cap_mb: float = 128,
-    seconds: float = 10,
-    peers: Sequence[str] = (),
-) -> Result:
-    """Times DDP steps with each of the peers, as processes on this host: no slow link.
-
-    Args:
-        workers: Processes.
-        numel: Parameters of the model.
-        ratio: Kept fraction.
-        saving: How many times fewer bytes than all-reduce, instead. Default: 50.
-        wire: Format of the values.
-        bucket_cap_mb: Size of DDP's buckets, MiB. By default the model is one bucket.
-        seconds: Time for each peer, about.
-        peers: What to time. Default: all that make a difference.
-
-    Raises:
-        ValueError: A peer is unknown, there is one rank only, or a setting is impossible.
-    """
-    settings = checked(workers, {"ratio": ratio, "saving": saving, "wire": wire})
-    result = Result("step", "what compression costs where links cost nothing", f"{workers} processes on this machine")
-    options = {"numel": numel, "settings": settings, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
-    _time(result, {"loopback": nullcontext(emulated.local(workers))}, 1, options, peers)
-    return result
 
 
 def hosts(
@@ -83,43 +50,30 @@ def hosts(
     settings = checked(hosts * ranks, {"ratio": ratio, "saving": saving, "wire": wire})
     bits = [emulated.bits_per_second(rate) for rate in rates]
     if not emulated.available():
-        raise RuntimeError("Network namespaces need root, and ip and tc of iproute2. Without them: bench step.")
-    claim = "a step is faster than with what a user would pick instead, at any speed of link"
-    result = Result("hosts", claim, f"{hosts} emulated hosts of {ranks} ranks (network namespaces, tbf)")
-    options = {"numel": numel, "settings": settings, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
-    groups = {rate: emulated.emulate(hosts, rate, ranks) for rate in rates}
-    published = (numel, ratio, hosts, ranks) == (25_000_000, 0.001, 4, 1)
-    panel = Panel("seconds of a step", "bit/s", xlog=True, ylog=True)
-    timed = _time(result, groups, ranks, options, peers, published)
-    panel.curves = {peer: (bits, [found[peer]["seconds"] for found in timed]) for peer in timed[0]}
-    result.panels.append(panel)
-    return result
-
-
-def _time(
-    result: Result,
-    groups: Mapping[str, AbstractContextManager[emulated.Hosts]],
-    ranks: int,
-    options: dict[str, Any],
-    peers: Sequence[str],
-    published: bool = False,
-) -> list[dict[str, dict[str, Any]]]:
-    """Times the peers, and judges them, on each of the groups, which are known by their links."""
+        raise RuntimeError("Network namespaces need root, and ip and tc of iproute2. Without them: bench train.")
     peers = peers or [peer for peer in PEERS if ranks > 1 or peer not in ON_NODES]
     for peer in peers:
         check_name("peer", peer, PEERS)
-    result.setting += (
-        f", gloo, one thread each; a DDP model of {options['numel']:,} float32 parameters whose backward pass costs "
-        f"nothing, so nothing hides an exchange; {named(options['settings'])}, buckets of {options['bucket_cap_mb']} "
-        "MiB that gradients are views of; least of several steps, the slowest rank's."
+    result = Result(
+        "hosts",
+        "a step is faster than with what a user would pick instead, at any speed of link",
+        f"{hosts} emulated hosts of {ranks} ranks (network namespaces, tbf), gloo, one thread each; a DDP model of "
+        f"{numel:,} float32 parameters whose backward pass costs nothing, so nothing hides an exchange; "
+        f"{named(settings)}, buckets of {bucket_cap_mb} MiB that gradients are views of; least of several steps, the "
+        "slowest rank's.",
     )
+    options = {"numel": numel, "settings": settings, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
+    published = (numel, ratio, hosts, ranks) == (25_000_000, 0.001, 4, 1)
     timed = []
-    for link, group in tqdm(groups.items(), desc=result.name, leave=False):
-        with group as entered:
-            measured = entered.run(ddp.noise, {**options, "peers": ["no exchange", *peers]}, timeout=3600)
+    for rate in tqdm(rates, desc="hosts", leave=False):
+        with emulated.emulate(hosts, rate, ranks) as group:
+            measured = group.run(ddp.noise, {**options, "peers": ["no exchange", *peers]}, timeout=3600)
         timed.append(ddp.worst(measured))
-        judge(result, link, timed[-1], published)
-    return timed
+        judge(result, rate, timed[-1], published)
+    panel = Panel("seconds of a step", "bit/s", xlog=True, ylog=True)
+    panel.curves = {peer: (bits, [found[peer]["seconds"] for found in timed]) for peer in timed[0]}
+    result.panels.append(panel)
+    return result
 
 
 def judge(result: Result, link: str, found: dict[str, dict[str, Any]], published: bool = False) -> None:
