@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_topk.build import make_codecs, make_endpoint, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.endpoint import Outcome
-from lightning_topk.core.exchange import Exchange, exchange
+from lightning_topk.core.endpoint import Exchange, Outcome
+from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
 from lightning_topk.saving import saving_of_compressed, with_ratio

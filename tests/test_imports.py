@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,22 @@ def test_only_the_command_line_imports_the_lab():
     for name, path in MODULES.items():
         if wing(name) not in ("lab", "__main__"):
             assert not any(wing(imported) == "lab" for imported in imports(path) if "lightning_topk" in imported), name
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Not even for type hints."""
+
+    def imported(name: str) -> set[str]:
+        found = set()
+        for each in imports(MODULES[name]):
+            while each and each.removeprefix("lightning_topk.") not in MODULES:  # a name in a module
+                each = each.rpartition(".")[0]
+            found.add(each.removeprefix("lightning_topk."))
+        return found - {name, "", "lightning_topk"}
+
+    graph = {name: imported(name) for name in MODULES if name != "__init__"}
+    assert "core.endpoint" in graph["core.exchange"]
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_packages_are_imported_only_in_the_wings_that_need_them():

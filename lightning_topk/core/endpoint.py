@@ -1,22 +1,21 @@
-"""What an exchange works on, in one rank: the bucket's shape, the links, the formats of a step, and what came of it."""
+"""What an exchange works on: a bucket's shape and topology, one rank's links, a step's formats, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import Layout, Parts
-from lightning_topk.core.link import Link, LinkStats
+from lightning_topk.core.link import Link, LinkStats, Measure
+from lightning_topk.core.requests import Request
 from lightning_topk.core.wire import Codec
-
-if TYPE_CHECKING:
-    from lightning_topk.core.exchange import Topology
 
 
 @dataclass(frozen=True)
@@ -114,3 +113,40 @@ class Outcome:
     finite: Tensor
     uplink: LinkStats
     downlink: LinkStats | None = None
+
+
+Exchange = Generator[Request, Tensor, Outcome]
+"""The exchange of one bucket: yields requests, is sent their replies, and returns what became of it."""
+
+
+class Topology(ABC):
+    """Who sends what to whom. Its subclasses are in :mod:`lightning_topk.core.exchange`."""
+
+    name: ClassVar[str]
+    """What users call it."""
+    compresses: ClassVar[bool] = True
+    has_servers: ClassVar[bool] = True
+    by_node: ClassVar[bool] = False
+    """Whether the ranks of a node exchange as one worker."""
+
+    def on(self, world: int, local: int) -> str:
+        """The name of the topology that this one amounts to on nodes of ``local`` ranks, ``world`` in all."""
+        return self.name
+
+    def shards(self, world: int) -> int:
+        """Servers among which ``world`` ranks deal a bucket."""
+        return 1
+
+    @abstractmethod
+    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+        """Replaces ``g`` ``[numel]`` by the mean that all ranks agree on."""
+
+    @abstractmethod
+    def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
+        """What :meth:`exchange` asks for, with payloads of the right size and no content.
+
+        Args:
+            shape: The bucket.
+            codecs: How payloads are written.
+            itemsize: Bytes of an element of the gradient.
+        """

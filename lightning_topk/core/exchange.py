@@ -23,17 +23,16 @@ code.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.endpoint import Codecs, Endpoint, Outcome, Shape
+from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange, Outcome, Shape, Topology
 from lightning_topk.core.link import NOTHING, LinkStats, Measure, aggregate, deliver
 from lightning_topk.core.memory import Memory
 from lightning_topk.core.ops import reference
@@ -47,9 +46,6 @@ from lightning_topk.core.requests import (
     Request,
     placeholder,
 )
-
-Exchange = Generator[Request, Tensor, Outcome]
-"""The exchange of one bucket: yields requests, is sent their replies, and returns what became of it."""
 
 # ------------------------------------------------------------------------------------------------ the exchange
 
@@ -169,39 +165,6 @@ def requests(
 
 
 # ------------------------------------------------------------------------------------------------ the topologies
-
-
-class Topology(ABC):
-    """Who sends what to whom. To add one, write a subclass here and list it in :data:`TOPOLOGIES`."""
-
-    name: ClassVar[str]
-    """What users call it."""
-    compresses: ClassVar[bool] = True
-    has_servers: ClassVar[bool] = True
-    by_node: ClassVar[bool] = False
-    """Whether the ranks of a node exchange as one worker."""
-
-    def on(self, world: int, local: int) -> str:
-        """The name of the topology that this one amounts to on nodes of ``local`` ranks, ``world`` in all."""
-        return self.name
-
-    def shards(self, world: int) -> int:
-        """Servers among which ``world`` ranks deal a bucket."""
-        return 1
-
-    @abstractmethod
-    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        """Replaces ``g`` ``[numel]`` by the mean that all ranks agree on."""
-
-    @abstractmethod
-    def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
-        """What :meth:`exchange` asks for, with payloads of the right size and no content.
-
-        Args:
-            shape: The bucket.
-            codecs: How payloads are written.
-            itemsize: Bytes of an element of the gradient.
-        """
 
 
 class Sharded(Topology):

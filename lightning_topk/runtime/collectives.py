@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.core.endpoint import Outcome
-from lightning_topk.core.exchange import Exchange
+from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
