@@ -248,6 +248,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(groups):
         "has a NaN or an infinity": unsound,
         "it was damaged": changed(parameters=[1, 2]),
         "steps=None": changed(steps=None),
+        "of another rank than 0": changed(mode="on rank 0", parameters={}),
     }
     for words, entry in cases.items():
         for message in groups(2).run(damaged, entry):

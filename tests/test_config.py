@@ -68,6 +68,8 @@ BAD_FOR_DDP = [
     ({"skip_all_reduce_unused_params": True}, ValueError, r"skip_all_reduce_unused_params=True is not supported with"),
     ({"delay_all_reduce_named_params": [("a", 1)]}, ValueError, r"delay_all_reduce_named_params="),
     ({"rato": 0.1}, TypeError, r"unknown argument rato=0\.1; did you mean 'ratio'\?"),
+    ({"beta1": 0.0}, TypeError, r"unknown argument beta1=0\.0; remove it: adapt_momentum=True does more"),
+    ({"ddp_kwargs": {}}, TypeError, r"unknown argument ddp_kwargs"),
 ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from test_features import InThisProcess
@@ -140,6 +141,42 @@ def set_up_anew(rank: int, world: int) -> None:
 
 def test_modules_and_optimizers_that_are_not_used_any_more_are_let_go(groups):
     groups(2).run(set_up_anew)
+
+
+def set_up_again(rank: int, world: int) -> None:
+    """Three times the same module, and then compiled."""
+    fabric = fabric_of(rank, world, ratio=0.05)
+    net, open_groups, kept = nn.Linear(20, 20), [], []
+    for turn in range(3):
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        model, optimizer = fabric.setup(net, sgd)
+        kept.append(model)  # also of the turns before, as a notebook does
+        state = fabric.strategy.state_of(model)
+        assert state.residuals.progress.steps == 2 * turn, "residuals are those of the turn before"
+        assert fabric.strategy.topk_states == [state]
+        train(fabric, [(model, optimizer)], rank, range(2))
+        open_groups.append(len(dist.distributed_c10d._world.pg_map))
+    assert len(set(open_groups)) == 1, open_groups
+    assert fabric.strategy.state_of(fabric.setup(torch.compile(net, backend="eager"))).residuals is state.residuals
+    with pytest.raises(KeyError, match="this Linear was not set up with this strategy"):
+        fabric.strategy.state_of(nn.Linear(2, 2))
+
+
+def test_a_module_that_is_set_up_again_keeps_its_residuals_and_no_groups_stay_open(groups):
+    groups(2).run(set_up_again)
+
+
+def launched(fabric: Fabric) -> None:
+    net = nn.Linear(20, 20)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(torch.randn(4, 20)).sum())
+    optimizer.step()
+
+
+@pytest.mark.process
+def test_fabric_can_spawn_its_processes():
+    strategy = TopKStrategy(ratio=0.1, start_method="spawn")
+    Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(launched)
 
 
 def scaled(rank: int, world: int) -> None:

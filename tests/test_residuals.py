@@ -143,3 +143,22 @@ def test_a_run_loses_nothing_whatever_is_regrouped_skipped_changed_and_resumed(r
             if then == "other optimizers":
                 residuals.forget_steps()
         ranks.check()
+
+
+def test_a_parameter_that_leaves_the_model_takes_nothing_of_its_buckets_others_with_it():
+    """A new head that comes while a bucket of the old one is in use."""
+    body, head, new = (nn.Parameter(torch.zeros(8)) for _ in range(3))
+    config, residuals = TopKConfig(ratio=0.1), Residuals()
+    end = residuals.endpoint((body, head), config, lambda: endpoint_of(config, [8, 8], rank=0, world=2))
+    end.uplink.memory.residual.fill_(1.0)
+    end.downlink.memory.residual.fill_(3.0)  # this rank serves the body
+
+    def mass() -> Tensor:
+        worker, server = residuals.held()[body]
+        return worker / 2 + server
+
+    before = mass()
+    residuals.keep_only([body, new])
+    assert before.sum() == 8 * 1.0 / 2 + 8 * 3.0
+    assert torch.equal(mass(), before)
+    assert head not in residuals.held()

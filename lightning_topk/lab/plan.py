@@ -70,7 +70,8 @@ def run(
     if not bucket_cap_mb > 0:
         raise ValueError(f"--bucket-cap-mb {bucket_cap_mb:g} must be positive.")
     speed, buckets = bits_per_second(inter) / 8, ddp_buckets(sizes, bucket_cap_mb)
-    amount: dict[str, Any] = {"saving": saving or (SAVING if ratio is None else None), "ratio": ratio, "wire": wire}
+    saving = SAVING if saving is None and ratio is None else saving
+    amount: dict[str, Any] = {"saving": saving, "ratio": ratio, "wire": wire}
     numel = min(sum(sizes), MEASURED)
     second = step_seconds(TopKConfig(**amount), numel, torch.device(device)) / numel  # for each element
     rows = []
@@ -84,7 +85,7 @@ def run(
         rows.append(_row(topology, busiest, computing, speed))
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between them; "
-        f"{'saving' if ratio is None else 'ratio'} {ratio or amount['saving']:g}.\n\n{markdown(rows)}\n\n"
+        f"{'saving' if ratio is None else 'ratio'} {ratio or saving:g}.\n\n{markdown(rows)}\n\n"
         "Bytes are exact. A time is what it takes to compress and decompress, measured just now on this machine's "
         f"{device.upper()}, plus a node's bytes over its link; nothing is hidden behind backward."
     )

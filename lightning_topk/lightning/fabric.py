@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ref
 
 import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -17,6 +17,7 @@ from lightning_topk.config import Settings, TopKConfig, check_count
 from lightning_topk.ddp import TopKState, attach, own_memory_
 from lightning_topk.lightning._rendezvous import connect_after_restart
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_momentum, check_same_model, one_config
+from lightning_topk.runtime.groups import gathered
 
 
 class TopKStrategy(DDPStrategy):
@@ -63,13 +64,13 @@ class TopKStrategy(DDPStrategy):
         self.epoch = epoch
         self._local_world_size = check_count("local_world_size", local_world_size)
         super().__init__(**arguments)
-        self._states = WeakKeyDictionary[DistributedDataParallel, TopKState]()
-        self._set_up = WeakSet[Optimizer]()
+        self._states: list[tuple[ref[Any], TopKState]] = []  # each with the DDP module that it belongs to
+        self._set_up: list[ref[Optimizer]] = []
 
     @property
     def topk_states(self) -> list[TopKState]:
         """The states of the communication hooks, one for each module that was set up and is in use."""
-        return [*self._states.values()]
+        return [state for ddp, state in self._states if ddp() is not None]
 
     def state_of(self, module: Module) -> TopKState:
         """The state of a module that was set up, to be saved with it.
@@ -80,8 +81,14 @@ class TopKStrategy(DDPStrategy):
         Raises:
             KeyError: It was not set up with this strategy.
         """
-        wrapped: Any = getattr(module, "_forward_module", module)
-        return self._states[wrapped]
+        wrapped = getattr(module, "_forward_module", module)
+        wrapped = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's
+        for ddp, state in self._states:
+            if ddp() is wrapped:
+                return state
+        raise KeyError(
+            f"this {type(module).__name__} was not set up with this strategy: pass what fabric.setup returned."
+        )
 
     @override
     def _setup_distributed(self) -> None:
@@ -93,31 +100,57 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
-        """Wraps a module in DDP and installs the exchange; every rank must call it."""
+        """Wraps a module in DDP and installs the exchange; every rank must call it.
+
+        A module that is set up again keeps its residuals.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return super().setup_module(module)  # DDP says what is missing
         own_memory_(module)
         check_same_model(module)
         ddp = super().setup_module(module)
         parameters = set(module.parameters())
-        self._states[ddp] = attach(
+        before = self._give_up(parameters)
+        state = attach(
             ddp,
             self.config,
             timeout=self._timeout,
+            residuals=before[0].residuals if len(before) == 1 else None,
             epoch=lambda: self.epoch,
             init_sync=self._ddp_kwargs.get("init_sync", True),
-            optimizer=lambda: [each for each in self._set_up if parameters & _parameters_of(each)],
+            optimizer=lambda: [each for each in self._optimizers() if parameters & _parameters_of(each)],
             scaler=getattr(self.precision, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
         )
+        self._states.append((ref(ddp), state))
         return ddp
+
+    def _give_up(self, parameters: set[Any]) -> list[TopKState]:
+        """Closes the states of modules that no rank uses any more, and returns those of these parameters, closed too.
+
+        A collective.
+        """
+        given_up, before = [], [state for _, state in self._states if parameters & state.names.keys()]
+        for (_, state), gone in zip(self._states, _everywhere([ddp() is None for ddp, _ in self._states]), strict=True):
+            if gone or state in before:
+                state.close()
+                given_up.append(state)
+        self._states = [each for each in self._states if each[1] not in given_up]
+        if len(before) > 1:
+            rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules are one now.")
+        return before
+
+    def _optimizers(self) -> list[Optimizer]:
+        """The optimizers that were set up and are in use."""
+        self._set_up = [each for each in self._set_up if each() is not None]
+        return [optimizer for each in self._set_up if (optimizer := each()) is not None]
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Registers an optimizer and checks that momentum is not applied twice."""
         check_momentum(self.config, [optimizer])
-        self._set_up.add(optimizer)
+        self._set_up.append(ref(optimizer))
         for state in self.topk_states:
             state.follow_optimizers()
         return super().setup_optimizer(optimizer)
@@ -125,9 +158,14 @@ class TopKStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Releases the exchanges' process groups and threads, then the resources of DDPStrategy."""
-        for state in self.topk_states:
+        for _, state in self._states:
             state.close()
         super().teardown()
+
+
+def _everywhere(flags: list[bool]) -> list[bool]:
+    """Which flags are True on every rank. A collective, unless there are none."""
+    return [all(ranks) for ranks in zip(*gathered(flags), strict=True)] if flags else []
 
 
 def _parameters_of(optimizer: Optimizer) -> set[Any]:

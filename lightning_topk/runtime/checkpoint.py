@@ -34,6 +34,8 @@ EMPTY: dict[str, Any] = {"version": VERSION, "mode": "mean", "world_size": 1, "s
 """The entry of a run before its first step."""
 SHARDED = "sharded"
 """The mode of an entry whose residuals are in a folder beside it (:mod:`lightning_topk.fsdp.checkpoint`)."""
+ELSEWHERE = "on rank 0"
+"""The mode of the entry of another rank than 0, which has no residuals."""
 SETTINGS = ("ratio", "saving", "wire", "topology", "error_feedback")
 """What is said to have changed, when a run goes on."""
 
@@ -70,7 +72,8 @@ def collect(
             dist.reduce(total, dst=root, group=group)
             if rank == 0:
                 parameters.setdefault(name, {})[kind] = total.cpu()
-    return {**without_parameters(residuals, config, world), "parameters": parameters}
+    entry = {**without_parameters(residuals, config, world), "parameters": parameters}
+    return entry if rank == 0 else {**entry, "mode": ELSEWHERE}
 
 
 def memory_names(config: TopKConfig) -> tuple[str, ...]:
@@ -173,6 +176,8 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     missing = EMPTY.keys() - entry.keys()
     if missing:
         return f"it is incomplete: {', '.join(sorted(missing))} is missing"
+    if entry["mode"] == ELSEWHERE:
+        return "it is that of another rank than 0, and only rank 0's has the residuals"
     if entry["mode"] != "mean":
         return f"its mode is {entry['mode']!r} instead of 'mean'"
     strangers = sorted(entry["parameters"].keys() - parameters.keys())

@@ -36,6 +36,16 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported with top-k exchange: {reason}.")
 
 
+GONE = {
+    "beta1": "remove it: adapt_momentum=True does more.",
+    "momentum_masking": "remove it: adapt_momentum=True does more.",
+    "lr_ratio": "remove it.",
+    "scope": "remove it; for one selection over the model, take one bucket: bucket_cap_mb= as large as the model.",
+    "residual_checkpoint": "it is of the Trainer's strategies; elsewhere save the state, or do not.",
+}
+"""Settings that there were, or that only other entries have, with the remedy."""
+
+
 def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
     """Refuses unknown keyword arguments.
 
@@ -47,12 +57,13 @@ def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable
     Raises:
         TypeError: An argument is unknown.
     """
-    known = {parameter for taker in takers for parameter in inspect.signature(taker).parameters}
-    known -= {"self", "kwargs", "ddp_kwargs", "module", "device_ids"}
+    taken = [parameter for taker in takers for parameter in inspect.signature(taker).parameters.values()]
+    known = {each.name for each in taken if each.kind is not each.VAR_KEYWORD} - {"self", "module", "device_ids"}
     for option in options:
         if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
+            near = difflib.get_close_matches(option, known, n=1, cutoff=0.7)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}."
+            hint = GONE.get(option, hint)
             raise TypeError(f"{name} got an unknown argument {option}={options[option]!r}; {hint}")
 
 

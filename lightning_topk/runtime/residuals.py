@@ -214,7 +214,8 @@ class Residuals:
         known = {*self._kept, *self._forms, *(parameter for bucket in progress.buckets for parameter in bucket)}
         if known and keep.isdisjoint(known):
             progress = self.progress = Progress()
-        self._live = {bucket: used for bucket, used in self._live.items() if keep.issuperset(bucket)}
+            self._live.clear()
+        self.drop_endpoints({parameter for bucket in self._live for parameter in bucket} - keep)
         progress.buckets = tuple(bucket for bucket in progress.buckets if keep.issuperset(bucket))
         for parameter in known - keep:
             self._forget(parameter)
