@@ -22,6 +22,7 @@ from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
+from lightning_topk.runtime import agreement
 from lightning_topk.runtime.collectives import Meter, dense_cost, drive, finish
 from lightning_topk.runtime.exchanger import Batch, Job
 from lightning_topk.runtime.groups import Groups
@@ -789,6 +790,20 @@ def misplaced(rank: int, world: int) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def half_installed(rank: int, world: int) -> str:
+    with mock.patch.object(agreement, "find_spec", lambda name: None if rank else name):
+        try:
+            attach(DistributedDataParallel(nn.Linear(3, 3)))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_of_which_some_have_numba_are_refused(groups):
+    for message in groups(2).run(half_installed):
+        assert "numba is installed on rank 0 and missing on rank 1" in message
 
 
 def test_ranks_that_make_up_no_nodes_are_refused(groups):

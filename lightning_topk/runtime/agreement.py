@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch.distributed as dist
 
@@ -49,7 +50,9 @@ def _agree(config: TopKConfig, group: dist.ProcessGroup, local_world_size: int |
     """What all ranks go by: the settings, and the ranks of a node. A collective."""
     world = dist.get_world_size(group)
     summary = {**config.summary(), "local_world_size": local_world_size}
-    check_agreement(summary, "Pass the same settings on every rank.", group)
+    if dist.get_backend(group) == "gloo":  # steps of optimizers with and without numba differ in rounding
+        summary["numba"] = "installed" if find_spec("numba") else "missing"
+    check_agreement(summary, "Pass the same settings on every rank, and install the same packages.", group)
     local = 1 if world == 1 else local_world_size or _local_world_size(config, group)
     if world == 1 and not config.momentum:  # momentum is applied where something is kept
         return config.dense, local
