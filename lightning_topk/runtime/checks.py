@@ -41,7 +41,7 @@ GONE = {
     "momentum_masking": "remove it: adapt_momentum=True does more.",
     "lr_ratio": "remove it.",
     "scope": "remove it; for one selection over the model, take one bucket: bucket_cap_mb= as large as the model.",
-    "residual_checkpoint": "it is of the Trainer's strategies; elsewhere save the state, or do not.",
+    "residual_checkpoint": "only the Trainer's strategies have it; elsewhere leave the state out of what you save.",
 }
 """Settings that there were, or that only other entries have, with the remedy."""
 

@@ -18,7 +18,7 @@ training, whatever the D before and after it, and b is the velocity of what is s
 optimizer holds true velocities, and a run can go on from it with DDP.
 
 How. The optimizer's own ``step()`` runs, on a momentum buffer that makes it do this; its own buffer is updated and put
-back afterwards. So all options of the optimizers keep working. On a CPU, :mod:`lightning_topk.core.ops.loops` takes the
+back afterwards. So all options of the optimizers keep working. On a CPU, :mod:`lightning_topk.core.ops.steps` takes the
 step of the usual options instead, in one pass, and the optimizer sees no gradient.
 
 Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
