@@ -18,7 +18,7 @@ from test_laws import ON_NODES, ROUTES, WIRES, routes, selectors
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.build import make_codecs
+from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
@@ -162,13 +162,13 @@ def laws(rank: int, world: int, topology: str, bidirectional: bool, mode: str, s
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
     state = attach(ddp, config, local_world_size=local)
     buckets: list[list[int]] = []  # of this step: elements of every parameter
-    uncompressed: list[int] = []  # elements that are not compressed
+    uncompressed: list[list[int]] = []  # numbers of the parameters that are not compressed
     hook, names = state.launch, {p: name for name, p in net.named_parameters()}
 
     def launch(bucket):
         parameters = bucket.parameters()
         buckets.append([p.numel() for p in parameters])
-        uncompressed.append(sum(p.numel() for p in parameters if names[p] in settings.get("dense_parameters", ())))
+        uncompressed.append([n for n, p in enumerate(parameters) if names[p] in settings.get("dense_parameters", ())])
         return hook(bucket)
 
     state.launch = launch
@@ -336,7 +336,7 @@ def same_as_simulated(
         for step in range(4):
             given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
             mine = given[rank].clone()
-            codecs = make_codecs(config, end, step, selector=end.uplink.selector)
+            codecs = plan_bucket(config, [numel], world, local).codecs(step, selector=end.uplink.selector)
             finish(drive(exchange(end, mine, codecs, step), groups, Meter()))
             results.append((mine, simulated.step(given)[rank]))
         for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
@@ -719,11 +719,9 @@ def regrouped(rank: int, world: int, topology: str, local: int = 1) -> None:
 
             sizes = tuple(p.numel() for p in bucket)
 
-            def make(sizes=sizes):
-                return endpoint_of(config, sizes, rank, world, local=local)
-
-            end = residuals.endpoint(bucket, config, make)
-            codecs = make_codecs(config, end, selector=end.uplink.selector)
+            plan = plan_bucket(config, sizes, world, local)
+            end = residuals.endpoint(bucket, plan)
+            codecs = plan.codecs(selector=end.uplink.selector)
             g = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
             mean = mean_over_ranks(g)
             finish(drive(exchange(end, g, codecs), groups, Meter()))

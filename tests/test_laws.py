@@ -11,14 +11,12 @@ import torch
 from oracle import BidirectionalTopK, bfloat16, deal
 from shapes import endpoint_of
 
-from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import Parts
 from lightning_topk.core.link import Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.core.wire import Wire
-from lightning_topk.runtime.residuals import _to_bucket
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
@@ -75,7 +73,7 @@ def undelivered(cluster: Cluster) -> torch.Tensor:
     for rank, end in enumerate(cluster.endpoints):
         mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
         for served in () if end.downlink is None else end.downlink.memory.tensors().values():
-            mine = mine + _to_bucket(served, end)
+            mine = mine + end.to_bucket(served)
         rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)
@@ -105,7 +103,7 @@ def check_laws(config: TopKConfig, workers: int, numel: int, conserves: bool = T
             assert sent - sent_before[rank] == plan.uplink + plan.downlink
             sent_before[rank] = sent
         for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):  # never more than there is room for
-            codecs = make_codecs(cluster.config, end, step, selector=end.uplink.selector)
+            codecs = cluster.plan.codecs(step, selector=end.uplink.selector)
             for stats, codec in ((outcome.uplink, codecs.uplink), (outcome.downlink, codecs.reply)):
                 if stats is not None and stats.selected is not None:
                     shards = end.layout.shards if stats is outcome.uplink else 1
@@ -381,7 +379,7 @@ def test_ranks_of_a_node_are_one_worker_that_exchanges_its_mean(nodes, local, bi
     config = TopKConfig(ratio=0.02, topology="hierarchical", bidirectional=bidirectional, wire="fp32")
     cluster = Cluster(config, world, sum(sizes), local=local, sizes=sizes)
     if nodes == 1:
-        assert cluster.config.topology == "dense"
+        assert cluster.plan.config.topology == "dense"
         return
     layout = Parts(sizes, local)
     flat = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire="fp32")
@@ -412,7 +410,9 @@ def test_what_leaves_a_node_is_what_the_plan_says():
 @pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
 def test_what_was_kept_of_a_parameter_that_is_now_uncompressed_is_delivered(topology):
     cluster = Cluster(TopKConfig(ratio=0.5, wire="fp32", topology=topology), 4, 20, local=2, sizes=(10, 10))
-    cluster.endpoints = [endpoint_of(cluster.config, (10, 10), rank, 4, local=2, uncompressed=[0]) for rank in range(4)]
+    cluster.endpoints = [
+        endpoint_of(cluster.plan.config, (10, 10), rank, 4, local=2, uncompressed=[0]) for rank in range(4)
+    ]
     for end in cluster.endpoints:
         end.uplink.memory.residual.fill_(100.0)
     given = [torch.ones(20)] * 4

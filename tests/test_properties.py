@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, undelivered
 
-from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
@@ -68,7 +67,7 @@ def test_the_laws_hold(system):
             for way in before:
                 assert cluster.sent_bytes[way][rank] - before[way][rank] == getattr(plan, way), "prediction, fixed size"
     for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):
-        codecs = make_codecs(cluster.config, end, cluster.steps - 1, selector=end.uplink.selector)
+        codecs = cluster.plan.codecs(cluster.steps - 1, selector=end.uplink.selector)
         for stats, codec in ((outcome.uplink, codecs.uplink), (outcome.downlink, codecs.reply)):
             if stats is not None:
                 assert 0 <= stats.selected <= codec.kept * (end.layout.shards if stats is outcome.uplink else 1)

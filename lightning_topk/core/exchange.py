@@ -23,8 +23,9 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -46,6 +47,7 @@ from lightning_topk.core.requests import (
     Request,
     placeholder,
 )
+from lightning_topk.core.undo import TakenBack, take_back, take_back_from_all
 
 # ------------------------------------------------------------------------------------------------ the exchange
 
@@ -81,9 +83,16 @@ def exchange(
     """
     for link in end.links:
         link.selector.step = step
+    # If all is sent in full precision, a skipped step is discarded whole, as with DDP; but not what was left before it.
+    left = end.folded().get("residual") if codecs.lossless else None
     if used is None:
-        return (yield from _exchange_all(end, g, codecs, scale, measure))
-    return (yield from _exchange_used(end, g, codecs, scale, used, measure))
+        outcome = yield from _exchange_all(end, g, codecs, scale, measure)
+    else:
+        outcome = yield from _exchange_used(end, g, codecs, scale, used, measure)
+    if left is not None:
+        undo = partial(TakenBack, left.sub_(end.folded()["residual"]), torch.zeros_like(outcome.finite))
+        outcome = replace(outcome, undo=undo)
+    return outcome
 
 
 def _exchange_all(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
@@ -136,7 +145,14 @@ def _exchange_used(
     for link in end.links:
         link.memory.release()
     g.copy_(torch.where(absent, aside, g))
-    return outcome
+    undo = outcome.undo
+
+    def undo_used() -> TakenBack:
+        assert undo is not None
+        back = undo()
+        return back._replace(absorbed=back.absorbed & ~kept)
+
+    return outcome if undo is None else replace(outcome, undo=undo_used)
 
 
 def _to(x: Tensor, device: torch.device) -> Tensor:
@@ -178,8 +194,8 @@ class Sharded(Topology):
 
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        replies, up, down = yield from _serve(end, g, codecs, measure, "all")
-        return Outcome(deliver(replies, codecs.reply, end.layout, out=g), up, down)
+        replies, outcome = yield from _serve(end, g, codecs, measure, "all", g.dtype)
+        return outcome(deliver(replies, codecs.reply, end.layout, out=g))
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
@@ -187,16 +203,17 @@ class Sharded(Topology):
 
 
 def _serve(
-    end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure, among: Among
-) -> Generator[Request, Tensor, tuple[Tensor, LinkStats, LinkStats]]:
-    """Steps 1-8: returns every server's reply ``[shards, P]``, and what this worker and this server sent."""
+    end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure, among: Among, dtype: torch.dtype
+) -> Generator[Request, Tensor, tuple[Tensor, Callable[[Tensor], Outcome]]]:
+    """Steps 1-8: returns every server's reply ``[shards, P]``, and a function from ``finite`` to the outcome."""
     assert end.downlink is not None
     payloads, up = end.uplink.send(g, codecs.uplink, measure)
     received = yield AllToAll(payloads, "uplink", among)
     b = aggregate(received, codecs.uplink, end.dtype, room=g)
     reply, down = end.downlink.send(b, codecs.reply, measure)
     replies = yield AllGather(reply[0], "downlink", among)
-    return replies, up, down
+    undo = partial(take_back, end, codecs, end.uplink.selector.step, payloads, replies, dtype)
+    return replies, partial(Outcome, uplink=up, downlink=down, undo=undo)
 
 
 def _served_requests(world: int, codecs: Codecs, among: Among) -> list[Request]:
@@ -228,7 +245,7 @@ class Hierarchical(Topology):
         for other in others:
             part += other
         part /= end.parts.count
-        replies, up, down = yield from _serve(end, part, codecs, measure, "peers")
+        replies, outcome = yield from _serve(end, part, codecs, measure, "peers", g.dtype)
         everyones = yield AllGather(replies.view(-1), "downlink", "node")
         rows.zero_()
         finite = [
@@ -236,7 +253,7 @@ class Hierarchical(Topology):
             for row, each in zip(rows, everyones, strict=True)
         ]
         reference.join_parts(rows, end.parts, out=g)
-        return Outcome(torch.stack(finite).all(), up, down)
+        return outcome(torch.stack(finite).all())
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
@@ -261,8 +278,9 @@ class SingleServer(Topology):
             reply, down = end.downlink.send(b, codecs.reply, measure)
         else:
             reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
-        replies = yield Broadcast(reply[0], "downlink")
-        return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, out=g), up, down)
+        replies = (yield Broadcast(reply[0], "downlink")).unsqueeze(0)
+        undo = partial(take_back, end, codecs, end.uplink.selector.step, payload, replies, g.dtype)
+        return Outcome(deliver(replies, codecs.reply, end.layout, out=g), up, down, undo)
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
@@ -287,7 +305,8 @@ class AllGathered(Topology):
         if g.dtype != end.dtype and end.uplink.memory.tensors():
             # Every worker keeps what rounding to the bucket's dtype has left: the mean of it is the whole of it.
             end.uplink.memory.add_(reference.zero_unless_(b.sub_(g), finite))
-        return Outcome(finite, up)
+        undo = partial(take_back_from_all, end, codecs, end.uplink.selector.step, payload, received, g.dtype)
+        return Outcome(finite, up, undo=undo)
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
