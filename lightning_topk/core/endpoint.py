@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from lightning_topk.core.layout import Layout, Parts
 from lightning_topk.core.link import Link, LinkStats, Measure
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Request
-from lightning_topk.core.undo import TakenBack
 from lightning_topk.core.wire import Codec
 
 
@@ -121,6 +120,19 @@ class Endpoint(Shape):
             return flags.repeat_interleave(self.sizes, output_size=self.layout.numel)
         pieces = (self.sizes + self.parts.count - 1) // self.parts.count
         return flags.repeat_interleave(pieces, output_size=self.layout.numel)
+
+
+class TakenBack(NamedTuple):
+    """What one exchange says of this worker's residual, if its step is skipped.
+
+    Attributes:
+        value: ``[numel]`` of the endpoint's dtype, what to add.
+        absorbed: Scalar bool, or one for each element: whether the residual has taken in this worker's gradient, and so
+            what earlier exchanges of the same step delivered, where gradients are accumulated before their exchange.
+    """
+
+    value: Tensor
+    absorbed: Tensor
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange, Outcome, Shape, Topology
+from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange, Outcome, Shape, TakenBack, Topology
 from lightning_topk.core.link import NOTHING, LinkStats, Measure, aggregate, deliver
 from lightning_topk.core.memory import Memory
 from lightning_topk.core.ops import reference
@@ -47,7 +47,7 @@ from lightning_topk.core.requests import (
     Request,
     placeholder,
 )
-from lightning_topk.core.undo import TakenBack, take_back, take_back_from_all
+from lightning_topk.core.undo import take_back, take_back_from_all
 
 # ------------------------------------------------------------------------------------------------ the exchange
 

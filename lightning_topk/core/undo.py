@@ -8,29 +8,12 @@ residual. The step's own finite gradients stay in the residuals, and later steps
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
 from torch import Tensor
 
+from lightning_topk.core.endpoint import Codecs, Endpoint, TakenBack
 from lightning_topk.core.link import aggregate
 from lightning_topk.core.ops import reference
-
-if TYPE_CHECKING:
-    from lightning_topk.core.endpoint import Codecs, Endpoint
-
-
-class TakenBack(NamedTuple):
-    """What one exchange says of this worker's residual, if its step is skipped.
-
-    Attributes:
-        value: ``[numel]`` of the endpoint's dtype, what to add.
-        absorbed: Scalar bool, or one for each element: whether the residual has taken in this worker's gradient, and so
-            what earlier exchanges of the same step delivered, where gradients are accumulated before their exchange.
-    """
-
-    value: Tensor
-    absorbed: Tensor
 
 
 def take_back(

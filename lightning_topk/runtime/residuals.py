@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_topk.build import BucketPlan
-from lightning_topk.core.endpoint import Endpoint
+from lightning_topk.core.endpoint import Endpoint, TakenBack
 from lightning_topk.core.layout import Parts
 from lightning_topk.core.memory import Leftover, NoMemory
 from lightning_topk.core.ops import reference
-from lightning_topk.core.undo import TakenBack
 from lightning_topk.runtime.forms import Form
 from lightning_topk.runtime.skipped_steps import Skipped, StepOutcome
 
