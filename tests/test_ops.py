@@ -243,7 +243,9 @@ def residual_and_gradient(name: str, numel: int) -> tuple[torch.Tensor, torch.Te
     return e.clone(), x.clone()
 
 
-@pytest.mark.parametrize("name", ["normal", "ties", "equal", "zero", "spike", "denormal", "sparse", "one shard"])
+@pytest.mark.parametrize(
+    "name", ["normal", "ties", "equal", "zero", "spike", "denormal", "sparse", "one shard", "overflowing"]
+)
 @pytest.mark.parametrize(
     ("numel", "shards", "ratio"), [(1_000, 3, 0.1), (70_001, 1, 0.001), (200_000, 3, 0.01), (300_007, 7, 0.001)]
 )

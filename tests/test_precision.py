@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from test_gloo import every_rank, flat_gradient, mean_over_ranks, sum_of, undelivered
-from test_laws import ON_NODES, ROUTES, WIRES, cluster_of, everywhere, gradients, in_turn, routes
+from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, cluster_of, everywhere, gradients, in_turn, routes
 from test_laws import undelivered as undelivered_in
 from test_lightning import Model, fit
 from torch import nn
@@ -360,17 +360,26 @@ def test_residuals_do_not_depend_on_the_scales_history(groups, topology, bidirec
     groups(2).run(scaled, topology, bidirectional)
 
 
-@routes
-def test_a_sum_beyond_the_range_of_floats_leaves_the_residual_finite(topology, bidirectional):
-    cluster = Cluster(TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional), 2, 500)
-    for _ in range(4):
-        given = [torch.randn(500) for _ in range(2)]
-        for each in given:
-            each[7:9] = 3e38
-        cluster.step(given)
-    for end in cluster.endpoints:
-        for link in end.links:
-            assert link.memory.tensors()["residual"].isfinite().all()
+@pytest.mark.parametrize(("topology", "bidirectional", "selector", "momentum"), in_turn([0.0, 0.9], ROUTES, SELECTED))
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
+def test_a_sum_beyond_the_range_of_floats_leaves_finite_residuals(
+    topology, bidirectional, selector, momentum, dtype, large
+):
+    """Few and many of them, and whether they are among those that are selected or not."""
+    config = TopKConfig(
+        ratio=0.01, wire="fp32", topology=topology, bidirectional=bidirectional, selector=selector, momentum=momentum
+    )
+    for count in (2, 60):
+        cluster = Cluster(config, 2, 500, dtype)
+        for step in range(6):
+            given = [torch.randn(500, dtype=dtype) for _ in range(2)]
+            for each in given if step < 4 else []:
+                each[7 : 7 + count] = large
+            received = cluster.step(given)[0]
+        for end in cluster.endpoints:
+            for link in end.links:
+                assert all(kept.isfinite().all() for kept in link.memory.tensors().values())
+        assert received.any(), "nothing is sent any more"
 
 
 def scaled_step(cluster: Cluster, given: list[torch.Tensor], scale: torch.Tensor) -> list[torch.Tensor]:

@@ -352,7 +352,7 @@ def _join_leftover(end: Endpoint, g: Tensor, codecs: Codecs) -> None:
     a = memory.compensate(_unscaled(reference.zero_unless_(g, finite), end, codecs), finite)
     g.copy_(a if scale is None else a * scale).add_(poison)
     nothing = g[:0]
-    memory.keep(nothing.long(), nothing, nothing)
+    memory.keep(nothing.long(), nothing)
 
 
 TopologyName = Literal["sharded", "hierarchical", "single_server", "allgather", "dense"]

@@ -102,7 +102,7 @@ class Link:
         flat, arrives = reference.flat_index(index, self.layout).view(-1), sent.view(-1)
         error = _error(a, flat, arrives) if measure.error else None
         per_layer = self._error_per_layer(a, flat, arrives) if measure.per_layer and self.pieces else None
-        self.memory.keep(flat, value.reshape(-1), arrives)
+        self.memory.keep(flat, arrives)
         return payloads, LinkStats(selected, error, per_layer)
 
     def _error_per_layer(self, a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:

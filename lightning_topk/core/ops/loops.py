@@ -39,6 +39,9 @@ LEAST = np.finfo(np.float32).smallest_subnormal
 """The smallest magnitude above zero."""
 
 
+LARGEST = np.finfo(np.float32).max
+
+
 class Deal(NamedTuple):
     """A layout, as compiled functions take it."""
 
@@ -98,14 +101,10 @@ def _prefetch(_, array, index):
 def send(e, x, deal, form, salt, payloads):
     """A worker's or a server's side of a link; returns how many of the entries sent are not zero."""
     places, values = add_and_select(e, x, deal, form.kept, salt)
-    k, most, selected, overflowed = form.kept, np.finfo(np.float32).max, 0, False
+    k, selected = form.kept, 0
     for shard in range(deal.shards):
         for value in values[shard, :k]:
             selected += value != 0
-            overflowed |= abs(value) > most
-    if overflowed:  # the sum of two finite numbers; such are the largest, so some of them are among those selected
-        for i in range(len(e)):
-            e[i] = min(max(e[i], -most), most)
     integers = np.zeros(GROUP, np.int8)
     for shard in range(deal.shards):
         payload, place, value = payloads[shard], places[shard, :k], values[shard, :k]
@@ -144,7 +143,22 @@ def add_and_select(e, x, deal, k, salt):
             fill(places[shard], values[shard], counts[shard], k)
         elif counts[shard] > k:
             keep_largest(places[shard], values[shard], counts[shard], k, least[shard])
+    overflowed = False  # a sum of two finite numbers; such are the largest, so some of them are among those selected
+    for shard in range(deal.shards):
+        for value in values[shard, :k]:
+            overflowed |= abs(value) > LARGEST
+    if overflowed:
+        clamp(e)
+        for shard in range(deal.shards):
+            clamp(values[shard, :k])
     return places, values
+
+
+@compiled
+def clamp(x):
+    """Replaces infinities by the largest float32."""
+    for i in range(len(x)):
+        x[i] = min(max(x[i], -LARGEST), LARGEST)
 
 
 @compiled
