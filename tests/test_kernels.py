@@ -201,6 +201,28 @@ def test_momentum_is_added_in_the_same_function(finite, given_as):
 
 
 @on_a_device
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # by NumPy, in which the interpreter computes
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_of_more_sums_that_overflow_than_are_sent_none_stays_infinite(momentum):
+    from lightning_topk.core.ops import cuda
+
+    layout, finite, large = Layout(20_000, 2), torch.tensor(True, device=DEVICE), torch.finfo(torch.float32).max
+    codec = Codec(WIRES["fp32"], layout.shard_size, 10)
+    e, x = given("normal", layout.numel)
+    e[::7], x[::7] = large, large
+    velocity, stepped = None, None
+    if momentum is not None:
+        velocity, stepped = (ops.Velocity(x.clone(), momentum) for _ in range(2))
+    kept = e.clone()
+    expected, _ = sent_by_the_reference(kept, x.clone(), finite, layout, codec, None, stepped)
+    payload, _ = cuda.send(e, x, finite, layout, codec.format(), None, velocity)
+    assert torch.equal(payload, expected)
+    assert e.isfinite().all()
+    assert torch.equal(e, kept)
+    assert velocity is None or velocity.kept.isfinite().all()
+
+
+@on_a_device
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shape", SHAPES_RECEIVED)
 def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, shape):
