@@ -81,9 +81,11 @@ class Groups:
     def with_twin(self, timeout: timedelta | None, hierarchy: bool) -> Groups:
         """These groups with a twin, if they are of all ranks and gloo's alone; a collective, as :meth:`make`.
 
-        NCCL's have none: on a GPU one side stream takes all exchanges.
+        NCCL's have none: on a GPU one side stream takes all exchanges. Nor have those whose collectives torch checks
+        before it starts them: see :mod:`lightning_topk.runtime.lanes`.
         """
-        if self.some or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
+        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # at run time it is
+        if self.some or checked or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
             return self
         return replace(self, twin=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
