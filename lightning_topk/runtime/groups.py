@@ -113,6 +113,16 @@ class Groups:
                     dist.destroy_process_group(group)
 
 
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """After which a group's collective that some rank does not join fails. Default: of the group of all ranks."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    with suppress(AttributeError, RuntimeError):  # not every backend tells
+        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+        return timeout
+    return dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+
+
 def _only_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo carries all collectives that are possible here."""
     backends = dist.get_backend_config(group)
