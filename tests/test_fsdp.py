@@ -449,6 +449,30 @@ def test_nothing_is_lost_whatever_the_dtypes_of_parameters_and_reductions(groups
     groups(4).run(mixed, dtype, policy)
 
 
+def scaled(rank: int, world: int) -> None:
+    """Gradients of about 1e-8, which float16 holds with a GradScaler's scale only."""
+    mesh, found = mesh_of(2, 2), []
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    for hybrid in (True, False):
+        torch.manual_seed(0)
+        net, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        net = sharded(net, mesh if hybrid else mesh["shard"], mp_policy=policy)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        settings = {"ratio": 1.0, "wire": "fp32", "optimizer": optimizer, "scaler": scaler}
+        state = None if hybrid else attach(net, process_group=mesh["replicate"], **settings)
+        scaler.scale(loss_of(net, rank, 0).float() * 1e-7).backward()
+        found.append(gradient(net))
+    state.close()
+    ours, theirs = found[1], found[0]
+    assert (theirs / 2**24).abs().median() < 3e-8
+    assert (theirs != 0).float().mean() > 0.9
+    torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1e-6)
+
+
+def test_small_gradients_that_are_scaled_arrive_as_with_torchs_hybrid_sharding(groups):
+    groups(4).run(scaled)
+
+
 class TwoKinds(nn.Module):
     """Modules of two dtypes, each wrapped by itself, and a frozen parameter."""
 

@@ -12,13 +12,16 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from test_gloo import every_rank, flat_gradient, mean_over_ranks, sum_of, undelivered
-from test_laws import ON_NODES, ROUTES, routes
+from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, cluster_of, everywhere, gradients, in_turn, routes
+from test_laws import undelivered as undelivered_in
 from test_lightning import Model, fit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import TopKStrategy
+from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
+from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import attach
 from lightning_topk.simulate import Cluster
 
@@ -101,11 +104,11 @@ def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str,
     everyones = every_rank(torch.stack([gradient for *_, gradient in seen])).unbind(1)
     count = state.nonfinite_steps
     state.close()
-    for step, ((bad, now, unchanged, _), gradients) in enumerate(zip(seen, everyones, strict=True)):
+    for step, ((bad, now, unchanged, _), everyone_saw) in enumerate(zip(seen, everyones, strict=True)):
         assert now.isfinite().all()
         assert unchanged == bad, f"step {step}"
         if bad:
-            assert not gradients.isfinite().all(1).any(), "some rank saw a finite gradient"
+            assert not everyone_saw.isfinite().all(1).any(), "some rank saw a finite gradient"
     assert count == 3
     if not settings.get("momentum"):
         torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
@@ -371,17 +374,81 @@ def test_residuals_do_not_depend_on_the_scales_history(groups, topology, bidirec
     groups(2).run(scaled, topology, bidirectional)
 
 
-@routes
-def test_a_sum_beyond_the_range_of_floats_leaves_the_residual_finite(topology, bidirectional):
-    cluster = Cluster(TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional), 2, 500)
-    for _ in range(4):
-        given = [torch.randn(500) for _ in range(2)]
-        for each in given:
-            each[7:9] = 3e38
-        cluster.step(given)
+@pytest.mark.parametrize(("topology", "bidirectional", "selector", "momentum"), in_turn([0.0, 0.9], ROUTES, SELECTED))
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
+def test_a_sum_beyond_the_range_of_floats_leaves_finite_residuals(
+    topology, bidirectional, selector, momentum, dtype, large
+):
+    """Few and many of them, and whether they are among those that are selected or not."""
+    config = TopKConfig(
+        ratio=0.01, wire="fp32", topology=topology, bidirectional=bidirectional, selector=selector, momentum=momentum
+    )
+    for count in (2, 60):
+        cluster = Cluster(config, 2, 500, dtype)
+        for step in range(6):
+            given = [torch.randn(500, dtype=dtype) for _ in range(2)]
+            for each in given if step < 4 else []:
+                each[7 : 7 + count] = large
+            received = cluster.step(given)[0]
+        for end in cluster.endpoints:
+            for link in end.links:
+                assert all(kept.isfinite().all() for kept in link.memory.tensors().values())
+        assert received.any(), "nothing is sent any more"
+
+
+def scaled_step(cluster: Cluster, given: list[torch.Tensor], scale: torch.Tensor) -> list[torch.Tensor]:
+    """Exchanges gradients that a GradScaler has scaled; returns what is delivered, with the scale."""
+    outputs = [g.clone() for g in given]
+    exchanges = [
+        exchange(end, g, make_codecs(cluster.config, end, selector=end.uplink.selector), cluster.steps, scale)
+        for end, g in zip(cluster.endpoints, outputs, strict=True)
+    ]
+    cluster.outcomes = cluster.drive(exchanges)
+    cluster.steps += 1
+    return outputs
+
+
+@everywhere
+@pytest.mark.parametrize("magnitude", [1e-6, 1e-8])
+def test_half_precision_gradients_that_vanish_without_the_scale_arrive(topology, bidirectional, magnitude):
+    """Law 5 for what FSDP2 reduces in float16: with everything sent, the mean arrives as exactly as float16 has it."""
+    config = TopKConfig(ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional)
+    cluster, scale = cluster_of(config, 2, 1000, torch.float16), torch.tensor(65536.0)
+    given = [(g * magnitude * scale).half() for g in gradients(len(cluster.endpoints), 1000, 0)]
+    mean = torch.stack(given).double().mean(0)
+    for received in scaled_step(cluster, given, scale):
+        torch.testing.assert_close(received.double(), mean, rtol=2**-10, atol=2**-22)
+
+
+@pytest.mark.parametrize(
+    ("topology", "bidirectional", "wire", "dtype"),
+    in_turn([torch.float16, torch.bfloat16], [*ROUTES, ON_NODES[0]], WIRES),
+)
+def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirectional, wire, dtype):
+    """Sums of many steps may not fit float16 when they are scaled: then the rest comes with later steps."""
+    config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
+    cluster = cluster_of(config, 2, 1000, dtype)
+    produced, delivered = torch.zeros(1000).double(), torch.zeros(1000).double()
+    for step, scale in enumerate([2.0**24, 2.0**24, 3e7, 2.0**10, *[2.0**24] * 26]):
+        given = [(g * 1e-3).clamp(-2e-3, 2e-3) * scale for g in gradients(len(cluster.endpoints), 1000, step % 2)]
+        given = [g.to(dtype) for g in given]
+        received = scaled_step(cluster, given, torch.tensor(scale))
+        assert all(torch.equal(each, received[0]) for each in received)
+        assert received[0].isfinite().all()
+        assert cluster.outcomes[0].finite
+        produced += torch.stack(given).double().mean(0) / scale
+        delivered += received[0].double() / scale
+    torch.testing.assert_close(delivered + undelivered_in(cluster).double(), produced, atol=1e-7, rtol=1e-5)
+
+
+def test_a_scaled_sum_that_overflows_where_nothing_is_kept_is_seen_by_the_scaler():
+    config = TopKConfig(ratio=0.01, wire="fp32", error_feedback="worker")
+    cluster, scale = Cluster(config, 2, 1000, torch.float16), torch.tensor(2.0**24)
+    finite = [scaled_step(cluster, [torch.full((1000,), 3e4).half()] * 2, scale)[0].isfinite().all() for _ in range(9)]
+    assert finite[0]
+    assert not finite[-1]
     for end in cluster.endpoints:
-        for link in end.links:
-            assert link.memory.tensors()["residual"].isfinite().all()
+        assert end.uplink.memory.tensors()["residual"].isfinite().all()
 
 
 class Spoilt(Model):

@@ -34,10 +34,11 @@ def take_back(
     end.uplink.selector.step = step
     index, sent = codecs.uplink.read(payloads, end.dtype)
     places, reply = codecs.reply.read(replies, end.dtype)
+    reply = _delivered(reply, codecs, dtype)
     arrived, finite = reply.isfinite().all(dim=1, keepdim=True), sent.isfinite()
     back = torch.zeros(end.layout.numel, dtype=end.dtype, device=payloads.device)
     for at, value in (
-        (places, torch.where(arrived, reply.to(dtype).to(end.dtype), 0)),
+        (places, torch.where(arrived, reply, 0)),
         (index, torch.where(finite & ~arrived, sent, 0)),
     ):
         back.index_add_(0, reference.flat_index(at, end.layout).view(-1), value.view(-1))
@@ -63,5 +64,12 @@ def take_back_from_all(
     index, value = codecs.uplink.read(payload, end.dtype)
     finite = value.isfinite()
     sent.index_add_(0, index.view(-1), torch.where(finite, value, 0).view(-1))
-    delivered = mean.clamp(-limit, limit).to(dtype).to(end.dtype)
+    scaled = mean if codecs.reply.scale is None else mean * codecs.reply.scale
+    delivered = _delivered(scaled.clamp(-limit, limit), codecs, dtype)
     return TakenBack(torch.where(reference.is_finite(mean), delivered, sent), finite.all())
+
+
+def _delivered(value: Tensor, codecs: Codecs, dtype: torch.dtype) -> Tensor:
+    """What arrived in a bucket of ``dtype``, without the scale that it keeps."""
+    rounded = value.to(dtype).to(value.dtype)
+    return rounded if codecs.reply.scale is None else rounded / codecs.reply.scale

@@ -22,7 +22,7 @@ from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.agreement import connect
 from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed
-from lightning_topk.runtime.groups import Groups
+from lightning_topk.runtime.groups import Groups, timeout_of
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.messages import Announcer, remarks
 from lightning_topk.runtime.optimizers import Optimizers
@@ -68,6 +68,7 @@ class ExchangeState(Reporting):
         residuals = residuals or Residuals()
         residuals.offload_to_cpu()  # their endpoints may have been of other settings
         residuals.forget_changed()
+        timeout = timeout or timeout_of(process_group)
         groups, agreed = connect(config, process_group, timeout, local_world_size, shards_per_node)
         self.groups: Groups | None = groups
         rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
@@ -75,7 +76,6 @@ class ExchangeState(Reporting):
         # Every rank of the first node is rank 0 of the replicas of its shard.
         say = Announcer(announce, rank if shards_per_node == 1 else dist.get_rank())
         super().__init__(agreed, residuals, rank, world, groups.local, epoch or (lambda: 0), say, shards_per_node)
-        timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(groups.all)))
         self._optimizers = Optimizers(optimizers, scaler, agreed, say)
         self._exchanger = Exchanger(residuals, groups, timeout)
         self._lane: Lane | None = None
