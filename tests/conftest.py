@@ -48,6 +48,8 @@ multiprocessing.set_forkserver_preload(
         "lightning_topk.lightning.strategy",
         "lightning_topk.lightning.callback",
         "warm",
+        "ranks",
+        "test_attach",
         "test_lightning",
         "test_gloo",
         "test_precision",

@@ -12,11 +12,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from laws import routes
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from test_gloo import mean_over_ranks, undelivered
-from test_laws import routes
+from ranks import mean_over_ranks, undelivered
 from test_lightning import QUIET, Model
 from test_precision import loss_of, net_of_four_layers
 from torch import nn
@@ -73,7 +73,7 @@ def trained(
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])
         state.load_state_dict(saved["residuals"])
-    left_at_start = undelivered(state, net, world)
+    left_at_start = undelivered(state, net)
 
     def saved_now() -> dict:
         entry = {"weights": net, "optimizer": optimizer, "schedule": schedule}
@@ -85,7 +85,7 @@ def trained(
         loss_of(ddp, rank, step).backward()
         optimizer.step()
         schedule.step()
-    left = undelivered(state, net, world)
+    left = undelivered(state, net)
     entry = saved_now()
     state.close()
     weights = nn.utils.parameters_to_vector(net.parameters()).detach().clone()

@@ -6,17 +6,19 @@ import gc
 import warnings
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
+from ranks import every_rank, mean_over_ranks
 from test_features import InThisProcess
-from test_gloo import every_rank, mean_over_ranks
 from test_precision import loss_of, net_of_four_layers
 from torch import nn
 
+from lightning_topk.config import TopKConfig
 from lightning_topk.lightning.fabric import TopKStrategy
 
 
@@ -173,6 +175,15 @@ def launched(fabric: Fabric) -> None:
     optimizer.step()
 
 
+def test_a_module_without_processes_is_set_up_as_by_ddp_strategy():
+    strategy = TopKStrategy()
+    strategy.parallel_devices = [torch.device("cpu")]
+    with mock.patch("lightning.fabric.strategies.ddp.DistributedDataParallel") as ddp:
+        strategy.setup_module(mock.Mock())
+    assert ddp.called
+    assert strategy.topk_states == []
+
+
 @pytest.mark.process
 def test_fabric_can_spawn_its_processes():
     strategy = TopKStrategy(ratio=0.1, start_method="spawn")
@@ -210,6 +221,9 @@ def test_a_scalers_skipped_step_is_undone(groups):
 def test_fabric_refuses_unknown_arguments_and_momentum_twice(groups):
     with pytest.raises(TypeError, match=r"unknown argument ratoi=0\.1; did you mean 'ratio'"):
         TopKStrategy(ratoi=0.1)
+    assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
+    with pytest.raises(ValueError, match="either config or the settings"):
+        TopKStrategy(TopKConfig(saving=20), wire="fp32")
     groups(2).run(momentum_twice)
 
 

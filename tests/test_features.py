@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
-from test_gloo import every_rank
+from ranks import every_rank
 from test_lightning import QUIET
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -12,8 +12,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
+from ranks import every_rank
 from test_features import InThisProcess
-from test_gloo import every_rank
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
