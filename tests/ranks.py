@@ -93,7 +93,8 @@ def undelivered(state: Any, net: nn.Module) -> Tensor:
 def held(state: Any, net: nn.Module) -> Tensor:
     """What this rank holds, as a worker and as a server: ``[2, numel]``."""
     kept = state.residuals.held()
-    return torch.stack([torch.cat([kept[p][side] for p in net.parameters()]) for side in (0, 1)])
+    sides = [kept.get(p, (torch.zeros(p.numel()),) * 2) for p in net.parameters()]
+    return torch.stack([torch.cat(side) for side in zip(*sides, strict=True)])
 
 
 # ------------------------------------------------------------------------------------------------ between ranks

@@ -16,9 +16,8 @@ from laws import routes
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import mean_over_ranks, undelivered
+from ranks import four_layers, loss_of, mean_over_ranks, undelivered
 from test_lightning import QUIET, Model
-from test_precision import loss_of, net_of_four_layers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +41,7 @@ class MixedNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = net_of_four_layers(), nn.Linear(20, 20, dtype=torch.float64)
+        self.first, self.last = four_layers(), nn.Linear(20, 20, dtype=torch.float64)
         self.empty = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))  # a bucket of its own, never exchanged
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +61,7 @@ def trained(
 
     Rank 0 returns the checkpoint.
     """
-    net = MixedNet() if mode == "mixed_dtypes" else net_of_four_layers()
+    net = MixedNet() if mode == "mixed_dtypes" else four_layers()
     if saved:
         net.load_state_dict(saved["weights"])
     ddp = DistributedDataParallel(net, **MODES[mode])
@@ -102,7 +101,7 @@ def test_a_resumed_run_goes_on_with_what_is_left_in_every_mode_of_ddp(groups, mo
 
 def test_a_checkpoint_holds_one_copy_of_the_model(groups):
     entry = groups(3).run(trained, {}, "several_buckets", 0, 3)[0][3]["residuals"]
-    numel = sum(p.numel() for p in net_of_four_layers().parameters())
+    numel = sum(p.numel() for p in four_layers().parameters())
     assert sum(part.numel() for kept in entry["parameters"].values() for part in kept.values()) == numel
 
 
@@ -216,7 +215,7 @@ def test_another_model_begins_with_the_first_step():
 
 
 def damaged(rank: int, world: int, entry: dict) -> str:
-    net = net_of_four_layers()
+    net = four_layers()
     state = attach(DistributedDataParallel(net), ratio=0.05)
     message = ""
     try:
@@ -362,7 +361,7 @@ def renamed(rank: int, world: int) -> None:
 
     found, box = [], [None]
     for wrap in (wrapped, copy.copy, wrapped, pruned):
-        net = wrap(net_of_four_layers())
+        net = wrap(four_layers())
         model = DistributedDataParallel(net)
         state = attach(model, ratio=0.05, dense_parameters="1.bias")
         if box[0] is None:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from ranks import every_rank, mean_over_ranks
+from ranks import every_rank, four_layers, loss_of, mean_over_ranks
 from test_features import InThisProcess
-from test_precision import loss_of, net_of_four_layers
 from torch import nn
 
 from lightning_topk.config import TopKConfig
@@ -38,7 +37,7 @@ def flat(net: nn.Module) -> torch.Tensor:
 def nets(fabric: Fabric, count: int = 2) -> list[tuple]:
     found = []
     for _ in range(count):
-        net = net_of_four_layers()
+        net = four_layers()
         found.append(fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)))
     return found
 
@@ -60,7 +59,7 @@ def dense(rank: int, world: int) -> None:
     train(fabric, pairs, rank, range(4))
     ends = []
     for number in range(2):
-        alone = net_of_four_layers()
+        alone = four_layers()
         for step in range(4):
             alone.zero_grad()
             for part in (0, 1):
@@ -229,7 +228,7 @@ def test_fabric_refuses_unknown_arguments_and_momentum_twice(groups):
 
 def momentum_twice(rank: int, world: int) -> None:
     fabric = fabric_of(rank, world, ratio=0.1, momentum=0.9)
-    net = net_of_four_layers()
+    net = four_layers()
     with pytest.raises(ValueError, match=r"SGD has momentum 0\.5 of its own"):
         fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
 
@@ -237,7 +236,7 @@ def momentum_twice(rank: int, world: int) -> None:
 def adapted_in_part(rank: int, world: int) -> None:
     """One optimizer for an exchanged module and for a parameter of no module: only the first stands still."""
     fabric = fabric_of(rank, world, saving=20)
-    net, alone = net_of_four_layers(), nn.Parameter(torch.ones(3))
+    net, alone = four_layers(), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([{"params": net.parameters()}, {"params": [alone]}], lr=0.1, momentum=0.9)
     model, wrapped = fabric.setup(net, optimizer)
     train(fabric, [(model, wrapped)], rank, range(2))
@@ -258,7 +257,7 @@ def shared_optimizer(rank: int, world: int, folder: str) -> None:
     """Two modules, one optimizer: a gradient of the first that is not finite undoes what the second sent, too."""
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
     fabric = fabric_of(rank, world, ratio=0.05, plugins=plugin)
-    nets = [net_of_four_layers() for _ in range(2)]
+    nets = [four_layers() for _ in range(2)]
     optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
     models = [fabric.setup_module(net) for net in nets]
     optimizer = fabric.setup_optimizers(optimizer)
@@ -278,7 +277,7 @@ def shared_optimizer(rank: int, world: int, folder: str) -> None:
         if hook:
             hook.remove()
     after = look()
-    fabric.load_raw(_saved(fabric, folder), net_of_four_layers())
+    fabric.load_raw(_saved(fabric, folder), four_layers())
     loaded = look()
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(before, after, loaded, strict=True))
 
@@ -286,7 +285,7 @@ def shared_optimizer(rank: int, world: int, folder: str) -> None:
 def _saved(fabric: Fabric, folder: str) -> str:
     path = f"{folder}/weights.ckpt"
     if fabric.is_global_zero:
-        torch.save(net_of_four_layers().state_dict(), path)
+        torch.save(four_layers().state_dict(), path)
     fabric.barrier()
     return path
 

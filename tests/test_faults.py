@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import Group, torchrun
-from test_precision import loss_of, net_of_four_layers
+from ranks import four_layers, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.ddp import attach
@@ -57,7 +57,7 @@ def test_a_rank_that_failed_alone_does_not_wait_for_the_others_to_destroy_a_grou
 
 
 def slow(rank: int, world: int) -> float:
-    ddp = DistributedDataParallel(net_of_four_layers())
+    ddp = DistributedDataParallel(four_layers())
     state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=20))
     time.sleep(2 * rank)
     loss_of(ddp, rank, 0).backward()
@@ -72,7 +72,7 @@ def test_a_slow_rank_is_waited_for(groups):
 
 def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
     """Rank 1 is struck in the exchange of the third step; ranks tell what they see, when, and the time of closing."""
-    ddp = DistributedDataParallel(net_of_four_layers(), bucket_cap_mb=0.001)
+    ddp = DistributedDataParallel(four_layers(), bucket_cap_mb=0.001)
     state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=4))
     perform, count = drive.perform, [0]
 

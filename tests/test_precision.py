@@ -5,166 +5,167 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
+import laws
 import pytest
 import torch
 import torch.distributed as dist
-from laws import ON_NODES, ROUTES, routes
+from groups import on_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import every_rank, mean_over_ranks, undelivered
-from ranks import gradient as flat_gradient
+from ranks import (
+    every_rank,
+    four_layers,
+    gradient,
+    held,
+    local_gradient,
+    loss_of,
+    mean_over_ranks,
+    undelivered,
+    weights,
+)
 from test_lightning import Model, fit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from lightning_topk import TopKStrategy
 from lightning_topk.ddp import attach
 
 
-def net_of_four_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
+class Run:
+    """A net of four layers that is trained with a GradScaler.
+
+    Args:
+        rank: This rank.
+        optimizers: Makes the optimizers that the scaler steps.
+        given: What ``attach`` gets instead of them.
+        ddp: Options of DDP.
+        **settings: Arguments of ``attach``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        optimizers: Callable[[nn.Module], list] = lambda net: [SGD(net.parameters(), lr=0.1)],
+        given: Any = None,
+        ddp: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.rank, self.net, self.alone = rank, four_layers(), four_layers()
+        self.ddp = DistributedDataParallel(self.net, **{"bucket_cap_mb": 0.001, **(ddp or {})})
+        self.optimizers, self.scaler = optimizers(self.net), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        given = (lambda: self.optimizers) if given is None else given(self.optimizers[0])
+        self.state = attach(self.ddp, optimizer=given, scaler=self.scaler, **{"ratio": 0.05, **settings})
+        self.computed: list[torch.Tensor] = []
+        self.received: list[torch.Tensor] = []
+
+    def backward(self, number: int, spoilt: str = "", passes: int = 1) -> torch.Tensor:
+        """A step's backward passes, of which the middle one is spoilt; returns the gradient without its scale."""
+        self.net.zero_grad()
+        for part in range(passes):
+            how = spoilt if part == passes // 2 else ""
+            hook = self.net[1].weight.register_hook(lambda g, how=how: spoil(g, how))
+            self.scaler.scale(loss_of(self.ddp, self.rank, passes * number + part)).backward()
+            hook.remove()
+        return gradient(self.net) / self.scaler.get_scale()
+
+    def take(self) -> None:
+        """Steps all optimizers."""
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def look(self) -> torch.Tensor:
+        """The residuals of this rank."""
+        return held(self.state, self.net)
+
+    def note(self, number: int, received: torch.Tensor, passes: int = 1) -> None:
+        """Takes note of a step that is taken, before its optimizers are stepped."""
+        parts = range(passes * number, passes * (number + 1))
+        self.computed.append(sum(local_gradient(self.alone, self.net, self.rank, part) for part in parts))
+        self.received.append(received)
+
+    def check(self, conserves: bool = True) -> None:
+        """Fails where the steps that were taken break a law; closes the state."""
+        computed, received = mean_over_ranks(torch.stack(self.computed)), every_rank(torch.stack(self.received))
+        left = undelivered(self.state, self.net) if conserves else None
+        self.state.close()
+        laws.check(computed, received, left, [], [], settled=None, rtol=1e-4)
 
 
-def held(state, net: nn.Module) -> torch.Tensor:
-    """What this rank holds, as a worker and as a server."""
-    kept = state.residuals.held()
-    return torch.stack([torch.cat([kept[p][side] for p in net.parameters()]) for side in (0, 1)])
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank))).square().mean()
-
-
-def spoil(net: nn.Module, how: str) -> list[torch.utils.hooks.RemovableHandle]:
-    """Makes the next gradients of one layer infinite, in one element or everywhere, or NaN."""
-    value = torch.nan if how == "nan" else torch.inf
-
-    def poison(grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.clone()
-        grad.view(-1)[: None if how == "everywhere" else 1] = value
-        return grad
-
-    return [net[1].weight.register_hook(poison)]
+def spoil(g: torch.Tensor, how: str) -> torch.Tensor:
+    """A gradient with an infinity or a NaN; as it is if ``how`` is empty."""
+    g = g.clone()
+    if how:
+        g.view(-1)[: None if how == "everywhere" else 1] = torch.nan if how == "nan" else torch.inf
+    return g
 
 
 MEMORIES = [{"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}]
 
 
-def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str, settings: dict, fused: bool) -> None:
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    settings = {"ratio": 0.05, "topology": topology, "bidirectional": bidirectional} | settings
-    state = attach(ddp, optimizer=optimizer, scaler=scaler, **settings)
-    computed, received, seen = [], [], []
+@pytest.mark.parametrize(
+    ("world", "topology", "bidirectional", "how", "fused", "settings"),
+    [
+        *((3, *route, "inf", False, {}) for route in laws.ROUTES),
+        (3, "sharded", True, "nan", False, {}),
+        (3, "allgather", False, "everywhere", False, {}),
+        *((2, "sharded", True, "inf", True, settings) for settings in MEMORIES),
+        *((2, *laws.ROUTES[i + 1], "inf", True, settings) for i, settings in enumerate(MEMORIES)),
+        *((4, *way, "inf", False, {"local_world_size": 2}) for way in laws.ON_NODES),
+        *((4, *way, "inf", True, {"local_world_size": 2, "dense_parameters": "*bias"}) for way in laws.ON_NODES),
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_a_skipped_step_leaves_weights_and_residuals_as_they_were(
+    rank, world, topology, bidirectional, how, fused, settings
+):
+    settings = {"topology": topology, "bidirectional": bidirectional, **settings}
+    run = Run(rank, lambda net: [SGD(net.parameters(), lr=0.1, fused=fused)], **settings)
+    seen = []
     for step in range(7):
         bad = step in (2, 3, 5)
-        before, weights = held(state, net) if step else None, nn.utils.parameters_to_vector(net.parameters()).clone()
-        hooks = spoil(net, how) if bad and rank == step % world else []
-        optimizer.zero_grad()
-        scaler.scale(loss_of(ddp, rank, step)).backward()
-        for hook in hooks:
-            hook.remove()
-        scaler.unscale_(optimizer)
+        before = run.look(), weights(run.net)
+        g = run.backward(step, how if bad and rank == step % world else "")
         if not bad:
-            alone = net_of_four_layers()
-            nn.utils.vector_to_parameters(weights, alone.parameters())
-            loss_of(alone, rank, step).backward()
-            computed.append(flat_gradient(alone))
-            received.append(flat_gradient(net))
-        gradient = flat_gradient(net)
-        scaler.step(optimizer)
-        scaler.update()
-        after = nn.utils.parameters_to_vector(net.parameters())
-        seen.append((bad, before, held(state, net), torch.equal(weights, after), gradient))
-    produced, left = mean_over_ranks(torch.stack(computed).double().sum(0)), undelivered(state, net)
-    everyones = every_rank(torch.stack([gradient for *_, gradient in seen])).unbind(1)
-    count = state.nonfinite_steps
-    state.close()
-    for step, ((bad, before, now, unchanged, _), gradients) in enumerate(zip(seen, everyones, strict=True)):
-        assert now.isfinite().all()
-        assert unchanged == bad, f"step {step}"
+            run.note(step, g)
+        run.take()
+        seen.append((bad, before, (run.look(), weights(run.net)), g))
+    everyones, count = every_rank(torch.stack([g for *_, g in seen])), run.state.nonfinite_steps
+    run.check(conserves="momentum" not in settings)
+    for step, (bad, before, after, _) in enumerate(seen):
+        assert after[0].isfinite().all()
+        assert torch.equal(before[1], after[1]) == bad, f"step {step}"
         if bad:
-            assert torch.equal(before, now), f"the residuals changed in skipped step {step}"
-            assert not gradients.isfinite().all(1).any(), "some rank saw a finite gradient"
+            assert torch.equal(before[0], after[0]), f"the residuals changed in skipped step {step}"
+            assert not everyones[:, step].isfinite().all(1).any(), "some rank saw a finite gradient"
     assert count == 3
-    if not settings.get("momentum"):
-        torch.testing.assert_close(torch.stack(received).double().sum(0) + left, produced, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("topology", "bidirectional", "how"),
-    [*((*route, "inf") for route in ROUTES), ("sharded", True, "nan"), ("allgather", False, "everywhere")],
-)
-def test_a_skipped_step_leaves_all_residuals_as_they_were(groups, topology, bidirectional, how):
-    groups(3).run(skipped, topology, bidirectional, how, {}, False)
-
-
-@pytest.mark.parametrize(
-    ("topology", "bidirectional", "settings"),
-    [
-        *(("sharded", True, settings) for settings in MEMORIES),
-        *((*route, settings) for route, settings in zip(ROUTES[1:4], MEMORIES, strict=False)),
-    ],
-)
-def test_a_skipped_step_leaves_residuals_in_every_memory_and_with_fused_optimizers(
-    groups, topology, bidirectional, settings
-):
-    groups(2).run(skipped, topology, bidirectional, "inf", settings, True)
-
-
-@pytest.mark.parametrize(("topology", "bidirectional"), ON_NODES)
-@pytest.mark.parametrize(("fused", "more"), [(False, {}), (True, {"dense_parameters": "*bias"})])
-def test_a_skipped_step_leaves_residuals_on_nodes(groups, topology, bidirectional, fused, more):
-    groups(4).run(skipped, topology, bidirectional, "inf", {"local_world_size": 2, **more}, fused)
-
-
-def skipped_in_two_passes(rank: int, world: int, mode: str) -> None:
-    """Each step is of three passes; DDP regroups its buckets within the first step, which is skipped."""
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001, static_graph=mode == "static_graph")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=optimizer, scaler=scaler, ratio=0.05)
-    computed, received, kept, batches = [], [], [], []
-    submit = state.submit
-    state.submit = lambda batch, promises: (batches.append(batch), submit(batch, promises))
+@pytest.mark.parametrize("static", [False, True])
+@on_ranks(2)
+def test_a_first_step_of_several_passes_is_undone_as_a_whole(rank, world, static):
+    """DDP regroups its buckets within the first step, which is skipped."""
+    run = Run(rank, ddp={"static_graph": static})
+    kept, batches, submit = [], [], run.state.submit
+    run.state.submit = lambda batch, promises: (batches.append(batch), submit(batch, promises))
     for step in range(4):
-        optimizer.zero_grad()
-        weights = nn.utils.parameters_to_vector(net.parameters()).clone()
-        for part in range(3):
-            hooks = spoil(net, "inf") if step == 0 and part == 1 and rank == 0 else []
-            scaler.scale(loss_of(ddp, rank, 3 * step + part)).backward()
-            for hook in hooks:
-                hook.remove()
-        scaler.unscale_(optimizer)
+        g = run.backward(step, "inf" if step == rank == 0 else "", passes=3)
         if step:
-            alone = net_of_four_layers()
-            nn.utils.vector_to_parameters(weights, alone.parameters())
-            for part in range(3):
-                loss_of(alone, rank, 3 * step + part).backward()
-            computed.append(flat_gradient(alone))
-            received.append(flat_gradient(net))
-        scaler.step(optimizer)
-        scaler.update()
-        kept.append(held(state, net))
-    produced, left = mean_over_ranks(torch.stack(computed).double().sum(0)), undelivered(state, net)
-    buckets = len(state.residuals.progress.buckets)
-    state.close()
+            run.note(step, g, passes=3)
+        run.take()
+        kept.append(run.look())
+    buckets = len(run.state.residuals.progress.buckets)
+    run.check()
     assert not kept[0].any(), "what was kept of the skipped step is still there"
     assert kept[1].any()
     assert buckets == 4
-    regrouped = 1 + (mode == "static_graph")  # after so many passes; then all exchanges overlap with backward
+    regrouped = 1 + static  # after so many passes; then all exchanges overlap with backward
     assert len(batches) == regrouped + 4 * (12 - regrouped)
-    torch.testing.assert_close(torch.stack(received).double().sum(0) + left, produced, atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["dynamic_graph", "static_graph"])
-def test_a_first_step_of_several_passes_is_undone_as_a_whole(groups, mode):
-    groups(2).run(skipped_in_two_passes, mode)
 
 
 class Hookless(torch.optim.Optimizer):
@@ -178,182 +179,106 @@ class Hookless(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def with_a_wrapper(rank: int, world: int, given: str) -> None:
+@pytest.mark.parametrize("given", ["wrapper", "inner"])
+@on_ranks(2)
+def test_an_optimizer_without_hooks_is_undone_when_the_scaler_skips_its_step(rank, world, given):
     """The scaler steps a wrapper; the exchange knows it, or the optimizer in it."""
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    wrapper = Hookless(inner)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=inner if given == "inner" else wrapper, scaler=scaler, ratio=0.05)
-    kept = []
+    known = {"wrapper": lambda wrapper: wrapper, "inner": lambda wrapper: wrapper.inner}[given]
+    run = Run(rank, lambda net: [Hookless(SGD(net.parameters(), lr=0.1))], known)
     for step in range(5):
-        before = held(state, net) if step else None
-        inner.zero_grad()
-        hooks = spoil(net, "inf") if step == 3 and rank == 0 else []
-        scaler.scale(loss_of(ddp, rank, step)).backward()
-        for hook in hooks:
-            hook.remove()
-        scaler.step(wrapper)
-        scaler.update()
-        kept.append((before, held(state, net)))
-    state.close()
-    for step, (before, after) in enumerate(kept):
-        assert after.any()
-        assert step == 0 or torch.equal(before, after) == (step == 3)
+        before = run.look()
+        run.backward(step, "inf" if step == 3 and rank == 0 else "")
+        run.take()
+        assert run.look().any()
+        assert torch.equal(before, run.look()) == (step == 3)
+    run.state.close()
 
 
-@pytest.mark.parametrize("given", ["inner", "wrapper"])
-def test_an_optimizer_without_hooks_is_undone_when_the_scaler_skips_its_step(groups, given):
-    groups(2).run(with_a_wrapper, given)
-
-
-def copied_scaler(rank: int, world: int) -> None:
-    net = net_of_four_layers()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(DistributedDataParallel(net), optimizer=optimizer, scaler=scaler, ratio=0.05)
-    for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        net.zero_grad()
-        other.scale(net(torch.ones(1, 20)).sum()).backward()
-        other.step(optimizer)
+@on_ranks(2)
+def test_a_scaler_can_be_copied_and_pickled_and_the_copy_steps_by_itself(rank, world):
+    run = Run(rank)
+    for other in (copy.deepcopy(run.scaler), pickle.loads(pickle.dumps(run.scaler))):
+        run.net.zero_grad()
+        other.scale(run.net(torch.ones(1, 20)).sum()).backward()
+        other.step(run.optimizers[0])
         other.update()
-        assert other.get_scale() == scaler.get_scale() == 1024
+        assert other.get_scale() == run.scaler.get_scale() == 1024
     dist.barrier()
-    state.close()
+    run.state.close()
 
 
-def test_a_scaler_can_be_copied_and_pickled_and_the_copy_steps_by_itself(groups):
-    groups(2).run(copied_scaler)
+def halves(net: nn.Sequential) -> list[SGD]:
+    """Two optimizers that share a bucket."""
+    return [SGD(half.parameters(), lr=0.1) for half in (net[:2], net[2:])]
 
 
-def two_optimizers(rank: int, world: int) -> None:
-    """A bucket that two optimizers share: what one skips comes back, what the other takes stays taken."""
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net)
-    halves = [list(net[:2].parameters()), list(net[2:].parameters())]
-    optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=lambda: optimizers, scaler=scaler, ratio=0.05)
+ONE_BUCKET = {"bucket_cap_mb": 25}
+
+
+@on_ranks(2)
+def test_a_step_skipped_by_one_of_two_optimizers_restores_its_parameters_only(rank, world):
+    run = Run(rank, halves, ddp=ONE_BUCKET)
     for step in range(4):
         if step == 2:
-            optimizers[0] = torch.optim.SGD(halves[0], lr=0.1)  # a new optimizer's steps count as the old one's did
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        before = held(state, net) if step else None
-        scaler.scale(loss_of(ddp, rank, step)).backward()
+            run.optimizers[0] = SGD(run.net[:2].parameters(), lr=0.1)  # its steps count as the old one's did
+        before = run.look()
+        run.backward(step)
         if step == 3:
-            halves[1][0].grad.view(-1)[0] = torch.inf  # after the exchange: only the second optimizer skips
-        sent = held(state, net)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-    after = held(state, net)
-    first = sum(p.numel() for p in halves[0])
-    state.close()
+            run.net[2].weight.grad.view(-1)[0] = torch.inf  # after the exchange: only the second optimizer skips
+        sent = run.look()
+        run.take()
+    after, first = run.look(), 2 * 420
+    run.state.close()
     assert not torch.equal(before[:, first:], sent[:, first:])
     assert torch.equal(after[:, :first], sent[:, :first])
     assert torch.equal(after[:, first:], before[:, first:])
 
 
-def test_a_step_skipped_by_one_of_two_optimizers_restores_its_parameters_only(groups):
-    groups(2).run(two_optimizers)
-
-
-def joined_late(rank: int, world: int) -> None:
-    """A layer that the second optimizer gets later is undone with that optimizer's steps from then on."""
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net)
-    first, late = torch.optim.SGD(net[:2].parameters(), lr=0.1), [*net[3].parameters()]
-    second = torch.optim.SGD(net[2].parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=[first, second], scaler=scaler, ratio=0.05)
+@on_ranks(2)
+def test_a_layer_that_joins_an_optimizer_later_is_undone_with_it(rank, world):
+    run = Run(rank, lambda net: [SGD(part.parameters(), lr=0.1) for part in (net[:2], net[2])], ddp=ONE_BUCKET)
     for step in range(4):
         if step == 2:
-            second.add_param_group({"params": late})
-        net.zero_grad()
-        before = held(state, net) if step else None
-        scaler.scale(loss_of(ddp, rank, step)).backward()
+            run.optimizers[1].add_param_group({"params": [*run.net[3].parameters()]})
+        before = run.look()
+        run.backward(step)
         if step == 3:
-            late[0].grad.view(-1)[0] = torch.inf  # after the exchange
-        for optimizer in (first, second):
-            scaler.step(optimizer)
-        scaler.update()
-    after = held(state, net)
-    state.close()
-    numel = sum(p.numel() for p in late)
-    assert torch.equal(after[:, -numel:], before[:, -numel:])
-    assert not torch.equal(after[:, :-numel], before[:, :-numel])
+            run.net[3].weight.grad.view(-1)[0] = torch.inf  # after the exchange
+        run.take()
+    after = run.look()
+    run.state.close()
+    assert torch.equal(after[:, -420:], before[:, -420:])
+    assert not torch.equal(after[:, :-420], before[:, :-420])
 
 
-def test_a_layer_that_joins_an_optimizer_later_is_undone_with_it(groups):
-    groups(2).run(joined_late)
-
-
-class Branches(nn.Module):
-    """Two branches, each used in every other step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList([net_of_four_layers(), net_of_four_layers()])
-
-    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        return self.branches[branch](x)
-
-
-def shared_bucket(rank: int, world: int) -> None:
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net[:2], net[2:])]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=lambda: optimizers, scaler=scaler, ratio=0.05)
+@on_ranks(2)
+def test_both_optimizers_of_a_spoilt_bucket_skip(rank, world):
+    run = Run(rank, halves, ddp=ONE_BUCKET)
     for step in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        hooks = spoil(net, "inf") if step == 3 and rank == 0 else []
-        before = held(state, net) if step else None
-        scaler.scale(loss_of(ddp, rank, step)).backward()
-        for hook in hooks:
-            hook.remove()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-    after = held(state, net)
-    state.close()
-    assert torch.equal(before, after)  # the bucket is spoilt as a whole, so that both skip
+        before = run.look()
+        run.backward(step, "inf" if step == 3 and rank == 0 else "")
+        run.take()
+    after = run.look()
+    run.state.close()
+    assert torch.equal(before, after)  # the bucket is spoilt as a whole
 
 
-def test_both_optimizers_of_a_spoilt_bucket_skip(groups):
-    groups(2).run(shared_bucket)
-
-
-def scaled(rank: int, world: int, topology: str, bidirectional: bool) -> None:
-    """The same run under three histories of the scale."""
+@laws.routes
+@on_ranks(2)
+def test_residuals_do_not_depend_on_the_scales_history(rank, world, topology, bidirectional):
     ends = []
     for scales in ([1.0] * 5, [65536.0] * 5, [2.0, 1024.0, 0.5, 8.0, 65536.0]):
-        net = net_of_four_layers()
-        ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu")
-        state = attach(
-            ddp, optimizer=optimizer, scaler=scaler, ratio=0.05, topology=topology,
-            bidirectional=bidirectional, clip_norm=1.0,
-        )  # fmt: skip
+        run = Run(rank, topology=topology, bidirectional=bidirectional, clip_norm=1.0)
         for step, scale in enumerate(scales):
-            optimizer.zero_grad()
-            scaler.update(scale) if scaler._scale is not None else scaler.scale(torch.ones(())) and scaler.update(scale)
-            scaler.scale(loss_of(ddp, rank, step)).backward()
-            scaler.step(optimizer)
-        ends.append((held(state, net), nn.utils.parameters_to_vector(net.parameters())))
-        state.close()
-    for residuals, weights in ends[1:]:
+            run.scaler.scale(torch.ones(()))  # makes the scale
+            run.scaler.update(scale)
+            run.backward(step)
+            run.scaler.step(run.optimizers[0])
+        ends.append((run.look(), weights(run.net)))
+        run.state.close()
+    for residuals, learned in ends[1:]:
         assert torch.equal(residuals, ends[0][0])
-        assert torch.equal(weights, ends[0][1])
-
-
-@routes
-def test_residuals_do_not_depend_on_the_scales_history(groups, topology, bidirectional):
-    groups(2).run(scaled, topology, bidirectional)
+        assert torch.equal(learned, ends[0][1])
 
 
 class Spoilt(Model):
