@@ -49,6 +49,7 @@ multiprocessing.set_forkserver_preload(
         "lightning_topk.lightning.callback",
         "warm",
         "ranks",
+        "trainers",
         "test_attach",
         "test_lightning",
         "test_gloo",

@@ -78,7 +78,7 @@ def check(
     """
     for step, rows in enumerate(received.unbind(1)):
         assert all(torch.equal(row, rows[0]) for row in rows), f"agreement, step {step}"
-    assert sent == planned, "prediction"
+    assert sent == planned, f"prediction {sent} {planned}"
     if settled is not None:
         assert all(each == sent[settled] for each in sent[settled:]), "fixed size"
     delivered, computed = received[0].double(), computed.double()

@@ -167,13 +167,13 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 @contextmanager
-def log() -> Iterator[list[str]]:
-    """What the logger ``lightning_topk`` says meanwhile."""
+def log(name: str = "lightning_topk") -> Iterator[list[str]]:
+    """What a logger says meanwhile."""
     words: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_topk").addHandler(handler)
+    logging.getLogger(name).addHandler(handler)
     try:
         yield words
     finally:
-        logging.getLogger("lightning_topk").removeHandler(handler)
+        logging.getLogger(name).removeHandler(handler)

@@ -17,11 +17,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning,
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import four_layers, loss_of, mean_over_ranks, undelivered
-from test_lightning import QUIET, Model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
+from trainers import QUIET
+from trainers import Module as Model
 
 from lightning_topk import TopKStrategy
 from lightning_topk.ddp import attach
@@ -406,7 +407,7 @@ def epochs(tmp_path, count, plugin, callbacks=(), ckpt_path=None, **options):
     """Trains whole epochs of three steps."""
     trainer = L.Trainer(
         default_root_dir=tmp_path, strategy=plugin, callbacks=list(callbacks), max_epochs=count, limit_train_batches=3,
-        **QUIET | {"enable_checkpointing": True} | options,
+        **QUIET | {"devices": 2, "enable_checkpointing": True} | options,
     )  # fmt: skip
     L.seed_everything(0, workers=True, verbose=False)  # in the workers as well, where the data is made
     model = Model()

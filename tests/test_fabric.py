@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from ranks import every_rank, four_layers, loss_of, mean_over_ranks
-from test_features import InThisProcess
 from torch import nn
+from trainers import InThisProcess
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.lightning.fabric import TopKStrategy

@@ -13,10 +13,10 @@ from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import every_rank
-from test_features import InThisProcess
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import InThisProcess
 
 from lightning_topk import CompressionMonitor, TopKModelParallelStrategy, attach
 

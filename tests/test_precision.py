@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import on_ranks
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import (
     every_rank,
@@ -26,10 +27,10 @@ from ranks import (
     undelivered,
     weights,
 )
-from test_lightning import Model, fit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from trainers import Module, fit
 
 from lightning_topk import TopKStrategy
 from lightning_topk.ddp import attach
@@ -281,70 +282,70 @@ def test_residuals_do_not_depend_on_the_scales_history(rank, world, topology, bi
         assert torch.equal(learned, ends[0][1])
 
 
-class Spoilt(Model):
+class Spoilt(Module):
     """Rank 1's gradient is infinite in the third step."""
 
     def on_before_backward(self, loss):
         self.spoil = self.trainer.global_step == 2 and self.global_rank == 1
 
     def configure_optimizers(self):
-        for parameter in list(self.parameters())[:1]:
-            parameter.register_hook(lambda grad: grad * torch.inf if self.spoil else grad)
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        next(self.parameters()).register_hook(lambda grad: grad * torch.inf if self.spoil else grad)
+        return super().configure_optimizers()
 
 
-class Weights(Callback):
-    """Compares weights and residuals before and after each step."""
+class Look(Callback):
+    """Weights and residuals before each step, and after the last."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.step, self.before = trainer.global_step, self.look(trainer, pl_module)
+    def __init__(self) -> None:
+        self.seen = []
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        same = [torch.equal(a, b) for a, b in zip(self.before, self.look(trainer, pl_module), strict=True)]
-        assert same == [self.step == 2 and trainer.precision_plugin.scaler is not None] * 2, (self.step, same)
+    def look(self, trainer, pl_module, *_):
+        self.seen.append((weights(pl_module), held(trainer.strategy.topk_state, pl_module)))
 
-    def look(self, trainer, pl_module):
-        kept = trainer.strategy.topk_state.residuals.held()
-        flat = [torch.cat([*kept.get(p, [torch.zeros(0)])]) for p in pl_module.parameters()]
-        return nn.utils.parameters_to_vector(pl_module.parameters()).clone(), torch.cat(flat)
+    on_train_batch_start = on_train_end = look
 
 
 @pytest.mark.trainer
-def test_a_trainer_with_a_scaler_goes_on_as_if_the_step_had_not_been(tmp_path):
+@on_ranks(2)
+def test_a_trainer_with_a_scaler_goes_on_as_if_the_step_had_not_been(rank, world):
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
-    strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
-    _, logged = fit(tmp_path, Spoilt(), strategy, callbacks=[Weights()], plugins=plugin, max_steps=6)
+    look = Look()
+    _, logged = fit(rank, world, Spoilt(), TopKStrategy(ratio=0.1), [look], plugins=plugin, max_steps=6)
+    for side in (0, 1):
+        same = [torch.equal(one[side], other[side]) for one, other in itertools.pairwise(look.seen)]
+        assert same == [step == 2 for step in range(6)]
     assert logged["topk/nonfinite_steps"] == 1
 
 
 @pytest.mark.trainer
-def test_without_a_scaler_nan_arrives_as_with_ddp_and_is_counted(tmp_path):
-    _, logged = fit(tmp_path, Spoilt(), callbacks=[ExpectNaN()], max_steps=4)
+@on_ranks(2)
+def test_without_a_scaler_nan_arrives_as_with_ddp_and_is_counted(rank, world):
+    look = Look()
+    _, logged = fit(rank, world, Spoilt(), callbacks=[look], max_steps=4)
     assert logged["topk/nonfinite_steps"] == 2  # the step after it is computed with NaN weights
-
-
-class ExpectNaN(Callback):
-    def on_train_end(self, trainer, pl_module):
-        assert not nn.utils.parameters_to_vector(pl_module.parameters()).isfinite().all()
-        for parts in trainer.strategy.topk_state.residuals.held().values():
-            assert all(part.isfinite().all() for part in parts)
-
-
-class Dtypes(Callback):
-    def __init__(self, bucket: torch.dtype) -> None:
-        self.bucket = bucket
-
-    def on_after_backward(self, trainer, pl_module):
-        assert {p.grad.dtype for p in pl_module.parameters()} == {self.bucket}
-        kept = [part for parts in trainer.strategy.topk_state.residuals.held().values() for part in parts[:1]]
-        assert {part.dtype for part in kept} == {torch.promote_types(self.bucket, torch.float32)}
+    assert not look.seen[-1][0].isfinite().all()
+    assert look.seen[-1][1].isfinite().all()
 
 
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     ("precision", "bucket"),
-    [("32-true", "float32"), ("bf16-mixed", "float32"), ("bf16-true", "bfloat16"), ("64-true", "float64")],
+    [
+        ("32-true", torch.float32),
+        ("bf16-mixed", torch.float32),
+        ("bf16-true", torch.bfloat16),
+        ("64-true", torch.float64),
+    ],
 )
-def test_every_precision_trains(tmp_path, precision, bucket):
-    _, logged = fit(tmp_path, callbacks=[Dtypes(getattr(torch, bucket))], precision=precision, max_steps=4)
+@on_ranks(2)
+def test_every_precision_trains(rank, world, precision, bucket):
+    found = set()
+
+    def look(trainer, pl_module):
+        kept = trainer.strategy.topk_state.residuals.held().values()
+        found.update((p.grad.dtype, worker.dtype) for p, (worker, _) in zip(pl_module.parameters(), kept, strict=True))
+
+    callback = LambdaCallback(on_after_backward=look)
+    _, logged = fit(rank, world, callbacks=[callback], precision=precision, max_steps=4)
+    assert found == {(bucket, torch.promote_types(bucket, torch.float32))}
     assert logged["topk/nonfinite_steps"] == 0
