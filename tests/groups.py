@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from inspect import Parameter, Signature, signature
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,33 @@ class Group:
         self._folder.cleanup()
 
 
+def on_ranks(count: int | Callable[..., int] | None = None, timeout: float | None = None) -> Callable[..., Any]:
+    """Makes a test of a function that every rank of a group calls: ``function(rank, world, ...)``.
+
+    Its arguments after these two are fixtures and parameters of the test.
+
+    Args:
+        count: How many ranks, or a function of the test's arguments that says so. Default: the argument ``world``.
+        timeout: As for :meth:`Group.run`.
+    """
+
+    def test_of(function: Callable[..., Any]) -> Callable[..., None]:
+        names = list(signature(function).parameters)[2:]
+
+        def test(groups: Callable[[int], Group], **given: Any) -> None:
+            world = given.pop("world") if count is None else count(**given) if callable(count) else count
+            groups(world).run(test, *(given[name] for name in names), timeout=timeout)
+
+        asked = ["groups", *names, *["world"] * (count is None)]
+        test.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in asked])
+        test.on_rank, test.pytestmark = function, getattr(function, "pytestmark", [])
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # under which the ranks find it
+            setattr(test, name, getattr(function, name))
+        return test
+
+    return test_of
+
+
 def _serve(rank: int, world: int, backend: str, device: str, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -105,7 +133,7 @@ def _serve(rank: int, world: int, backend: str, device: str, folder: str, pipe: 
     while True:
         function, args = pickle.loads(pipe.recv_bytes())
         try:
-            answer = None, function(rank, world, *args)
+            answer = None, getattr(function, "on_rank", function)(rank, world, *args)
         except Exception:
             answer = traceback.format_exc(), None
         answer = *answer, len(dist.distributed_c10d._world.pg_map)

@@ -60,3 +60,30 @@ def deal(numel: int, servers: int, block: int) -> list[np.ndarray]:
     for card, start in enumerate(range(0, numel, block)):
         hands[card % servers].extend(range(start, min(start + block, numel)))
     return [np.array(hand, dtype=np.int64) for hand in hands]
+
+
+class DeepGradientCompression:
+    """Lin et al. 2018, algorithm 4, without sampling: momentum correction, factor masking and local clipping.
+
+    Args:
+        workers: Number of workers.
+        numel: Elements of the gradient.
+        momentum: m.
+        kept: What a worker sends.
+        clip: Norm to which it clips its gradient.
+    """
+
+    def __init__(self, workers: int, numel: int, momentum: float, kept: int, clip: float) -> None:
+        self.u, self.v = np.zeros((2, workers, numel), np.float32)
+        self.momentum, self.kept, self.clip = momentum, kept, clip
+
+    def step(self, gradients: np.ndarray) -> np.ndarray:
+        """One step: gradients ``[workers, numel]`` to the mean of what is sent, ``[numel]``."""
+        sent = np.zeros_like(self.v)
+        for i, g in enumerate(gradients):
+            self.u[i] = self.momentum * self.u[i] + g * min(1.0, self.clip / np.linalg.norm(g))
+            self.v[i] += self.u[i]
+            sent[i] = top(self.v[i], self.kept)
+            self.u[i][sent[i] != 0] = 0
+            self.v[i] -= sent[i]
+        return sent.mean(0)

@@ -1,24 +1,31 @@
-"""``attach`` as it is called by hand: what it takes, what it refuses, and what a copy of a model is."""
+"""``attach`` as it is called by hand: what it takes, what it refuses and says, and what a copy of a model is."""
 
 from __future__ import annotations
 
 import copy
 import io
 import logging
+import os
 import pickle
-import time
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from groups import on_ranks
+from ranks import Net, four_layers, log, loss_of, refusal, weights
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW
 
 from lightning_topk import TopKConfig, attach
 from lightning_topk.core import ops
-from lightning_topk.lightning.fabric import TopKStrategy
-from lightning_topk.runtime.lanes import IDLE, ThreadLane
+from lightning_topk.ddp import TopKState
+from lightning_topk.runtime import agreement
+from lightning_topk.runtime.checks import check_parameters, check_same_model
+from lightning_topk.schedule import ExponentialWarmup
 
 
 def test_what_a_user_should_know_is_seen_without_any_setting_of_the_log(capfd, monkeypatch):
@@ -59,195 +66,175 @@ def test_mistaken_arguments_are_named_with_the_remedy(arguments, settings, messa
         attach(*arguments, **settings)
 
 
-def other_models(rank: int, world: int) -> list[str]:
-    messages = []
-    for model in (nn.Linear(4, 4), FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))):
-        with pytest.raises(TypeError) as raised:
-            attach(model, ratio=0.1)
-        messages.append(str(raised.value))
-    return messages
+def test_models_that_cannot_be_exchanged_are_refused_with_the_remedy():
+    two_devices = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    assert "parameters are on cpu, meta: the exchange runs on one device a" in refusal(check_parameters, two_devices)
+    two_devices[1].requires_grad_(False)
+    check_parameters(two_devices)
+    stepping = nn.Linear(3, 3)
+    _apply_optimizer_in_backward(SGD, stepping.parameters(), {"lr": 0.1})
+    assert "Step the optimizer after backward" in refusal(check_parameters, stepping)
+    lazy = refusal(check_same_model, nn.LazyLinear(3))
+    assert "'weight' (one of 2) is lazy and has no shape yet. Run one batch" in lazy
 
 
-def test_models_that_nothing_known_wraps_are_refused_in_words(groups):
-    for bare, sharded in groups(2).run(other_models):
-        assert "a bare Linear on one of 2 ranks. Pass attach(DistributedDataParallel(model), ...)" in bare
-        assert "is FSDP1, which has no hook" in sharded
+def halving(step: int) -> float:
+    return max(0.5 / (1 + step), 0.01)
 
 
-def without_numba(rank: int, world: int) -> tuple[list[str], bool]:
+def short(step: int) -> float:
+    return [0.5, 0.2][step]  # made for a run of two steps
+
+
+def ddp(net: nn.Module | None = None, **options) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(3, 3) if net is None else net, **options)
+
+
+@on_ranks(2)
+def test_what_the_exchange_cannot_do_or_ranks_do_not_share_is_refused_with_the_remedy(rank, world):
+    net, taken = nn.Linear(3, 3), ddp()
+    delayed = {"delay_all_reduce_named_params": [("weight", net.weight)], "param_to_hook_all_reduce": net.bias}
+    by_epoch = ExponentialWarmup(0.2, epochs=2)
+    state = attach(taken)
+    cases = {
+        "a bare Linear on one of 2 ranks. Pass attach(DistributedDataParallel(model), ...)": (net, {}),
+        "is FSDP1, which has no hook": (FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), {}),
+        "has a communication hook already, and DDP takes one only": (taken, {}),
+        "skip_all_reduce_unused_params=True is not supported with top-k exchange": (
+            ddp(skip_all_reduce_unused_params=True, find_unused_parameters=True), {},
+        ),
+        "delay_all_reduce_named_params": (ddp(net, **delayed), {}),
+        "complex64": (ddp(nn.Linear(3, 3, dtype=torch.complex64)), {}),
+        "not both": (ddp(), {"config": TopKConfig(), "ratio": 0.1}),
+        "SGD has momentum 0.5 of its own": (
+            ddp(net), {"momentum": 0.9, "optimizer": SGD(net.parameters(), lr=0.1, momentum=0.5)},
+        ),
+        "Adam has momentum 0.9 of its own": (ddp(net), {"momentum": 0.9, "optimizer": Adam(net.parameters())}),
+        "Pass optimizer=": (ddp(), {"momentum": 0.9}),
+        "must be a torch optimizer, a list of them, or a function": (ddp(), {"optimizer": net.parameters()}),
+        "a list of them, or a function": (ddp(), {"optimizer": [net]}),
+        "of them, or a function": (ddp(), {"optimizer": Adam(net.parameters()).param_groups}),
+        "ExponentialWarmup(ratio=0.2, start=0.25, steps=None, epochs=2) depends on": (ddp(), {"ratio": by_epoch}),
+        "epochs=2) depends on the epoch": (ddp(), {"ratio": 0.1, "server_ratio": by_epoch}),
+        "epoch=3 must be a function that returns the epoch": (ddp(), {"epoch": 3}),
+        "2 ranks do not make up nodes of 3": (ddp(), {"local_world_size": 3, "topology": "hierarchical"}),
+        "local_world_size is 1 on rank 0 and 2 on rank 1": (ddp(), {"local_world_size": rank + 1}),
+        "ratio is 0.1 on rank 0 and 0.2 on rank 1": (ddp(), {"ratio": 0.1 * (1 + rank)}),
+        "selector is topk on rank 0 and randk on rank 1": (ddp(), {"selector": ("topk", "randk")[rank]}),
+        "ratio is [0.5, 0.25": (ddp(), {"ratio": 0.5 if rank else halving}),
+    }  # fmt: skip
+    said = [(words, refusal(attach, model, **settings)) for words, (model, settings) in cases.items()]
+    with mock.patch.object(agreement, "find_spec", lambda name: None if rank else name):
+        said.append(("numba is installed on rank 0 and missing on rank 1", refusal(attach, ddp())))
+    other = nn.Linear(2, 3, bias=rank > 0)
+    said.append(("bias is missing on rank 0 and (3,) torch.float32 on rank 1. Build", refusal(check_same_model, other)))
+    for ratio in (halving, short):  # equal functions of different processes are equal
+        attach(ddp(), ratio=ratio).close()
+    state.close()
+    assert [f"{found!r} instead of {words!r}" for words, found in said if words not in found] == []
+
+
+@on_ranks(4)
+def test_torchruns_local_world_size_is_taken_where_nodes_are_equal(rank, world):
+    for sizes, local in (([2] * 4, 2), ([4] * 4, 4), ([8] * 4, 1), ([3, 3, 3, 1], 1)):
+        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(sizes[rank])}):
+            state = TopKState()
+            state.close()
+            said = refusal(TopKState, topology="hierarchical") if local == 1 else ""
+        assert state.local == local
+        assert ("needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is [" in said) == (local == 1)
+
+
+@on_ranks(2)
+def test_what_a_user_should_know_is_said_on_one_rank_and_once(rank, world):
+    """That numba is missing, that momentum is adapted or stays, and of a momentum that comes later."""
     said: list[str] = []
     with mock.patch.object(ops, "fast", return_value=None):
-        model = DistributedDataParallel(nn.Linear(30, 30))
+        model = ddp(Net())
         state = attach(model, ratio=0.1, announce=said.append)
-        for _ in range(3):
-            model(torch.randn(2, 30)).sum().backward()
+        for step in range(3):
+            loss_of(model, rank, step).backward()
         state.close()
-    return [each for each in said if "numba" in each], bool(model.module.weight.grad.any())
-
-
-def test_that_numba_is_missing_is_said_once_with_the_remedy(groups):
-    (said, trained), (silent, _) = groups(2).run(without_numba)
-    assert len(said) == 1
-    assert "pip install numba" in said[0]
-    assert trained
-    assert silent == []
-
-
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words: list[str] = []
-
-    def emit(self, record):
-        self.words.append(record.getMessage())
-
-
-def copied(rank: int, world: int) -> tuple[int, list[str]]:
-    """Copies of an attached model train as plain DDP models do; returns how many, and what was said."""
-    logger, heard, copies = logging.getLogger("lightning_topk"), Heard(), []
-    logger.addHandler(heard)
-    for options in ({}, {"find_unused_parameters": True}):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20))
-        plain = DistributedDataParallel(copy.deepcopy(net), **options)
-        ddp = DistributedDataParallel(net, **options)
-        state = attach(ddp, ratio=0.1)
-        ddp(torch.randn(4, 20)).square().sum().backward()
-        saved = io.BytesIO()
-        torch.save(ddp, saved)
-        saved.seek(0)
-        made = [copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), torch.load(saved, weights_only=False)]
-        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(rank))
-        for model in (plain, *made):
-            model.load_state_dict(plain.state_dict())
-            model.zero_grad()
-            model(x).square().sum().backward()
-            for given, expected in zip(model.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(given.grad, expected.grad)
-        sent = state.report().bytes
-        assert sent["uplink"] > 0
-        state.close()
-        again = attach(made[0], ratio=0.1)  # as the warning says
-        made[0](x).square().sum().backward()
-        assert again.report().bytes["uplink"] > 0
-        again.close()
-        copies += made
-    logger.removeHandler(heard)
-    return len(copies), heard.words
-
-
-def test_an_attached_model_can_be_copied_and_its_copies_say_that_they_do_not_compress(groups):
-    for count, words in groups(2).run(copied):
-        assert count == 6
-        assert sum("a copy of a DDP model has no communication hook" in line for line in words) == count
-
-
-def uneven(rank: int, world: int) -> tuple[float, str]:
-    """Under ``join`` with uneven inputs: the difference to DDP when all is sent, and the refusal."""
-    weights = []
-    for compressed in (False, True):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(nn.Linear(30, 20))
-        state = attach(ddp, ratio=1.0, wire="fp32") if compressed else None
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        generator = torch.Generator().manual_seed(rank)
-        with ddp.join():
-            for _ in range(3 + 2 * rank):
-                optimizer.zero_grad()
-                ddp(torch.randn(4, 30, generator=generator)).square().mean().backward()
-                optimizer.step()
-        weights.append(ddp.module.weight.detach().clone())
-    message = ""
-    try:
-        with ddp.join(divide_by_initial_world_size=False):
-            ddp(torch.randn(4, 30))
-    except ValueError as error:
-        message = str(error)
+    attach(ddp(), adapt_momentum=False, announce=said.append).close()
+    net = four_layers()
+    pair = [AdamW(part.parameters()) for part in (net[:2], net[2:])]
+    model = ddp(net)
+    state = attach(model, saving=20, optimizer=pair, announce=said.append)
+    loss_of(model, rank, 0).backward()
     state.close()
-    return float((weights[0] - weights[1]).abs().max()), message
-
-
-def test_uneven_inputs_are_joined_as_by_ddp_or_refused(groups):
-    for difference, message in groups(2).run(uneven):
-        assert difference < 1e-6
-        assert "join(divide_by_initial_world_size=False) is not supported" in message
-
-
-def test_an_idle_lane_has_no_thread_and_works_again():
-    lane, found = ThreadLane(), []
-
-    def give(number):
-        yield
-        return torch.tensor(number)
-
-    for number in range(3):
-        promised, future = lane.promise()
-        lane.submit(give(number), promised)
-        found.append(int(future.wait()))
-        assert lane._thread is not None
-        deadline = time.monotonic() + 20 * IDLE
-        while lane._thread is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert lane._thread is None
-    assert found == [0, 1, 2]
-    assert lane.close()
-
-
-def test_fabric_sets_up_a_module_without_processes_as_ddp_strategy_does():
-    strategy = TopKStrategy()
-    strategy.parallel_devices = [torch.device("cpu")]
-    with mock.patch("lightning.fabric.strategies.ddp.DistributedDataParallel") as ddp:
-        strategy.setup_module(mock.Mock())
-    assert ddp.called
-    assert strategy.topk_states == []
-
-
-def test_fabric_takes_a_config_or_settings_and_not_both():
-    assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
-    with pytest.raises(ValueError, match="either config or the settings"):
-        TopKStrategy(TopKConfig(saving=20), wire="fp32")
-
-
-def with_optimizers(rank: int, world: int) -> list[str]:
-    """What is said of several optimizers, and what is refused: no optimizer, and momentum that comes later."""
-    found: list[str] = []
-    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
-    pair = [torch.optim.AdamW(part.parameters()) for part in net]
-    ddp = DistributedDataParallel(net)
-    state = attach(ddp, saving=20, optimizer=pair, announce=found.append)
-    ddp(torch.randn(2, 20)).sum().backward()
-    for optimizer in pair:
-        optimizer.step()
-    state.close()
-    for wrong in (net.parameters(), [net], pair[0].param_groups):
-        with pytest.raises(TypeError, match="must be a torch optimizer, a list of them, or a function"):
-            attach(DistributedDataParallel(net), saving=20, optimizer=wrong)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    ddp = DistributedDataParallel(net)
-    state = attach(ddp, ratio=0.1, momentum=0.9, optimizer=optimizer)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = ddp(net)
+    state = attach(model, ratio=0.1, momentum=0.9, optimizer=optimizer)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
-    with pytest.raises(ValueError, match="would apply it again") as raised:
-        ddp(torch.randn(2, 20)).sum().backward()
-    found.append(str(raised.value))
+    later = refusal(loss_of(model, rank, 0).backward)
     state.close()
-    return found
-
-
-def test_several_optimizers_are_taken_and_what_is_none_and_momentum_that_comes_later_are_refused(groups):
-    (said, later), (other,) = groups(2).run(with_optimizers)
-    assert said.startswith("lightning_topk: the momentum of AdamW is adapted to compression")
-    assert other == later
-    assert "SGD has momentum 0.95 of its own" in later
+    assert model.module[0].weight.grad.any()
+    expected = [
+        "lightning_topk: attach was called without optimizer=, so its momentum is not adapted",
+        "numba: pip install numba.",
+        "lightning_topk: the momentum of AdamW is adapted to compression",
+    ]
+    assert len(said) == 3 * (rank == 0)
+    assert all(words in found for words, found in zip(expected, said, strict=False)), said
+    assert "SGD has momentum 0.95 of its own and would apply it again" in later
     assert "a scheduler such as OneCycleLR (cycle_momentum=False) has set it" in later
 
 
-def resumed(rank: int, world: int) -> list[str]:
-    """What is said when a run goes on with other settings."""
+@on_ranks(2)
+def test_an_attached_model_can_be_copied_and_its_copies_say_that_they_do_not_compress(rank, world):
+    """They train as plain DDP models do, and can be attached."""
+    with log() as said:
+        for options in ({}, {"find_unused_parameters": True}):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20))
+            plain, model = ddp(copy.deepcopy(net), **options), ddp(net, **options)
+            state = attach(model, ratio=0.1)
+            loss_of(model, rank, 0).backward()
+            saved = io.BytesIO()
+            torch.save(model, saved)
+            saved.seek(0)
+            made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+            for each in (plain, *made):
+                each.load_state_dict(plain.state_dict())
+                each.zero_grad()
+                loss_of(each, rank, 1).backward()
+                for given, expected in zip(each.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(given.grad, expected.grad)
+            assert state.report().bytes["uplink"] > 0
+            state.close()
+            again = attach(made[0], ratio=0.1)  # as the warning says
+            loss_of(made[0], rank, 2).backward()
+            assert again.report().bytes["uplink"] > 0
+            again.close()
+    assert sum("a copy of a DDP model has no communication hook" in line for line in said) == 6
+
+
+@on_ranks(2)
+def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
+    ends = []
+    for compressed in (False, True):
+        model = ddp(four_layers())
+        state = attach(model, ratio=1.0, wire="fp32") if compressed else None
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step in range(3 + 2 * rank):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+        ends.append(weights(model))
+    with model.join(divide_by_initial_world_size=False):
+        message = refusal(loss_of, model, rank, 0)
+    state.close()
+    torch.testing.assert_close(*ends, atol=1e-6, rtol=0)
+    assert "join(divide_by_initial_world_size=False) is not supported" in message
+
+
+@on_ranks(2)
+def test_a_run_that_goes_on_with_other_settings_says_so(rank, world):
     net, said = nn.Linear(40, 40), []
-    state = attach(DistributedDataParallel(net), ratio=0.1)
-    (entry,) = [state.state_dict()]
-    entries = [entry]
-    torch.distributed.broadcast_object_list(entries, src=0)
+    state = attach(ddp(net), ratio=0.1)
+    box = [state.state_dict()]
+    dist.broadcast_object_list(box)
     state.close()
     for config in (
         TopKConfig(0.1),
@@ -256,20 +243,16 @@ def resumed(rank: int, world: int) -> list[str]:
         TopKConfig(topology="single_server", error_feedback=False),
         TopKConfig(lambda step: 0.1),
     ):
-        state = attach(DistributedDataParallel(net), config, announce=said.append)
-        state.load_state_dict(entries[0])
+        state = attach(ddp(net), config, announce=said.append)
+        state.load_state_dict(box[0])
         state.close()
-    return [words for words in said if "goes on" in words]
-
-
-def test_a_run_that_goes_on_with_other_settings_says_so(groups):
-    said, silent = groups(2).run(resumed)
-    assert silent == []
     begin = "lightning_topk: the run goes on with other settings than the checkpoint's: "
-    assert said[:2] == [
-        f"{begin}ratio=0.2 instead of 0.1, wire='bf16' instead of 'int4'.",
-        f"{begin}ratio=None instead of 0.1, saving=50 instead of None, wire='bf16' instead of 'int4', "
-        "topology='single_server' instead of 'sharded', error_feedback=False instead of True.",
-    ]
-    assert said[2].startswith(f"{begin}ratio=[0.1, ")
-    assert len(said) == 3
+    first, second, third = [words.removeprefix(begin) for words in said if words.startswith(begin)] or [""] * 3
+    assert bool(first) == (rank == 0)
+    if first:
+        assert first == "ratio=0.2 instead of 0.1, wire='bf16' instead of 'int4'."
+        assert second == (
+            "ratio=None instead of 0.1, saving=50 instead of None, wire='bf16' instead of 'int4', "
+            "topology='single_server' instead of 'sharded', error_feedback=False instead of True."
+        )
+        assert third.startswith("ratio=[0.1, ")

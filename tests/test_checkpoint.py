@@ -12,17 +12,17 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from laws import routes
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from test_gloo import mean_over_ranks, undelivered
-from test_laws import routes
-from test_lightning import QUIET, Model
-from test_precision import loss_of, net_of_four_layers
+from ranks import four_layers, loss_of, mean_over_ranks, undelivered
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
+from trainers import QUIET
+from trainers import Module as Model
 
 from lightning_topk import TopKStrategy
 from lightning_topk.ddp import attach
@@ -42,7 +42,7 @@ class MixedNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = net_of_four_layers(), nn.Linear(20, 20, dtype=torch.float64)
+        self.first, self.last = four_layers(), nn.Linear(20, 20, dtype=torch.float64)
         self.empty = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))  # a bucket of its own, never exchanged
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def trained(
 
     Rank 0 returns the checkpoint.
     """
-    net = MixedNet() if mode == "mixed_dtypes" else net_of_four_layers()
+    net = MixedNet() if mode == "mixed_dtypes" else four_layers()
     if saved:
         net.load_state_dict(saved["weights"])
     ddp = DistributedDataParallel(net, **MODES[mode])
@@ -73,7 +73,7 @@ def trained(
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])
         state.load_state_dict(saved["residuals"])
-    left_at_start = undelivered(state, net, world)
+    left_at_start = undelivered(state, net)
 
     def saved_now() -> dict:
         entry = {"weights": net, "optimizer": optimizer, "schedule": schedule}
@@ -85,7 +85,7 @@ def trained(
         loss_of(ddp, rank, step).backward()
         optimizer.step()
         schedule.step()
-    left = undelivered(state, net, world)
+    left = undelivered(state, net)
     entry = saved_now()
     state.close()
     weights = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
@@ -102,7 +102,7 @@ def test_a_resumed_run_goes_on_with_what_is_left_in_every_mode_of_ddp(groups, mo
 
 def test_a_checkpoint_holds_one_copy_of_the_model(groups):
     entry = groups(3).run(trained, {}, "several_buckets", 0, 3)[0][3]["residuals"]
-    numel = sum(p.numel() for p in net_of_four_layers().parameters())
+    numel = sum(p.numel() for p in four_layers().parameters())
     assert sum(part.numel() for kept in entry["parameters"].values() for part in kept.values()) == numel
 
 
@@ -216,7 +216,7 @@ def test_another_model_begins_with_the_first_step():
 
 
 def damaged(rank: int, world: int, entry: dict) -> str:
-    net = net_of_four_layers()
+    net = four_layers()
     state = attach(DistributedDataParallel(net), ratio=0.05)
     message = ""
     try:
@@ -362,7 +362,7 @@ def renamed(rank: int, world: int) -> None:
 
     found, box = [], [None]
     for wrap in (wrapped, copy.copy, wrapped, pruned):
-        net = wrap(net_of_four_layers())
+        net = wrap(four_layers())
         model = DistributedDataParallel(net)
         state = attach(model, ratio=0.05, dense_parameters="1.bias")
         if box[0] is None:
@@ -407,7 +407,7 @@ def epochs(tmp_path, count, plugin, callbacks=(), ckpt_path=None, **options):
     """Trains whole epochs of three steps."""
     trainer = L.Trainer(
         default_root_dir=tmp_path, strategy=plugin, callbacks=list(callbacks), max_epochs=count, limit_train_batches=3,
-        **QUIET | {"enable_checkpointing": True} | options,
+        **QUIET | {"devices": 2, "enable_checkpointing": True} | options,
     )  # fmt: skip
     L.seed_everything(0, workers=True, verbose=False)  # in the workers as well, where the data is made
     model = Model()

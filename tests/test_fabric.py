@@ -6,17 +6,27 @@ import gc
 import warnings
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from test_features import InThisProcess
-from test_gloo import every_rank, mean_over_ranks, undelivered
-from test_precision import loss_of, net_of_four_layers, own_gradient, weights_of
+from ranks import (
+    beside,
+    every_rank,
+    four_layers,
+    local_gradient,
+    loss_of,
+    mean_over_ranks,
+    undelivered,
+    without,
+)
 from torch import nn
+from trainers import InThisProcess
 
+from lightning_topk.config import TopKConfig
 from lightning_topk.lightning.fabric import TopKStrategy
 
 
@@ -36,7 +46,7 @@ def flat(net: nn.Module) -> torch.Tensor:
 def nets(fabric: Fabric, count: int = 2) -> list[tuple]:
     found = []
     for _ in range(count):
-        net = net_of_four_layers()
+        net = four_layers()
         found.append(fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)))
     return found
 
@@ -58,7 +68,7 @@ def dense(rank: int, world: int) -> None:
     train(fabric, pairs, rank, range(4))
     ends = []
     for number in range(2):
-        alone = net_of_four_layers()
+        alone = four_layers()
         for step in range(4):
             alone.zero_grad()
             for part in (0, 1):
@@ -173,16 +183,19 @@ def launched(fabric: Fabric) -> None:
     optimizer.step()
 
 
+def test_a_module_without_processes_is_set_up_as_by_ddp_strategy():
+    strategy = TopKStrategy()
+    strategy.parallel_devices = [torch.device("cpu")]
+    with mock.patch("lightning.fabric.strategies.ddp.DistributedDataParallel") as ddp:
+        strategy.setup_module(mock.Mock())
+    assert ddp.called
+    assert strategy.topk_states == []
+
+
 @pytest.mark.process
 def test_fabric_can_spawn_its_processes():
     strategy = TopKStrategy(ratio=0.1, start_method="spawn")
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(launched)
-
-
-def beside_the_second_weight(state) -> str:
-    """The names of the parameters that share its bucket."""
-    buckets = [[state.names[p] for p in bucket] for bucket in state.residuals.progress.buckets]
-    return next(" ".join(names) for names in buckets if "1.weight" in names)
 
 
 def scaled(rank: int, world: int) -> None:
@@ -193,11 +206,11 @@ def scaled(rank: int, world: int) -> None:
     train(fabric, [(model, optimizer)], rank, range(2))
 
     def look():
-        return flat(model), undelivered(state, model.module, world)
+        return flat(model), undelivered(state, model.module)
 
-    before = look()
-    lost = beside_the_second_weight(state) if rank == 1 else ""
-    own = mean_over_ranks(sum(own_gradient(weights_of(model.module), rank, step, lost) for step in (4, 5)))
+    before, lost = look(), beside(state, "1.weight") if rank == 1 else []
+    own = sum(local_gradient(four_layers(), model.module, rank, step) for step in (4, 5))
+    own = mean_over_ranks(without(own, model.module, lost))
     hook = model.module[1].weight.register_hook(lambda grad: grad * torch.inf) if rank == 1 else None
     train(fabric, [(model, optimizer)], rank, range(2, 3))
     if hook:
@@ -218,12 +231,15 @@ def test_a_scalers_skipped_step_is_undone(groups):
 def test_fabric_refuses_unknown_arguments_and_momentum_twice(groups):
     with pytest.raises(TypeError, match=r"unknown argument ratoi=0\.1; did you mean 'ratio'"):
         TopKStrategy(ratoi=0.1)
+    assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
+    with pytest.raises(ValueError, match="either config or the settings"):
+        TopKStrategy(TopKConfig(saving=20), wire="fp32")
     groups(2).run(momentum_twice)
 
 
 def momentum_twice(rank: int, world: int) -> None:
     fabric = fabric_of(rank, world, ratio=0.1, momentum=0.9)
-    net = net_of_four_layers()
+    net = four_layers()
     with pytest.raises(ValueError, match=r"SGD has momentum 0\.5 of its own"):
         fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
 
@@ -231,7 +247,7 @@ def momentum_twice(rank: int, world: int) -> None:
 def adapted_in_part(rank: int, world: int) -> None:
     """One optimizer for an exchanged module and for a parameter of no module: only the first stands still."""
     fabric = fabric_of(rank, world, saving=20)
-    net, alone = net_of_four_layers(), nn.Parameter(torch.ones(3))
+    net, alone = four_layers(), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([{"params": net.parameters()}, {"params": [alone]}], lr=0.1, momentum=0.9)
     model, wrapped = fabric.setup(net, optimizer)
     train(fabric, [(model, wrapped)], rank, range(2))
@@ -252,20 +268,21 @@ def shared_optimizer(rank: int, world: int, folder: str) -> None:
     """Two modules, one optimizer: a gradient of the first that is not finite undoes what the second sent, too."""
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
     fabric = fabric_of(rank, world, ratio=0.05, plugins=plugin)
-    nets = [net_of_four_layers() for _ in range(2)]
+    nets = [four_layers() for _ in range(2)]
     optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
     models = [fabric.setup_module(net) for net in nets]
     optimizer = fabric.setup_optimizers(optimizer)
 
     def look():
         states = fabric.strategy.topk_states
-        return torch.stack([undelivered(state, net, world) for state, net in zip(states, nets, strict=True)])
+        return torch.stack([undelivered(state, net) for state, net in zip(states, nets, strict=True)])
 
     for step in range(3):
         before, spoilt = look(), step == 2 and rank == 0
-        lost = beside_the_second_weight(fabric.strategy.topk_states[0]) if spoilt else ""
+        lost = [beside(fabric.strategy.topk_states[0], "1.weight") if spoilt else [], []]
         own = [
-            mean_over_ranks(own_gradient(weights_of(net), rank, step, lost if net is nets[0] else "")) for net in nets
+            mean_over_ranks(without(local_gradient(four_layers(), net, rank, step), net, names))
+            for net, names in zip(nets, lost, strict=True)
         ]
         hook = nets[0][1].weight.register_hook(lambda grad: grad * torch.inf) if spoilt else None
         optimizer.zero_grad()
@@ -275,7 +292,7 @@ def shared_optimizer(rank: int, world: int, folder: str) -> None:
         if hook:
             hook.remove()
     after = look()
-    fabric.load_raw(_saved(fabric, folder), net_of_four_layers())
+    fabric.load_raw(_saved(fabric, folder), four_layers())
     loaded = look()
     torch.testing.assert_close(after, before + torch.stack(own), atol=1e-3, rtol=0)  # computed in float16
     torch.testing.assert_close(loaded, after)
@@ -284,7 +301,7 @@ def shared_optimizer(rank: int, world: int, folder: str) -> None:
 def _saved(fabric: Fabric, folder: str) -> str:
     path = f"{folder}/weights.ckpt"
     if fabric.is_global_zero:
-        torch.save(net_of_four_layers().state_dict(), path)
+        torch.save(four_layers().state_dict(), path)
     fabric.barrier()
     return path
 

@@ -17,58 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import Group, torchrun
-from test_precision import loss_of, net_of_four_layers
+from ranks import four_layers, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.ddp import TopKState, attach
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups as process_groups
-from lightning_topk.runtime.checks import check_same_model
 from lightning_topk.runtime.groups import Groups
-
-
-def configured(rank: int, world: int, settings: list[dict]) -> str:
-    ddp = DistributedDataParallel(net_of_four_layers())
-    try:
-        attach(ddp, **settings[rank]).close()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_with_different_settings_are_refused_with_both_values(groups):
-    for message in groups(2).run(configured, [{"ratio": 0.1}, {"ratio": 0.2}]):
-        assert "ratio is 0.1 on rank 0 and 0.2 on rank 1" in message
-    for message in groups(3).run(configured, [{}, {}, {"selector": "randk"}]):
-        assert "selector is topk on rank 0 and randk on rank 2" in message
-
-
-def test_equal_functions_of_different_processes_are_equal(groups):
-    assert groups(2).run(configured, [{"ratio": halving}, {"ratio": halving}]) == ["", ""]
-    assert groups(2).run(configured, [{"ratio": short}, {"ratio": short}]) == ["", ""]
-    message, _ = groups(2).run(configured, [{"ratio": halving}, {"ratio": 0.5}])
-    assert "ratio is [0.5, 0.25" in message
-
-
-def short(step: int) -> float:
-    return [0.5, 0.2][step]  # made for a run of two steps
-
-
-def halving(step: int) -> float:
-    return max(0.5 / (1 + step), 0.01)
-
-
-def modelled(rank: int, world: int) -> str:
-    try:
-        check_same_model(torch.nn.Linear(2, 3, bias=rank > 0))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_with_different_models_are_refused(groups):
-    for message in groups(2).run(modelled):
-        assert "bias is missing on rank 0 and (3,) torch.float32 on rank 1. Build the same model" in message
 
 
 def test_groups_that_torch_has_forgotten_are_given_up_silently(tmp_path):
@@ -119,13 +74,8 @@ def test_a_rank_that_failed_alone_does_not_wait_for_the_others_to_destroy_a_grou
     destroy()
 
 
-def test_a_lazy_module_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"'weight' \(one of 2\) is lazy and has no shape yet\. Run one batch"):
-        check_same_model(torch.nn.LazyLinear(3))
-
-
 def slow(rank: int, world: int) -> float:
-    ddp = DistributedDataParallel(net_of_four_layers())
+    ddp = DistributedDataParallel(four_layers())
     state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=20))
     time.sleep(2 * rank)
     loss_of(ddp, rank, 0).backward()
@@ -140,7 +90,7 @@ def test_a_slow_rank_is_waited_for(groups):
 
 def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
     """Rank 1 is struck in the exchange of the third step; ranks tell what they see, when, and the time of closing."""
-    ddp = DistributedDataParallel(net_of_four_layers(), bucket_cap_mb=0.001)
+    ddp = DistributedDataParallel(four_layers(), bucket_cap_mb=0.001)
     state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=4))
     perform, count = drive.perform, [0]
 

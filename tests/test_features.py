@@ -2,108 +2,39 @@
 
 from __future__ import annotations
 
-import os
+import copy
 import warnings
-from pathlib import Path
+from typing import Any
 
-import lightning as L
+import laws
 import pytest
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from groups import on_ranks
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.tuner import Tuner
-from test_gloo import every_rank
-from test_lightning import QUIET
+from ranks import every_rank, gradient, mean_over_ranks, undelivered, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from trainers import Module, fit, trainer_of
 
-from lightning_topk import CompressionMonitor, TopKStrategy
-
-
-class InThisProcess(ClusterEnvironment):
-    """Ranks that run and are connected already."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
-
-    creates_processes_externally = True
-    main_address = "127.0.0.1"
-    main_port = 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._world
-
-    def set_world_size(self, size: int) -> None: ...
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def set_global_rank(self, rank: int) -> None: ...
-
-    def local_rank(self) -> int:
-        return self._rank
-
-    def node_rank(self) -> int:
-        return 0
+from lightning_topk import TopKStrategy, presets
+from lightning_topk.volume import volume
 
 
-class Plain(L.LightningModule):
-    """A small network on data that both strategies see alike: four batches for each of two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = self.build()
-        self.batch_size, self.lr = 4, 0.1
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        (x,) = batch
-        return (self(x) - x[:, :1]).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
-
-    test_step = validation_step
-
-    def predict_step(self, batch, batch_idx):
-        return self(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-    def train_dataloader(self):
-        data = torch.randn(32, 12, generator=torch.Generator().manual_seed(1))
-        return DataLoader(TensorDataset(data), batch_size=self.batch_size)
-
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
-
-
-class Adam(Plain):
+class Adam(Module):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
 
-class Closures(Plain):
+class Closures(Module):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
 
 
-class Gan(Plain):
+class Gan(Module):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -122,7 +53,7 @@ class Gan(Plain):
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
 
 
-class Branch(Plain):
+class Branch(Module):
     """A branch that is left out in every other step."""
 
     def __init__(self) -> None:
@@ -135,36 +66,25 @@ class Branch(Plain):
         return (y - x[:, :1]).square().mean()
 
 
-class Frozen(Plain):
-    """The first layer begins to learn in the second epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def on_train_epoch_start(self):
-        self.net[0].requires_grad_(self.current_epoch > 0)
-
-
-class Tied(Plain):
+class Tied(Module):
     def build(self):
         first, second = nn.Linear(12, 12), nn.Linear(12, 12)
         second.weight = first.weight
         return nn.Sequential(first, nn.Tanh(), second)
 
 
-class ChannelsLast(Plain):
+class ChannelsLast(Module):
     def build(self):
         layers = [nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Linear(8, 1)]
         return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
-class Checkpointed(Plain):
+class Checkpointed(Module):
     def forward(self, x):
         return self.net[1:](checkpoint(self.net[0], x, use_reentrant=False))
 
 
-class Sparse(Plain):
+class Sparse(Module):
     """An embedding with sparse gradients beside dense parameters, of two dtypes."""
 
     automatic_optimization = False
@@ -191,12 +111,12 @@ class Sparse(Plain):
         return [torch.optim.SGD(dense, lr=0.1), torch.optim.SparseAdam([self.table.weight], lr=0.1)]
 
 
-class Compiled(Plain):
+class Compiled(Module):
     def configure_model(self):
         self.net.compile(backend="aot_eager")
 
 
-class SteppedLate(Plain):
+class SteppedLate(Module):
     """Two losses, two backward passes and one step."""
 
     automatic_optimization = False
@@ -210,13 +130,13 @@ class SteppedLate(Plain):
         optimizer.step()
 
 
-FEATURES = {
-    "plain": (Plain, {}, {}),
+FEATURES: dict[str, tuple[type[Module], dict[str, Any], dict[str, Any]]] = {
+    "plain": (Module, {}, {}),
     "fused AdamW and a schedule": (Adam, {}, {}),
-    "accumulation with a partial last window": (Plain, {"accumulate_grad_batches": 3}, {}),
-    "accumulation by a schedule": (Plain, {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]}, {}),
-    "clipping by norm": (Plain, {"gradient_clip_val": 0.05}, {}),
-    "clipping by value": (Plain, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
+    "accumulation with a partial last window": (Module, {"accumulate_grad_batches": 3}, {}),
+    "accumulation by a schedule": (Module, {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]}, {}),
+    "clipping by norm": (Module, {"gradient_clip_val": 0.05}, {}),
+    "clipping by value": (Module, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
     "closures called more than once": (Closures, {}, {}),
     "manual optimization of two networks": (Gan, {}, {"find_unused_parameters": True}),
     "two backward passes a step": (SteppedLate, {}, {}),
@@ -227,114 +147,153 @@ FEATURES = {
     "sparse embeddings, mixed dtypes, empty parameters": (Sparse, {}, {}),
     "torch.compile": (Compiled, {}, {"bucket_cap_mb": 25}),
     "stochastic weight averaging": (
-        Plain,
-        {"callbacks": lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)]},
-        {},
+        Module, {"callbacks": lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)]}, {},
     ),
-    "static graph": (Plain, {}, {"static_graph": True}),
-    "no inference mode": (Plain, {"inference_mode": False, "limit_val_batches": 2}, {}),
-}
-
-
-def trainer_of(
-    rank: int, world: int, strategy: str, options: dict, ddp: dict, monitor: bool = True, **settings
-) -> L.Trainer:
-    make = DDPStrategy if strategy == "ddp" else TopKStrategy
-    callbacks = options.get("callbacks", list)() + ([CompressionMonitor()] if monitor else [])
-    return L.Trainer(
-        strategy=make(cluster_environment=InThisProcess(rank, world), **{"bucket_cap_mb": 0.0005} | ddp, **settings),
-        **{**QUIET, "devices": world, "max_epochs": 2, "num_sanity_val_steps": 0, "limit_val_batches": 0}
-        | options | {"callbacks": callbacks},
-    )  # fmt: skip
-
-
-def trained(rank: int, world: int, name: str) -> None:
-    warnings.simplefilter("ignore")
-    module, options, ddp = FEATURES[name]
-    weights = {}
-    for strategy, settings in {
-        "ddp": {},
-        "all": {"ratio": 1.0, "wire": "fp32"},
-        "model": {"ratio": 1.0, "wire": "fp32", "bidirectional": False},
-        "topk": {"ratio": 0.1},
-    }.items():
-        model = module()
-        trainer_of(rank, world, strategy, options, ddp, monitor=strategy == "topk", **settings).fit(model)
-        weights[strategy] = torch.cat([p.detach().double().flatten() for p in model.parameters()])
-    rows = every_rank(torch.stack([*weights.values()]))
-    for number, strategy in enumerate(weights):
-        assert (rows[:, number] == rows[0, number]).all(), f"ranks differ with {strategy}"
-    for strategy in ("all", "model"):
-        torch.testing.assert_close(weights[strategy], weights["ddp"], rtol=1e-4, atol=1e-5)
-    assert not torch.equal(weights["topk"], weights["ddp"])
-    assert weights["topk"].isfinite().all()
+    "static graph": (Module, {}, {"static_graph": True}),
+    "no inference mode": (Module, {"inference_mode": False, "limit_val_batches": 2}, {}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_with_everything_sent_training_gives_the_weights_of_ddp(groups, name):
-    groups(2).run(trained, name, timeout=100)
+@on_ranks(2, timeout=100)
+def test_with_everything_sent_training_gives_the_weights_of_ddp(rank, world, name):
+    module, options, ddp = FEATURES[name]
+    ddp, ends = {"bucket_cap_mb": 0.001, **ddp}, []
+    for strategy in (
+        DDPStrategy(**ddp),
+        TopKStrategy(ratio=1.0, wire="fp32", **ddp),
+        TopKStrategy(ratio=1.0, wire="fp32", bidirectional=False, **ddp),
+        TopKStrategy(ratio=0.1, **ddp),
+    ):
+        model, callbacks = module(), options.get("callbacks", list)()
+        given = {"max_epochs": 2, **options, "callbacks": callbacks, "monitor": isinstance(strategy, TopKStrategy)}
+        fit(rank, world, model, strategy, **given)
+        ends.append(weights(model).double())
+    plain, both_ways, one_way, compressed = ends
+    rows = every_rank(torch.stack(ends))
+    assert torch.equal(rows[0], rows[1]), "ranks differ"
+    torch.testing.assert_close([both_ways, one_way], [plain, plain], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(compressed, plain)
+    assert compressed.isfinite().all()
 
 
-class Moving(Plain):
+class Laws(Callback):
+    """Takes note of each step, and checks the laws at the end of fit."""
+
+    def __init__(self) -> None:
+        self.computed, self.received, self.sent, self.planned = [], [], [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        alone = copy.deepcopy(pl_module)
+        alone.zero_grad()
+        alone.training_step(batch, batch_idx).backward()
+        self.computed.append(gradient(alone))
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.received.append(gradient(pl_module))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        state, names = trainer.strategy.topk_state, ("uplink", "downlink", "dense", "intra_node", "inter_node")
+        buckets = [[p.numel() for p in bucket] for bucket in state.residuals.progress.buckets]
+        step = {"step": len(self.sent), "epoch": trainer.current_epoch}
+        plan = volume(trainer.strategy.config, buckets, state.world, state.rank, local=state.local, **step)
+        self.planned.append({name: getattr(plan, name) for name in names})
+        self.sent.append({name: int(trainer.callback_metrics[f"topk/{name}_bytes"]) for name in names})
+
+    def on_train_end(self, trainer, pl_module):
+        state, config = trainer.strategy.topk_state, trainer.strategy.config
+        keeps = config.error_feedback is True and not config.momentum
+        means, left = mean_over_ranks(torch.stack(self.computed)), undelivered(state, pl_module) if keeps else None
+        rows = every_rank(torch.stack(self.received))
+        settled = 2 if isinstance(config.ratio, float | None) else None  # DDP regroups its buckets after the first step
+        laws.check(means, rows, left, self.sent, self.planned, not state.config.compresses, settled)
+        assert state.residuals.progress.steps == trainer.global_step == 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *presets.values(),
+        {"topology": "single_server", "static_graph": True},
+        {"topology": "allgather", "bidirectional": False, "gradient_as_bucket_view": True},
+        {"wire": "fp32", "bucket_cap_mb": 0.001},
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_laws_hold_in_a_trainer_for_every_preset(rank, world, settings):
+    found = Laws()
+    fit(rank, world, strategy=TopKStrategy(**settings), callbacks=[found], log_every_n_steps=1)
+    assert len(found.sent) == 5
+
+
+def test_laws_hold_in_forked_processes():
+    fit(None, 2, strategy="topk_fork", callbacks=[Laws()], log_every_n_steps=1)
+
+
+class Moving(Module):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), self.lr, 0.9, weight_decay=0.01, nesterov=True)
 
 
-def adapted(rank: int, world: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
+@on_ranks(2, timeout=100)
+def test_momentum_is_adapted_in_every_fit_and_checkpoints_hold_the_optimizers_own_state(rank, world, tmp_path):
+    names = {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
     for kind in (Moving, Adam):
-        weights = []
-        for settings in ({"saving": 40}, {"saving": 40, "adapt_momentum": False}):
-            model = kind()
-            trainer = trainer_of(rank, world, "topk", {"gradient_clip_val": 0.5}, {}, **settings)
+        ends = []
+        for adapts in (True, False):
+            model, strategy = kind(), TopKStrategy(saving=40, adapt_momentum=adapts)
+            trainer = trainer_of(rank, world, strategy, max_epochs=2, gradient_clip_val=0.5)
             for _ in range(2):  # the second fit has an optimizer of its own
                 trainer.fit(model)
                 trainer.fit_loop.max_epochs += 1
-            trainer.save_checkpoint(f"{folder}/last.ckpt")
-            saved = torch.load(f"{folder}/last.ckpt", weights_only=False)["optimizer_states"][0]
-            assert {key for state in saved["state"].values() for key in state} <= {
-                "momentum_buffer", "step", "exp_avg", "exp_avg_sq"
-            }  # fmt: skip
-            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        assert not torch.equal(*weights)
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+            saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["optimizer_states"][0]
+            assert {key for state in saved["state"].values() for key in state} <= names
+            ends.append(weights(model))
+        assert not torch.equal(*ends)
 
 
-def test_momentum_is_adapted_in_every_fit_and_checkpoints_hold_the_optimizers_own_state(groups, tmp_path):
-    groups(2).run(adapted, str(tmp_path), timeout=100)
+@on_ranks(2)
+def test_momentum_in_the_optimizer_and_in_the_strategy_is_refused(rank, world):
+    with pytest.raises(ValueError, match=r"SGD has momentum 0.9 of its own.*momentum=0"):
+        fit(rank, world, Moving(), TopKStrategy(momentum=0.9))
 
 
-def unfrozen(rank: int, world: int) -> None:
+class Frozen(Module):
+    """The first layer begins to learn in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+@on_ranks(2)
+def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
     """DDP does not know of parameters that were frozen when it was built; ranks would drift apart."""
-    warnings.simplefilter("ignore")
-    model = Frozen()
-    options = {"use_distributed_sampler": False}  # every rank sees all data: the mean is what one process has
-    trainer_of(rank, world, "topk", options, {}, ratio=1.0, wire="fp32").fit(model)
-    alone = Frozen()
+    model, alone, strategy = Frozen(), Frozen(), TopKStrategy(ratio=1.0, wire="fp32", bucket_cap_mb=0.001)
+    # Every rank sees all data: the mean is what one process has.
+    fit(rank, world, model, strategy, max_epochs=2, use_distributed_sampler=False)
+    optimizer = alone.configure_optimizers()
     for epoch in range(2):
         alone.net[0].requires_grad_(epoch > 0)
         for batch in alone.train_dataloader():
-            alone.zero_grad()
+            optimizer.zero_grad()
             alone.training_step(batch, 0).backward()
-            with torch.no_grad():
-                for p in alone.parameters():
-                    p -= 0 if p.grad is None else 0.1 * p.grad
-    flat = [torch.cat([p.detach().flatten() for p in net.parameters()]) for net in (model, alone)]
-    torch.testing.assert_close(*flat, rtol=1e-4, atol=1e-5)
+            optimizer.step()
+    torch.testing.assert_close(weights(model), weights(alone), rtol=1e-4, atol=1e-5)
 
 
-def test_layers_that_are_unfrozen_later_are_exchanged_too(groups):
-    groups(2).run(unfrozen)
-
-
-class Thawing(Frozen):
+class Thawing(Module):
     """Unfreezes its first layer before the loss is computed, where that is too late, or after."""
 
     def __init__(self, before: bool) -> None:
         super().__init__()
+        self.net[0].requires_grad_(False)
         self._before = before
-
-    def on_train_epoch_start(self):
-        pass
 
     def training_step(self, batch, index):
         if self._before:
@@ -345,67 +304,33 @@ class Thawing(Frozen):
         return loss
 
 
-def unfrozen_inside(rank: int, world: int) -> None:
-    warnings.simplefilter("ignore")
+@on_ranks(2)
+def test_a_training_step_that_unfreezes_a_layer_is_refused(rank, world):
     with pytest.raises(RuntimeError, match="training_step unfroze a parameter"):
-        trainer_of(rank, world, "topk", {}, {}, ratio=0.1).fit(Thawing(before=True))
-    trainer = trainer_of(rank, world, "topk", {}, {}, ratio=0.1)
-    trainer.fit(Thawing(before=False))
+        fit(rank, world, Thawing(before=True), TopKStrategy(ratio=0.1))
+    trainer, _ = fit(rank, world, Thawing(before=False), TopKStrategy(ratio=0.1))
     assert trainer.global_step > 2
 
 
-def test_a_training_step_that_unfreezes_a_layer_is_refused(groups):
-    groups(2).run(unfrozen_inside)
-
-
-class Steps(Callback):
-    def on_train_start(self, trainer, pl_module):
-        self.steps = trainer.strategy.topk_state.residuals.progress.steps
-        self.held = len(trainer.strategy.topk_state.residuals.held())
-
-
-def tuned(rank: int, world: int, folder: str) -> None:
-    """What the Tuner tries out leaves no residuals behind."""
+@on_ranks(2)
+def test_validate_test_and_predict_work_before_and_without_fit(rank, world):
     warnings.simplefilter("ignore")
-    os.chdir(folder)
-    model, steps = Plain(), Steps()
-    trainer = trainer_of(rank, world, "topk", {"default_root_dir": folder, "callbacks": lambda: [steps]}, {}, ratio=0.1)
-    Tuner(trainer).lr_find(model, num_training=4, update_attr=False)
-    trainer.fit(model)
-    assert steps.steps == steps.held == 0
-    assert trainer.strategy._residuals.progress.steps == trainer.global_step
-
-
-def test_the_tuner_leaves_no_residuals_behind(groups, tmp_path):
-    groups(2).run(tuned, str(tmp_path))
-
-
-def evaluated(rank: int, world: int) -> None:
-    warnings.simplefilter("ignore")
-    model = Plain()
-    options = {"limit_val_batches": 2, "limit_test_batches": 2, "limit_predict_batches": 2}
-    trainer = trainer_of(rank, world, "topk", options, {}, ratio=0.1)
+    model = Module()
+    limits = {"limit_val_batches": 2, "limit_test_batches": 2, "limit_predict_batches": 2}
+    trainer = trainer_of(rank, world, TopKStrategy(ratio=0.1), max_epochs=2, **limits)
     before = trainer.validate(model, verbose=False)[0]["val_loss"]
     trainer.test(model, verbose=False)
     assert len(trainer.predict(model)) == 2
     trainer.fit(model)
     assert trainer.validate(model, verbose=False)[0]["val_loss"] != before
-    assert trainer.strategy._residuals.progress.steps == trainer.global_step
 
 
-def test_validate_test_and_predict_work_before_and_without_fit(groups):
-    groups(2).run(evaluated)
-
-
-def throughput(rank: int, world: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
+@on_ranks(2)
+def test_the_throughput_monitor_logs_beside_the_compression_monitor(rank, world, tmp_path):
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
-    options = {"callbacks": lambda: [monitor], "logger": CSVLogger(folder), "log_every_n_steps": 2}
-    trainer_of(rank, world, "topk", options, {}).fit(Plain())
-
-
-def test_the_throughput_monitor_logs_beside_the_compression_monitor(groups, tmp_path):
-    groups(2).run(throughput, str(tmp_path))
-    rows = next(Path(tmp_path).rglob("metrics.csv")).read_text()
-    assert "batches_per_sec" in rows
-    assert "topk/saving" in rows
+    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2}
+    fit(rank, world, strategy=TopKStrategy(), callbacks=[monitor], max_epochs=2, **options)
+    if rank == 0:
+        rows = next(tmp_path.rglob("metrics.csv")).read_text()
+        assert "batches_per_sec" in rows
+        assert "topk/saving" in rows

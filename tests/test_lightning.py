@@ -1,10 +1,9 @@
-"""The strategy and the callback in a Trainer, with spawned CPU workers."""
+"""The strategy and the callback in a Trainer: what is logged, and how its processes are started."""
 
 from __future__ import annotations
 
 import csv
 import itertools
-import logging
 import math
 import os
 import re
@@ -14,20 +13,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import lightning as L
 import pytest
 import torch
-from groups import script, torchrun
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateFinder
+from groups import on_ranks, script, torchrun
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from ranks import log
 from shapes import codecs_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
+from trainers import ELEMENTS, Module, Normed, fit
 
-from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy, presets
+from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
 from lightning_topk.lightning.callback import BUFFERS
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.volume import format_bytes, volume
@@ -41,53 +41,25 @@ KEYS = {
     "topk/total_broadcast_bytes", "topk/nonfinite_steps",
     "topk/exchange_seconds", "topk/hidden_share",
 }  # fmt: skip
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 2,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+PLAN = volume(TopKConfig(), [ELEMENTS], world=2)
+SENT = PLAN.uplink + PLAN.downlink
+"""Bytes of a step."""
 
 
-class Model(BoringModel):
-    """Boring, but large enough to compress, with batch norm on request."""
-
-    def __init__(self, norm: bool = False) -> None:
-        super().__init__()
-        self.layer = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64) if norm else nn.Tanh(), nn.Linear(64, 2))
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(super().train_dataloader().dataset, batch_size=4)
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """What a CSVLogger wrote."""
+    return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
 
 
-ELEMENTS = 32 * 64 + 64 + 64 * 2 + 2
-
-
-def fit(tmp_path, model=None, strategy=None, callbacks=(), **options):
-    """Trains with two workers that are forked from a server which has imported everything already."""
-    strategy = strategy or TopKStrategy(start_method="forkserver")
-    trainer = L.Trainer(
-        default_root_dir=tmp_path,
-        strategy=strategy,
-        callbacks=[CompressionMonitor(), *callbacks],
-        **{**QUIET, "max_steps": 5, **options},
-    )
-    trainer.fit(model or Model())
-    return trainer, {key: float(value) for key, value in trainer.callback_metrics.items()}
-
-
-def test_a_registered_name_trains_and_every_key_returns_after_spawn(tmp_path):
-    _, logged = fit(tmp_path, strategy="topk_spawn")
-    plan = volume(TopKConfig(), [ELEMENTS], world=2)
+def test_a_registered_name_trains_and_every_key_returns_after_spawn():
+    _, logged = fit(None, 2, strategy="topk_spawn")
     assert set(logged) >= KEYS
-    assert logged["topk/uplink_bytes"] == plan.uplink
-    assert logged["topk/downlink_bytes"] == plan.downlink
-    assert logged["topk/dense_bytes"] == plan.dense == ELEMENTS * 4
-    assert logged["topk/saving"] == pytest.approx(plan.saving)
-    assert logged["topk/total_bytes"] == 5 * (plan.uplink + plan.downlink)
-    assert logged["topk/total_dense_bytes"] == 5 * plan.dense
+    assert logged["topk/uplink_bytes"] == PLAN.uplink
+    assert logged["topk/downlink_bytes"] == PLAN.downlink
+    assert logged["topk/dense_bytes"] == PLAN.dense == ELEMENTS * 4
+    assert logged["topk/saving"] == pytest.approx(PLAN.saving)
+    assert logged["topk/total_bytes"] == 5 * SENT
+    assert logged["topk/total_dense_bytes"] == 5 * PLAN.dense
     assert 0 < logged["topk/uplink_error"] < 1
     assert 0 < logged["topk/downlink_error"] < 1
     assert logged["topk/worker_residual_norm"] > 0
@@ -97,293 +69,204 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn(tmp_path):
     assert logged["topk/ratio"] == logged["topk/selected_ratio"] == pytest.approx(kept / ELEMENTS)
 
 
-class Watch(Callback):
-    """Counts the collectives of the callback, and writes what each step logged."""
+@pytest.mark.parametrize(("every", "reductions"), [(1, 6), (3, 3), (50, 2), (0, 2)])  # the fourth step ends an epoch
+@on_ranks(2)
+def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, world, every, reductions):
+    strategy, totals, reduced = TopKStrategy(), [], []
+    reduce = strategy.reduce
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def counted(value, *args, **kwargs):
+        reduced.append(getattr(value, "shape", None) == (6,))  # Lightning reduces scalars of its own
+        return reduce(value, *args, **kwargs)
 
-    def on_fit_start(self, trainer, pl_module):
-        reduce = trainer.strategy.reduce
-        self.reduced = 0
-
-        def counted(value, *args, **kwargs):
-            self.reduced += getattr(value, "shape", None) == (6,)  # Lightning reduces scalars of its own
-            return reduce(value, *args, **kwargs)
-
-        trainer.strategy.reduce = counted
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.is_global_zero:
-            with self.path.open("a") as file:
-                metrics = trainer.callback_metrics
-                row = (trainer.global_step, self.reduced, float(metrics.get("topk/total_bytes", -1)))
-                file.write(",".join(map(str, row)) + "\n")
+    strategy.reduce = counted
+    look = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: totals.append(int(trainer.callback_metrics["topk/total_bytes"]))
+    )
+    fit(rank, world, strategy=strategy, callbacks=[look], max_steps=6, log_every_n_steps=every)
+    assert totals == [(step + 1) * SENT for step in range(6)]
+    assert sum(reduced) == reductions
 
 
-@pytest.mark.parametrize(("every", "reductions"), [(1, 6), (3, 2), (50, 1), (0, 1)])
-def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(tmp_path, every, reductions):
-    path = tmp_path / "steps.csv"
-    fit(tmp_path, callbacks=[Watch(path)], max_steps=6, log_every_n_steps=every)
-    rows = [[float(cell) for cell in line.split(",")] for line in path.read_text().splitlines()]
-    plan = volume(TopKConfig(), [ELEMENTS], world=2)
-    assert [total for *_, total in rows] == [(step + 1) * (plan.uplink + plan.downlink) for step in range(6)]
-    assert rows[-1][1] == reductions
+@on_ranks(2)
+def test_accumulation_exchanges_once_a_window_and_with_the_partial_last_one(rank, world):
+    _, logged = fit(rank, world, max_epochs=1, accumulate_grad_batches=3)  # four batches
+    assert logged["topk/total_bytes"] == 2 * SENT
 
 
-def test_accumulation_exchanges_once_a_window_and_with_the_partial_last_one(tmp_path):
-    _, logged = fit(tmp_path, max_steps=-1, max_epochs=1, limit_train_batches=7, accumulate_grad_batches=3)
-    plan = volume(TopKConfig(), [ELEMENTS], world=2)
-    assert logged["topk/total_bytes"] == 3 * (plan.uplink + plan.downlink)
-
-
-def test_loggers_and_early_stopping_see_the_keys(tmp_path):
+@on_ranks(2)
+def test_loggers_and_early_stopping_see_the_keys(rank, world, tmp_path):
     stop = EarlyStopping("topk/saving", stopping_threshold=2.0, mode="max", check_on_train_epoch_end=True)
     logger = CSVLogger(tmp_path, name="", version="")
-    fit(
-        tmp_path,
-        callbacks=[stop],
-        logger=logger,
-        log_every_n_steps=2,
-        max_steps=-1,
-        max_epochs=5,
-        limit_train_batches=4,
-    )
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    assert {int(row["step"]) for row in rows} == {1, 3}  # stopped after the first epoch
-    assert all(row[key] for row in rows for key in KEYS)
+    trainer, _ = fit(rank, world, callbacks=[stop], logger=logger, log_every_n_steps=2, max_epochs=5)
+    assert trainer.global_step == 4, "stopped after the first epoch"
+    if rank == 0:
+        rows = rows_of(tmp_path)
+        assert {int(row["step"]) for row in rows} == {1, 3}
+        assert all(row[key] for row in rows for key in KEYS)
 
 
-def test_broadcasts_of_buffers_are_counted_apart_from_the_exchange(tmp_path):
-    model = Model(norm=True)
-    size = sum(buffer.nbytes for buffer in model.buffers())
-    _, logged = fit(tmp_path, model, max_steps=4)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert logged["topk/broadcast_bytes"] == size
+@on_ranks(2)
+def test_broadcasts_of_buffers_are_counted_apart_from_the_exchange(rank, world):
+    size, weights = (sum(x.nbytes for x in each) for each in (Normed().buffers(), Normed().parameters()))
     link = 2 * 64 + 2 * weights  # two ranks time two all-reduces twice, a small one and one of the largest bucket
-    assert logged["topk/total_broadcast_bytes"] == weights + size + 4 * size + link
+    _, logged = fit(rank, world, Normed(), max_steps=4)
     sent = logged["topk/total_uplink_bytes"] + logged["topk/total_downlink_bytes"]
+    _, without = fit(rank, world, Normed(), TopKStrategy(**{BUFFERS: False}), max_steps=4)  # as the monitor advises
+    assert logged["topk/broadcast_bytes"] == size * (rank == 0)
+    first = weights + size
+    assert logged["topk/total_broadcast_bytes"] == (first + 4 * size) * (rank == 0) + link
     assert logged["topk/total_bytes"] == sent
-    strategy = TopKStrategy(start_method="forkserver", **{BUFFERS: False})  # as the monitor advises
-    _, logged = fit(tmp_path, Model(norm=True), strategy=strategy, max_steps=4)
     first = weights + size * (BUFFERS == "forward_sync_buffers")
-    assert logged["topk/total_broadcast_bytes"] == first + link
+    assert without["topk/total_broadcast_bytes"] == first * (rank == 0) + link
 
 
-def test_the_monitor_says_that_it_has_nothing_to_monitor(tmp_path):
+@pytest.mark.unit
+def test_the_monitor_says_that_it_has_nothing_to_monitor():
     with pytest.warns(UserWarning, match="CompressionMonitor logs nothing: the strategy is SingleDeviceStrategy"):
-        _, logged = fit(tmp_path, strategy="auto", devices=1, max_steps=1)
+        _, logged = fit(None, 1, strategy="auto", max_steps=1)
     assert not KEYS & set(logged)
 
 
-class Writer(CSVLogger):
-    """A logger that takes histograms, as TensorBoard's does."""
+@on_ranks(2)
+def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
+    drawn = []
 
-    @property
-    def experiment(self):
-        found = super().experiment
-        found.add_histogram = lambda name, values, step: drawn(Path(self.save_dir) / "drawn.txt", name, values, step)
-        return found
+    class Writer(CSVLogger):
+        """A logger that takes histograms, as TensorBoard's does."""
 
+        @property
+        def experiment(self):
+            found = super().experiment
+            found.add_histogram = lambda name, values, step: drawn.append((step, name, values.numel() > 0))
+            return found
 
-def drawn(path, name, values, step):
-    assert values.numel() > 0
-    with path.open("a") as file:
-        file.write(f"{step} {name}\n")
-
-
-class Summary(Callback):
-    def on_train_end(self, trainer, pl_module):
-        monitor = next(callback for callback in trainer.callbacks if isinstance(callback, CompressionMonitor))
-        if trainer.is_global_zero:
-            Path(trainer.default_root_dir, "summary.txt").write_text(monitor.summary())
-
-
-def test_layers_histograms_and_a_summary_on_request(tmp_path):
-    logger = Writer(tmp_path, name="", version="")
-    trainer = L.Trainer(
-        default_root_dir=tmp_path,
-        strategy=TopKStrategy(ratio=0.1, start_method="forkserver"),
-        callbacks=[CompressionMonitor(per_layer=True), Summary()],
-        log_every_n_steps=2,
-        **QUIET | {"logger": logger, "max_steps": 4},
-    )
-    trainer.fit(Model())
-    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    names = ["layer.0.weight", "layer.0.bias", "layer.2.weight", "layer.2.bias"]
+    monitor, words = CompressionMonitor(per_layer=True), []
+    ended = LambdaCallback(on_train_end=lambda *_: words.append(monitor.summary()))
+    options = {"logger": Writer(tmp_path, name="", version=""), "max_steps": 4, "log_every_n_steps": 2}
+    _, logged = fit(rank, world, None, TopKStrategy(ratio=0.1), [monitor, ended], monitor=False, **options)
+    names = [name for name, _ in Module().named_parameters()]
     assert sum(logged[f"topk/payload_share/{name}"] for name in names) == pytest.approx(1)
     assert all(0 <= logged[f"topk/error/{name}"] <= 1 for name in names)
     squares = sum(logged[f"topk/residual_norm/{name}"] ** 2 for name in names)
     assert squares == pytest.approx(logged["topk/worker_residual_norm"] ** 2)
-    rows = (tmp_path / "drawn.txt").read_text().split("\n")[:-1]
-    assert sorted(rows) == sorted(f"{step} topk/residual/{name}" for step in (2, 4) for name in names)
+    expected = [(step, f"topk/residual/{name}", True) for step in (2, 4) for name in names]
+    assert sorted(drawn) == sorted(expected) * (rank == 0)
     plan = volume(TopKConfig(ratio=0.1), [ELEMENTS], world=2)
-    words = (tmp_path / "summary.txt").read_text()
     up, down, dense = (format_bytes(4 * sent) for sent in (plan.uplink, plan.downlink, plan.dense))
-    assert f"in 4 steps each rank sent {up} up and {down} down instead of {dense} ({plan.saving:.1f}x less)" in words
-    assert "hidden behind backward (2 steps measured)" in words
+    begin = f"in 4 steps each rank sent {up} up and {down} down instead of {dense} ({plan.saving:.1f}x less)"
+    assert begin in words[0]
+    assert "hidden behind backward (2 steps measured)" in words[0]
 
 
-class Heard(Callback):
-    """Writes down what rank 0 is told."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def setup(self, trainer, pl_module, stage):
-        if trainer.is_global_zero:
-            logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(logging.FileHandler(self.path))
-
-
-class WithAdam(Model):
+class WithAdam(Module):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Weights(Callback):
-    """Keeps the weights of a spawned run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_fit_end(self, trainer, pl_module):
-        torch.save(pl_module.state_dict(), self.path)
-
-
-def test_one_worker_trains_as_without_compression_and_is_told_so(tmp_path):
+@on_ranks(1)
+def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
     """With Adam, too, which keeps its momentum."""
-    found = {}
-    for name, strategy in {
-        "ours": TopKStrategy(start_method="forkserver"),
-        "plain": DDPStrategy(start_method="forkserver"),
-    }.items():
-        torch.manual_seed(0)
-        heard = Heard(tmp_path / "said.txt")
-        trainer = L.Trainer(
-            default_root_dir=tmp_path,
-            strategy=strategy,
-            callbacks=[Weights(tmp_path / name), heard, *[CompressionMonitor()] * (name == "ours")],
-            **{**QUIET, "max_steps": 4, "devices": 1},
-        )
-        trainer.fit(WithAdam())
-        found[name] = torch.load(tmp_path / name)
-        if name == "ours":
-            assert trainer.callback_metrics["topk/total_bytes"] == 0
-            assert trainer.callback_metrics["topk/saving"] == 1
-            assert trainer.callback_metrics["topk/uplink_error"] == 0
-            assert (tmp_path / "said.txt").read_text().count("so nothing is sent and nothing is compressed") == 1
-    for key, weight in found["plain"].items():
-        assert torch.equal(found["ours"][key], weight)
+    ours, plain = WithAdam(), WithAdam()
+    with log("lightning.pytorch.utilities.rank_zero") as said:
+        _, logged = fit(rank, world, ours)
+    fit(rank, world, plain, DDPStrategy(), monitor=False)
+    assert [logged[f"topk/{name}"] for name in ("total_bytes", "saving", "uplink_error")] == [0, 1, 0]
+    assert sum("so nothing is sent and nothing is compressed" in line for line in said) == 1
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
-def test_a_checkpoint_is_restored_after_a_spawned_fit(tmp_path):
-    """By the main process, whose module has no Trainer then."""
-    trainer, _ = fit(tmp_path)
-    path = tmp_path / "last.ckpt"
-    trainer.save_checkpoint(path)
-    saved = trainer.strategy.load_checkpoint(path)["state_dict"]
-    module = trainer.strategy.lightning_module
-    torch.nn.init.zeros_(module.layer[0].weight)
-    trainer._checkpoint_connector.restore(path)
-    assert torch.equal(module.layer[0].weight, saved["layer.0.weight"])
+class SharesNothing(Callback):
+    """Fails if two ranks step on the same weights, as torch shares those of processes from a fork server."""
+
+    def on_train_start(self, trainer, pl_module):
+        assert not any(tensor.is_shared() for tensor in (*pl_module.parameters(), *pl_module.buffers()))
 
 
-class Overflows(Model):
-    """At the smallest learning rates, which only the finder tries, gradients are infinite."""
+def test_ranks_of_a_fork_server_have_own_weights_and_the_main_process_restores_them(tmp_path):
+    """The main process restores a checkpoint when its module has no Trainer any more."""
+    strategy = TopKStrategy(start_method="forkserver")
+    trainer, _ = fit(None, 2, Normed(), strategy, [SharesNothing()], default_root_dir=tmp_path)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = strategy.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]
+    weight = strategy.lightning_module.net[0].weight
+    torch.nn.init.zeros_(weight)
+    trainer._checkpoint_connector.restore(tmp_path / "last.ckpt")
+    assert torch.equal(weight, saved["net.0.weight"])
 
-    lr = 0.01
 
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)["loss"]
-        return loss * (math.inf if self.optimizers().param_groups[0]["lr"] < 1e-7 else 1.0)
+@on_ranks(2)
+def test_what_the_learning_rate_finder_tries_is_in_no_figure_and_no_residual(rank, world, tmp_path):
+    class Overflows(Module):
+        """At the smallest learning rates, which only the finder tries, gradients are infinite."""
 
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * (math.inf if self.optimizers().param_groups[0]["lr"] < 1e-7 else 1.0)
 
-def test_steps_of_the_learning_rate_finder_are_in_no_figure_of_the_monitor(tmp_path):
+    found = []
+
+    def look(trainer, *_):
+        state = trainer.strategy.topk_state
+        found.append((state.residuals.progress.steps, len(state.residuals.held())))
+
     finder = LearningRateFinder(num_training_steps=8, early_stop_threshold=None, update_attr=False)
-    _, logged = fit(tmp_path, Overflows(), callbacks=[finder], log_every_n_steps=1)
-    plan = volume(TopKConfig(), [ELEMENTS], world=2)
-    assert logged["topk/total_bytes"] == 5 * (plan.uplink + plan.downlink)
-    assert logged["topk/total_dense_bytes"] == 5 * plan.dense
+    callbacks = [finder, LambdaCallback(on_train_start=look, on_train_end=look)]
+    _, logged = fit(rank, world, Overflows(), callbacks=callbacks, log_every_n_steps=1, default_root_dir=tmp_path)
+    assert logged["topk/total_bytes"] == 5 * SENT
+    assert logged["topk/total_dense_bytes"] == 5 * PLAN.dense
     assert logged["topk/nonfinite_steps"] == 0
+    assert found == [(0, 0), (5, 6)]
 
 
-class TakesIterator(Model):
+class TakesIterator(Module):
     def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
         return super().training_step(batch, batch_idx)
 
 
-def test_the_monitor_logs_steps_that_take_the_dataloaders_iterator(tmp_path):
-    _, logged = fit(tmp_path, TakesIterator())
-    plan = volume(TopKConfig(), [ELEMENTS], world=2)
-    assert logged["topk/total_bytes"] == 5 * (plan.uplink + plan.downlink)
+@on_ranks(2)
+def test_the_monitor_logs_steps_that_take_the_dataloaders_iterator(rank, world):
+    _, logged = fit(rank, world, TakesIterator())
+    assert logged["topk/total_bytes"] == 5 * SENT
 
 
-class Manual(Model):
+class InTurn(Module):
     """Two optimizers that step in turn, as in a GAN, and one branch that is left out at times."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.other = nn.Linear(32, 2)
+        self.other = nn.Linear(12, 1)
 
     def training_step(self, batch, batch_idx):
-        for optimizer, net in zip(self.optimizers(), (self.layer, self.other), strict=True):
+        (x,) = batch
+        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
-            self.manual_backward(self.loss(net(batch)))
+            self.manual_backward((net(x) - x[:, :1]).square().mean())
             optimizer.step()
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.layer, self.other)]
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
 
 
-def test_manual_optimization_with_two_optimizers(tmp_path):
-    strategy = TopKStrategy(start_method="forkserver", find_unused_parameters=True)
-    _, logged = fit(tmp_path, Manual(), strategy=strategy, max_steps=6)
-    elements = ELEMENTS + 32 * 2 + 2
-    plan = volume(TopKConfig(), [elements], world=2, parameters=[6])
+@on_ranks(2)
+def test_bytes_of_two_optimizers_that_step_in_turn_are_those_of_a_batch(rank, world):
+    _, logged = fit(rank, world, InTurn(), TopKStrategy(find_unused_parameters=True), max_steps=6)
+    plan = volume(TopKConfig(), [ELEMENTS + 13], world=2, parameters=[8])
     assert logged["topk/uplink_bytes"] == 2 * plan.uplink  # two backward passes a batch
     assert logged["topk/total_dense_bytes"] == 6 * plan.dense
 
 
-def test_schedules_follow_the_trainers_epochs(tmp_path):
-    strategy = TopKStrategy(ratio=ExponentialWarmup(0.01, start=0.5, epochs=2), start_method="forkserver")
-    logger = CSVLogger(tmp_path, name="", version="")
-    fit(
-        tmp_path,
-        strategy=strategy,
-        max_steps=-1,
-        max_epochs=3,
-        limit_train_batches=2,
-        logger=logger,
-        log_every_n_steps=1,
-    )
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    ratios = [float(row["topk/ratio"]) for row in rows]
-    assert ratios == pytest.approx([0.5, 0.5, 0.0707, 0.0707, 0.01, 0.01], rel=0.03)
-
-
-def ratios_of(tmp_path, strategy, **options):
-    """The density of each step."""
-    logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
-    _, logged = fit(tmp_path, strategy=strategy, logger=logger, log_every_n_steps=1, **options)
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    return logged, [float(row["topk/ratio"]) for row in rows if row["topk/ratio"]]
-
-
 class Endless(IterableDataset):
     def __iter__(self):
-        return itertools.cycle(torch.ones(10, 32))
+        return itertools.cycle([(each,) for each in torch.ones(10, 12)])
 
 
-class Stop(Callback):
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        trainer.should_stop = trainer.global_step == 3
-
-
-class OnEndless(Model):
+class OnEndless(Module):
     def train_dataloader(self):
         return DataLoader(Endless())
 
@@ -394,83 +277,35 @@ FORMS = {
     "a saving one way": ({"saving": 10, "bidirectional": False}, 10),
     "ratio": ({"ratio": 0.02}, None),
     "schedule": ({"ratio": ExponentialWarmup(0.01, start=0.5, steps=2)}, None),
+    "by epochs": ({"ratio": ExponentialWarmup(0.01, start=0.5, epochs=2)}, None),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_measured_is_what_was_asked_for(tmp_path, form):
-    """In runs of any length: of some steps, and of unknown ones."""
+@on_ranks(2)
+def test_what_is_measured_is_what_was_asked_for(rank, world, form):
+    """In runs of any length: of three epochs of two batches, and of unknown ones."""
     settings, saving = FORMS[form]
-    found = []
-    for model, options in ((Model(), {"max_steps": 3}), (OnEndless(), {"max_steps": -1, "callbacks": [Stop()]})):
-        strategy = TopKStrategy(**settings, start_method="forkserver")
-        logged, ratios = ratios_of(tmp_path, strategy, model=model, **options)
+    found, ratio = [], settings.get("ratio")
+    for module, options in (Module(), {"max_epochs": 3}), (OnEndless(), {"max_steps": -1}):
+        ratios = []
+
+        def look(trainer, *_, ratios=ratios):
+            ratios.append(float(trainer.callback_metrics["topk/ratio"]))
+            trainer.should_stop = trainer.global_step == 6
+
+        _, logged = fit(
+            rank, world, module, TopKStrategy(**settings), [LambdaCallback(on_train_batch_end=look)],
+            limit_train_batches=2, log_every_n_steps=1, **options,
+        )  # fmt: skip
         found.append((logged["topk/saving"], ratios))
     assert found[0] == found[1]
     seen, ratios = found[0]
-    if saving is not None:
-        assert seen == pytest.approx(saving, rel=0.02)
-    ratio = settings.get("ratio")
-    asked = 3 * [ratio] if isinstance(ratio, float) else [ratio.at(step, 0) for step in range(3)] if ratio else ratios
-    assert len(ratios) == 3
-    assert ratios == pytest.approx(asked, rel=0.02)
-
-
-@pytest.mark.parametrize("name", presets)
-def test_every_preset_trains_and_ranks_agree(tmp_path, name):
-    strategy = TopKStrategy(**presets[name], start_method="forkserver")
-    _, logged = fit(tmp_path, strategy=strategy, callbacks=[SameWeights()])
-    config = strategy.config
-    kept = volume(config, [ELEMENTS], world=2, step=4)
-    assert logged["topk/uplink_bytes"] + logged["topk/downlink_bytes"] == kept.uplink + kept.downlink
-
-
-class SharesNothing(Callback):
-    """Fails if two ranks step on the same weights, as torch shares those of processes from a fork server."""
-
-    def on_train_start(self, trainer, pl_module):
-        assert not any(tensor.is_shared() for tensor in (*pl_module.parameters(), *pl_module.buffers()))
-
-
-def test_workers_of_a_fork_server_have_weights_of_their_own(tmp_path):
-    fit(tmp_path, Model(norm=True), callbacks=[SharesNothing()], max_steps=1)
-
-
-class Momentum(Model):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def test_momentum_in_the_optimizer_and_in_the_strategy_is_refused(tmp_path):
-    strategy = TopKStrategy(momentum=0.9, start_method="forkserver")
-    with pytest.raises(Exception, match=r"SGD has momentum 0.9 of its own.*momentum=0"):
-        fit(tmp_path, Momentum(), strategy=strategy)
-
-
-class SameWeights(Callback):
-    """Fails unless all ranks end with the same weights."""
-
-    def on_train_end(self, trainer, pl_module):
-        flat = torch.cat([p.detach().flatten() for p in pl_module.parameters()])
-        gathered = [torch.empty_like(flat) for _ in range(trainer.world_size)]
-        torch.distributed.all_gather(gathered, flat)
-        assert torch.equal(*gathered)
-        assert trainer.strategy.topk_state.residuals.progress.steps == trainer.global_step
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "topk_fork",
-        TopKStrategy(start_method="forkserver", topology="single_server", static_graph=True),
-        TopKStrategy(
-            start_method="forkserver", topology="allgather", bidirectional=False, gradient_as_bucket_view=True
-        ),
-        TopKStrategy(start_method="forkserver", wire="fp32", bucket_cap_mb=0.001),
-    ],
-)
-def test_ranks_end_with_the_same_weights(tmp_path, strategy):
-    fit(tmp_path, strategy=strategy, callbacks=[SameWeights()])
+    assert len(ratios) == 6
+    assert saving is None or seen == pytest.approx(saving, rel=0.02)
+    if ratio is not None:
+        asked = [ratio if isinstance(ratio, float) else ratio.at(step, step // 2) for step in range(6)]
+        assert ratios == pytest.approx(asked, rel=0.03)
 
 
 SCRIPT = """
@@ -502,15 +337,6 @@ if __name__ == "__main__":
 """
 
 
-def command(arguments, **kwargs):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
-    done = subprocess.run(
-        arguments, capture_output=True, text=True, timeout=200, env=environment, check=False, **kwargs
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, launcher):
     path = tmp_path / "script.py"
@@ -523,48 +349,41 @@ def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, l
     assert "rank 1 trained" in output
 
 
+CLI = ROOT / "examples/cli"
+
+
 def test_lightning_cli_configures_the_strategy_by_yaml(tmp_path):
-    folder = ROOT / "examples/cli"
-    output = script(
-        folder / "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=3", "--trainer.devices=1",
-        "--trainer.strategy.init_args.start_method=popen",
-        log=tmp_path / "log", folder=folder,
-    )  # fmt: skip
+    options = "--trainer.max_steps=3", "--trainer.devices=1", "--trainer.strategy.init_args.start_method=popen"
+    output = script(CLI / "main.py", "fit", "--config", "config.yaml", *options, log=tmp_path / "log", folder=CLI)
     assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
 
 
 @pytest.mark.slow
 def test_lightning_cli_takes_the_strategy_from_the_command_line():
-    output = command(
-        [sys.executable, "main.py", "fit", "--config", "config.yaml", "--trainer.max_steps=2",
-         "--trainer.strategy=TopKStrategy", "--trainer.strategy.ratio=0.5", "--trainer.strategy.start_method=spawn"],
-        cwd=ROOT / "examples/cli",
+    options = ["max_steps=2", "strategy=TopKStrategy", "strategy.ratio=0.5", "strategy.start_method=spawn"]
+    done = subprocess.run(
+        [sys.executable, "main.py", "fit", "--config", "config.yaml", *[f"--trainer.{each}" for each in options]],
+        capture_output=True, text=True, timeout=200, check=False, cwd=CLI, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert "TopKConfig(ratio=0.5" in output
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "TopKConfig(ratio=0.5" in done.stdout
 
 
 @pytest.mark.unit
-def test_metrics_can_be_held_by_users():
+def test_metrics_can_be_held_by_users_and_count_exactly():
     metrics = MetricCollection({"volume": ExchangeVolume()})
     metrics["volume"].update(uplink=10, downlink=30, dense=4000)
     metrics["volume"].update(uplink=10, downlink=30, dense=4000, broadcast=5)
     computed = metrics.compute()
-    assert computed["total_bytes"] == 80
-    assert computed["broadcast_bytes"] == 5
-    assert computed["saving"] == 100
+    assert [computed[name] for name in ("total_bytes", "broadcast_bytes", "saving")] == [80, 5, 100]
+    metrics["volume"].update(uplink=2**24 + 1, downlink=2**40 + 1, dense=0)
+    assert int(metrics.compute()["total_bytes"]) == 2**24 + 2**40 + 82
     error = CompressionError()
     error.update(0, 0)
     assert error.compute() == 0
     error.update(torch.tensor(4.0), torch.tensor(1.0))
     error.update(4, 2)
     assert error.compute() == 3 / 8
-
-
-@pytest.mark.unit
-def test_counts_beyond_2_to_24_are_exact():
-    metric = ExchangeVolume()
-    metric.update(uplink=2**24 + 1, downlink=2**40 + 1, dense=0)
-    assert int(metric.compute()["total_bytes"]) == 2**24 + 2**40 + 2
 
 
 def summary_of(topology: str, since: int = 0) -> str:
@@ -593,10 +412,8 @@ def test_the_summary_tells_who_sends_what_and_since_when():
 
 @pytest.mark.unit
 def test_layers_are_logged_by_pattern():
-    assert CompressionMonitor().per_layer == []
-    assert CompressionMonitor(True).per_layer == ["*"]
-    assert CompressionMonitor("*.weight").per_layer == ["*.weight"]
-    assert CompressionMonitor(["a", "b"]).per_layer == ["a", "b"]
+    given = {(): [], (True,): ["*"], ("*.weight",): ["*.weight"], (("a", "b"),): ["a", "b"]}
+    assert [CompressionMonitor(*arguments).per_layer for arguments in given] == list(given.values())
     for wrong in ([1], 3):
         with pytest.raises(TypeError, match=rf"per_layer={re.escape(str(wrong))} must be True, False, a pattern of"):
             CompressionMonitor(wrong)

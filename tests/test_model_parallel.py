@@ -12,11 +12,11 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from test_features import InThisProcess
-from test_gloo import every_rank
+from ranks import every_rank
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import InThisProcess
 
 from lightning_topk import CompressionMonitor, TopKModelParallelStrategy, attach
 

@@ -428,20 +428,6 @@ def test_ranks_agree_on_weights_and_dense_parts_step_as_in_ddp_to_the_bit(groups
         assert found["not adapted"][0][1] == found["dense"][0][1] == []
 
 
-def quiet(rank: int, world: int) -> list[str]:
-    said: list[str] = []
-    for settings in ({}, {"adapt_momentum": False}):
-        attach(DistributedDataParallel(nn.Linear(9, 9)), announce=said.append, **settings).close()
-    return said
-
-
-def test_without_the_optimizer_it_is_said_that_momentum_stays(groups):
-    said, other = groups(2).run(quiet)
-    assert len(said) == 1
-    assert "without optimizer=, so its momentum is not adapted" in said[0]
-    assert other == []
-
-
 def test_the_step_count_of_entries_is_one_byte_and_goes_with_parameters():
     parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], Exchange()
     optimizer = SGD(parameters, lr=0.1, momentum=0.9)

@@ -3,181 +3,185 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Any
 
+import laws
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from groups import on_ranks
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
-from test_gloo import every_rank, flat_gradient, mean_over_ranks, sum_of, undelivered
-from test_laws import ON_NODES, ROUTES, SELECTED, WIRES, cluster_of, everywhere, gradients, in_turn, routes
-from test_laws import undelivered as undelivered_in
-from test_lightning import Model, fit
+from ranks import (
+    every_rank,
+    four_layers,
+    gradient,
+    held,
+    local_gradient,
+    loss_of,
+    mean_over_ranks,
+    undelivered,
+    weights,
+    without,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from trainers import Module, fit
 
 from lightning_topk import TopKStrategy
-from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import attach
 from lightning_topk.simulate import Cluster
 
 
-def net_of_four_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
+class Run:
+    """A net of four layers that is trained with a GradScaler.
+
+    Args:
+        rank: This rank.
+        optimizers: Makes the optimizers that the scaler steps.
+        given: What ``attach`` gets instead of them.
+        ddp: Options of DDP.
+        **settings: Arguments of ``attach``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        optimizers: Callable[[nn.Module], list] = lambda net: [SGD(net.parameters(), lr=0.1)],
+        given: Any = None,
+        ddp: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.rank, self.net, self.alone = rank, four_layers(), four_layers()
+        self.ddp = DistributedDataParallel(self.net, **{"bucket_cap_mb": 0.001, **(ddp or {})})
+        self.optimizers, self.scaler = optimizers(self.net), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        given = (lambda: self.optimizers) if given is None else given(self.optimizers[0])
+        self.state = attach(self.ddp, optimizer=given, scaler=self.scaler, **{"ratio": 0.05, **settings})
+        self.computed: list[torch.Tensor] = []
+        self.received: list[torch.Tensor] = []
+
+    def backward(self, number: int, spoilt: str = "", passes: int = 1) -> torch.Tensor:
+        """A step's backward passes, of which the middle one is spoilt; returns the gradient without its scale."""
+        self.net.zero_grad()
+        for part in range(passes):
+            how = spoilt if part == passes // 2 else ""
+            hook = self.net[1].weight.register_hook(lambda g, how=how: spoil(g, how))
+            self.scaler.scale(loss_of(self.ddp, self.rank, passes * number + part)).backward()
+            hook.remove()
+        return gradient(self.net) / self.scaler.get_scale()
+
+    def take(self) -> None:
+        """Steps all optimizers."""
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def look(self) -> torch.Tensor:
+        """The residuals of this rank."""
+        return held(self.state, self.net)
+
+    def own(self, number: int, lost: Collection[str] = ()) -> torch.Tensor:
+        """This rank's own gradient of a pass, but for parameters whose gradient is lost with a skipped step."""
+        return without(local_gradient(self.alone, self.net, self.rank, number), self.net, lost)
+
+    def note(self, computed: torch.Tensor, received: torch.Tensor | float) -> None:
+        """Takes note of what a step computed, and of what it received if its optimizers are not to skip it."""
+        self.computed.append(computed)
+        self.received.append(torch.zeros_like(computed) + received)
+
+    def left(self) -> torch.Tensor:
+        """What all ranks still have to deliver."""
+        return undelivered(self.state, self.net)
+
+    def check(self, conserves: bool = True) -> None:
+        """Fails where the steps that were taken break a law; closes the state."""
+        computed, received = mean_over_ranks(torch.stack(self.computed)), every_rank(torch.stack(self.received))
+        left = self.left() if conserves else None
+        self.state.close()
+        laws.check(computed, received, left, [], [], settled=None, rtol=1e-4)
 
 
-def held(state, net: nn.Module) -> torch.Tensor:
-    """What this rank holds, as a worker and as a server."""
-    kept = state.residuals.held()
-    return torch.stack([torch.cat([kept[p][side] for p in net.parameters()]) for side in (0, 1)])
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank))).square().mean()
-
-
-def spoil(net: nn.Module, how: str) -> list[torch.utils.hooks.RemovableHandle]:
-    """Makes the next gradients of one layer infinite, in one element or everywhere, or NaN."""
-    value = torch.nan if how == "nan" else torch.inf
-
-    def poison(grad: torch.Tensor) -> torch.Tensor:
-        grad = grad.clone()
-        grad.view(-1)[: None if how == "everywhere" else 1] = value
-        return grad
-
-    return [net[1].weight.register_hook(poison)]
-
-
-def own_gradient(weights: torch.Tensor, rank: int, step: int, without: str = "") -> torch.Tensor:
-    """A rank's own gradient at some weights; zero for the parameters that ``without`` names, separated by spaces."""
-    alone = net_of_four_layers()
-    nn.utils.vector_to_parameters(weights, alone.parameters())
-    loss_of(alone, rank, step).backward()
-    for name, parameter in alone.named_parameters():
-        if name in without.split():
-            parameter.grad.zero_()
-    return flat_gradient(alone)
-
-
-def weights_of(net: nn.Module) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+def spoil(g: torch.Tensor, how: str) -> torch.Tensor:
+    """A gradient with an infinity or a NaN; as it is if ``how`` is empty."""
+    g = g.clone()
+    if how:
+        g.view(-1)[: None if how == "everywhere" else 1] = torch.nan if how == "nan" else torch.inf
+    return g
 
 
 MEMORIES = [{"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}]
 
 
-def skipped(rank: int, world: int, topology: str, bidirectional: bool, how: str, settings: dict, fused: bool) -> None:
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    settings = {"ratio": 0.05, "topology": topology, "bidirectional": bidirectional} | settings
-    state = attach(ddp, optimizer=optimizer, scaler=scaler, **settings)
-    computed, received, seen, on_a_node = [], [], [], settings.get("local_world_size", 1)
-    for step in range(7):
-        bad, weights, lost = step in (2, 3, 5), weights_of(net), ""
-        if bad:  # uncompressed gradients of a skipped step are gone, and all of a bucket of a node's that is not finite
-            lost = "" if "dense_parameters" not in settings else "0.bias 1.bias 2.bias 3.bias"
-            if topology == "dense":
-                lost = " ".join(name for name, _ in net.named_parameters())
-            elif rank // on_a_node == step % world // on_a_node:
-                lost += " 1.weight 1.bias"
-        computed.append(own_gradient(weights, rank, step, lost))
-        hooks = spoil(net, how) if bad and rank == step % world else []
-        optimizer.zero_grad()
-        scaler.scale(loss_of(ddp, rank, step)).backward()
-        for hook in hooks:
-            hook.remove()
-        scaler.unscale_(optimizer)
-        gradient = flat_gradient(net)
-        if not bad:
-            received.append(gradient)
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append((bad, held(state, net), torch.equal(weights, weights_of(net)), gradient))
-    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
-    everyones = every_rank(torch.stack([gradient for *_, gradient in seen])).unbind(1)
-    count = state.nonfinite_steps
-    state.close()
-    for step, ((bad, now, unchanged, _), everyone_saw) in enumerate(zip(seen, everyones, strict=True)):
-        assert now.isfinite().all()
-        assert unchanged == bad, f"step {step}"
-        if bad:
-            assert not everyone_saw.isfinite().all(1).any(), "some rank saw a finite gradient"
-    assert count == 3
-    if not settings.get("momentum"):
-        torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
-    ("topology", "bidirectional", "how"),
-    [*((*route, "inf") for route in ROUTES), ("sharded", True, "nan"), ("allgather", False, "everywhere")],
-)
-def test_what_a_skipped_step_sent_comes_back(groups, topology, bidirectional, how):
-    groups(3).run(skipped, topology, bidirectional, how, {}, False)
-
-
-@pytest.mark.parametrize(
-    ("topology", "bidirectional", "settings"),
+    ("world", "topology", "bidirectional", "how", "fused", "settings"),
     [
-        *(("sharded", True, settings) for settings in MEMORIES),
-        *((*route, settings) for route, settings in zip(ROUTES[1:4], MEMORIES, strict=False)),
+        *((3, *route, "inf", False, {}) for route in laws.ROUTES),
+        (3, "sharded", True, "nan", False, {}),
+        (3, "allgather", False, "everywhere", False, {}),
+        *((2, "sharded", True, "inf", True, settings) for settings in MEMORIES),
+        *((2, *laws.ROUTES[i + 1], "inf", True, settings) for i, settings in enumerate(MEMORIES)),
+        *((4, *way, "inf", False, {"local_world_size": 2}) for way in laws.ON_NODES),
+        *((4, *way, "inf", True, {"local_world_size": 2, "dense_parameters": "*bias"}) for way in laws.ON_NODES),
     ],
+    ids=str,
 )
-def test_it_comes_back_to_every_memory_and_with_fused_optimizers(groups, topology, bidirectional, settings):
-    groups(2).run(skipped, topology, bidirectional, "inf", settings, True)
+@on_ranks()
+def test_what_a_skipped_step_sent_comes_back(rank, world, topology, bidirectional, how, fused, settings):
+    """Its own gradients stay in the residuals, but for those that are sent uncompressed or are not finite on a node."""
+    settings = {"topology": topology, "bidirectional": bidirectional, **settings}
+    run = Run(rank, lambda net: [SGD(net.parameters(), lr=0.1, fused=fused)], **settings)
+    seen, names, node = [], [name for name, _ in run.net.named_parameters()], settings.get("local_world_size", 1)
+    for step in range(7):
+        bad, before, lost = step in (2, 3, 5), weights(run.net), set()
+        if bad:
+            lost |= {
+                name for name in names if topology == "dense" or ("dense_parameters" in settings and "bias" in name)
+            }
+            lost |= {"1.weight", "1.bias"} if rank // node == step % world // node else set()
+        computed = run.own(step, lost)
+        g = run.backward(step, how if bad and rank == step % world else "")
+        run.note(computed, 0.0 if bad else g)
+        run.take()
+        seen.append((bad, before, (run.look(), weights(run.net)), g))
+    everyones, count = every_rank(torch.stack([g for *_, g in seen])), run.state.nonfinite_steps
+    run.check(conserves="momentum" not in settings)
+    for step, (bad, before, after, _) in enumerate(seen):
+        assert after[0].isfinite().all()
+        assert torch.equal(before, after[1]) == bad, f"step {step}"
+        if bad:
+            assert not everyones[:, step].isfinite().all(1).any(), "some rank saw a finite gradient"
+    assert count == 3
 
 
-@pytest.mark.parametrize(("topology", "bidirectional"), ON_NODES)
-@pytest.mark.parametrize(("fused", "more"), [(False, {}), (True, {"dense_parameters": "*bias"})])
-def test_it_comes_back_on_nodes(groups, topology, bidirectional, fused, more):
-    groups(4).run(skipped, topology, bidirectional, "inf", {"local_world_size": 2, **more}, fused)
+@pytest.mark.parametrize("static", [False, True])
+@on_ranks(2)
+def test_a_first_step_of_several_passes_is_undone_as_a_whole(rank, world, static):
+    """DDP regroups its buckets within the first step, which is skipped.
 
-
-def skipped_in_two_passes(rank: int, world: int, mode: str) -> None:
-    """Each step is of three passes; DDP regroups its buckets within the first step, which is skipped."""
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001, static_graph=mode == "static_graph")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=optimizer, scaler=scaler, ratio=0.05)
-    computed, received, batches = [], [], []
-    submit = state.submit
-    state.submit = lambda batch, promises: (batches.append(batch), submit(batch, promises))
+    The second pass is infinite on rank 0, so that the third begins with NaN on all ranks; in one bucket or in several.
+    """
+    run = Run(rank, ddp={"static_graph": static})
+    batches, submit, names = [], run.state.submit, [name for name, _ in run.net.named_parameters()]
+    run.state.submit = lambda batch, promises: (batches.append(batch), submit(batch, promises))
     for step in range(4):
-        optimizer.zero_grad()
-        weights = weights_of(net)
-        for part in range(3):
-            everything = " ".join(name for name, _ in net.named_parameters())
-            bucket = everything if mode == "static_graph" else "1.weight 1.bias"  # infinite on rank 0, then NaN on all
-            lost = step == 0 and ((part == 1 and rank == 0) or part == 2)
-            computed.append(own_gradient(weights, rank, 3 * step + part, bucket if lost else ""))
-            hooks = spoil(net, "inf") if step == 0 and part == 1 and rank == 0 else []
-            scaler.scale(loss_of(ddp, rank, 3 * step + part)).backward()
-            for hook in hooks:
-                hook.remove()
-        scaler.unscale_(optimizer)
-        if step:
-            received.append(flat_gradient(net))
-        scaler.step(optimizer)
-        scaler.update()
-    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
-    buckets = len(state.residuals.progress.buckets)
-    state.close()
+        bucket = names if static else ["1.weight", "1.bias"]
+        lost = [bucket if step == 0 and (part == 2 or (part == 1 and rank == 0)) else [] for part in range(3)]
+        computed = sum(run.own(3 * step + part, each) for part, each in enumerate(lost))
+        g = run.backward(step, "inf" if step == rank == 0 else "", passes=3)
+        run.note(computed, g if step else 0.0)
+        run.take()
+    buckets = len(run.state.residuals.progress.buckets)
+    run.check()
     assert buckets == 4
-    regrouped = 1 + (mode == "static_graph")  # after so many passes; then all exchanges overlap with backward
+    regrouped = 1 + static  # after so many passes; then all exchanges overlap with backward
     assert len(batches) == regrouped + 4 * (12 - regrouped)
-    torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["dynamic_graph", "static_graph"])
-def test_a_first_step_of_several_passes_is_undone_as_a_whole(groups, mode):
-    groups(2).run(skipped_in_two_passes, mode)
 
 
 class Hookless(torch.optim.Optimizer):
@@ -191,190 +195,111 @@ class Hookless(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def with_a_wrapper(rank: int, world: int, given: str) -> None:
+@pytest.mark.parametrize("given", ["wrapper", "inner"])
+@on_ranks(2)
+def test_an_optimizer_without_hooks_is_undone_when_the_scaler_skips_its_step(rank, world, given):
     """The scaler steps a wrapper; the exchange knows it, or the optimizer in it."""
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    wrapper = Hookless(inner)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=inner if given == "inner" else wrapper, scaler=scaler, ratio=0.05)
-    computed, received = [], []
+    known = {"wrapper": lambda wrapper: wrapper, "inner": lambda wrapper: wrapper.inner}[given]
+    run = Run(rank, lambda net: [Hookless(SGD(net.parameters(), lr=0.1))], known)
     for step in range(5):
-        bad = step == 3 and rank == 0
-        computed.append(own_gradient(weights_of(net), rank, step, "1.weight 1.bias" if bad else ""))
-        inner.zero_grad()
-        hooks = spoil(net, "inf") if bad else []
-        scaler.scale(loss_of(ddp, rank, step)).backward()
-        for hook in hooks:
-            hook.remove()
-        if step != 3:
-            received.append(flat_gradient(net) / scaler.get_scale())
-        scaler.step(wrapper)
-        scaler.update()
-    produced, left = mean_over_ranks(sum_of(computed)), undelivered(state, net, world)
-    state.close()
-    torch.testing.assert_close(sum_of(received) + left, produced, atol=1e-6, rtol=1e-4)
+        bad = step == 3
+        computed = run.own(step, ["1.weight", "1.bias"] if bad and rank == 0 else [])
+        g = run.backward(step, "inf" if bad and rank == 0 else "")
+        run.note(computed, 0.0 if bad else g)
+        run.take()
+    run.check()
 
 
-@pytest.mark.parametrize("given", ["inner", "wrapper"])
-def test_an_optimizer_without_hooks_is_undone_when_the_scaler_skips_its_step(groups, given):
-    groups(2).run(with_a_wrapper, given)
-
-
-def copied_scaler(rank: int, world: int) -> None:
-    net = net_of_four_layers()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(DistributedDataParallel(net), optimizer=optimizer, scaler=scaler, ratio=0.05)
-    for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        net.zero_grad()
-        other.scale(net(torch.ones(1, 20)).sum()).backward()
-        other.step(optimizer)
+@on_ranks(2)
+def test_a_scaler_can_be_copied_and_pickled_and_the_copy_steps_by_itself(rank, world):
+    run = Run(rank)
+    for other in (copy.deepcopy(run.scaler), pickle.loads(pickle.dumps(run.scaler))):
+        run.net.zero_grad()
+        other.scale(run.net(torch.ones(1, 20)).sum()).backward()
+        other.step(run.optimizers[0])
         other.update()
-        assert other.get_scale() == scaler.get_scale() == 1024
+        assert other.get_scale() == run.scaler.get_scale() == 1024
     dist.barrier()
-    state.close()
+    run.state.close()
 
 
-def test_a_scaler_can_be_copied_and_pickled_and_the_copy_steps_by_itself(groups):
-    groups(2).run(copied_scaler)
+def halves(net: nn.Sequential) -> list[SGD]:
+    """Two optimizers that share a bucket."""
+    return [SGD(half.parameters(), lr=0.1) for half in (net[:2], net[2:])]
 
 
-def two_optimizers(rank: int, world: int) -> None:
-    """A bucket that two optimizers share: what one skips comes back, what the other takes stays taken."""
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net)
-    halves = [list(net[:2].parameters()), list(net[2:].parameters())]
-    optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=lambda: optimizers, scaler=scaler, ratio=0.05)
+ONE_BUCKET = {"bucket_cap_mb": 25}
+
+
+@on_ranks(2)
+def test_a_step_skipped_by_one_of_two_optimizers_restores_its_parameters_only(rank, world):
+    run = Run(rank, halves, ddp=ONE_BUCKET)
     for step in range(4):
         if step == 2:
-            optimizers[0] = torch.optim.SGD(halves[0], lr=0.1)  # a new optimizer's steps count as the old one's did
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        before = undelivered(state, net, world)
-        own = mean_over_ranks(own_gradient(weights_of(net), rank, step))
-        scaler.scale(loss_of(ddp, rank, step)).backward()
+            run.optimizers[0] = SGD(run.net[:2].parameters(), lr=0.1)  # its steps count as the old one's did
+        before, own = run.left(), mean_over_ranks(run.own(step))
+        run.backward(step)
         if step == 3:
-            halves[1][0].grad.view(-1)[0] = torch.inf  # after the exchange: only the second optimizer skips
-        sent = undelivered(state, net, world)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-    after = undelivered(state, net, world)
-    first = sum(p.numel() for p in halves[0])
-    state.close()
+            run.net[2].weight.grad.view(-1)[0] = torch.inf  # after the exchange: only the second optimizer skips
+        sent = run.left()
+        run.take()
+    after, first = run.left(), 2 * 420
+    run.state.close()
     assert torch.equal(after[:first], sent[:first])
     assert not torch.equal(after[first:], sent[first:])
     torch.testing.assert_close(after[first:], (before + own)[first:], atol=1e-6, rtol=1e-4)
 
 
-def test_a_step_skipped_by_one_of_two_optimizers_restores_its_parameters_only(groups):
-    groups(2).run(two_optimizers)
-
-
-def joined_late(rank: int, world: int) -> None:
-    """A layer that the second optimizer gets later is undone with that optimizer's steps from then on."""
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net)
-    first, late = torch.optim.SGD(net[:2].parameters(), lr=0.1), [*net[3].parameters()]
-    second = torch.optim.SGD(net[2].parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=[first, second], scaler=scaler, ratio=0.05)
+@on_ranks(2)
+def test_a_layer_that_joins_an_optimizer_later_is_undone_with_it(rank, world):
+    run = Run(rank, lambda net: [SGD(part.parameters(), lr=0.1) for part in (net[:2], net[2])], ddp=ONE_BUCKET)
     for step in range(4):
         if step == 2:
-            second.add_param_group({"params": late})
-        net.zero_grad()
-        before, own = undelivered(state, net, world), mean_over_ranks(own_gradient(weights_of(net), rank, step))
-        scaler.scale(loss_of(ddp, rank, step)).backward()
+            run.optimizers[1].add_param_group({"params": [*run.net[3].parameters()]})
+        before, own = run.left(), mean_over_ranks(run.own(step))
+        run.backward(step)
         if step == 3:
-            late[0].grad.view(-1)[0] = torch.inf  # after the exchange
-        for optimizer in (first, second):
-            scaler.step(optimizer)
-        scaler.update()
-    after = undelivered(state, net, world)
-    state.close()
-    back = torch.isclose(after, before + own, atol=1e-6, rtol=1e-4)
-    numel = sum(p.numel() for p in late)
-    assert back[-numel:].all()
-    assert not back[: 2 * numel].all()
+            run.net[3].weight.grad.view(-1)[0] = torch.inf  # after the exchange
+        run.take()
+    back = torch.isclose(run.left(), before + own, atol=1e-6, rtol=1e-4)
+    run.state.close()
+    assert back[-420:].all()
+    assert not back[: 2 * 420].all()
 
 
-def test_a_layer_that_joins_an_optimizer_later_is_undone_with_it(groups):
-    groups(2).run(joined_late)
-
-
-class Branches(nn.Module):
-    """Two branches, each used in every other step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList([net_of_four_layers(), net_of_four_layers()])
-
-    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        return self.branches[branch](x)
-
-
-def shared_bucket(rank: int, world: int) -> None:
-    net = net_of_four_layers()
-    ddp = DistributedDataParallel(net)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net[:2], net[2:])]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = attach(ddp, optimizer=lambda: optimizers, scaler=scaler, ratio=0.05)
+@on_ranks(2)
+def test_both_optimizers_of_a_spoilt_bucket_skip(rank, world):
+    run = Run(rank, halves, ddp=ONE_BUCKET)
     for step in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        hooks = spoil(net, "inf") if step == 3 and rank == 0 else []
-        before = undelivered(state, net, world)
-        own = mean_over_ranks(own_gradient(weights_of(net), rank, step) * (not hooks))
-        scaler.scale(loss_of(ddp, rank, step)).backward()
-        for hook in hooks:
-            hook.remove()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-    after = undelivered(state, net, world)
-    state.close()
-    # The bucket is spoilt as a whole, so that both skip.
-    torch.testing.assert_close(after, before + own, atol=1e-6, rtol=1e-4)
+        before, own = run.left(), mean_over_ranks(run.own(step) * (rank != 0))
+        run.backward(step, "inf" if step == 3 and rank == 0 else "")
+        run.take()
+    after = run.left()
+    run.state.close()
+    torch.testing.assert_close(after, before + own, atol=1e-6, rtol=1e-4)  # the bucket is spoilt as a whole
 
 
-def test_both_optimizers_of_a_spoilt_bucket_skip(groups):
-    groups(2).run(shared_bucket)
-
-
-def scaled(rank: int, world: int, topology: str, bidirectional: bool) -> None:
-    """The same run under three histories of the scale."""
+@laws.routes
+@on_ranks(2)
+def test_residuals_do_not_depend_on_the_scales_history(rank, world, topology, bidirectional):
     ends = []
     for scales in ([1.0] * 5, [65536.0] * 5, [2.0, 1024.0, 0.5, 8.0, 65536.0]):
-        net = net_of_four_layers()
-        ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu")
-        state = attach(
-            ddp, optimizer=optimizer, scaler=scaler, ratio=0.05, topology=topology,
-            bidirectional=bidirectional, clip_norm=1.0,
-        )  # fmt: skip
+        run = Run(rank, topology=topology, bidirectional=bidirectional, clip_norm=1.0)
         for step, scale in enumerate(scales):
-            optimizer.zero_grad()
-            scaler.update(scale) if scaler._scale is not None else scaler.scale(torch.ones(())) and scaler.update(scale)
-            scaler.scale(loss_of(ddp, rank, step)).backward()
-            scaler.step(optimizer)
-        ends.append((held(state, net), nn.utils.parameters_to_vector(net.parameters())))
-        state.close()
-    for residuals, weights in ends[1:]:
+            run.scaler.scale(torch.ones(()))  # makes the scale
+            run.scaler.update(scale)
+            run.backward(step)
+            run.scaler.step(run.optimizers[0])
+        ends.append((run.look(), weights(run.net)))
+        run.state.close()
+    for residuals, learned in ends[1:]:
         assert torch.equal(residuals, ends[0][0])
-        assert torch.equal(weights, ends[0][1])
+        assert torch.equal(learned, ends[0][1])
 
 
-@routes
-def test_residuals_do_not_depend_on_the_scales_history(groups, topology, bidirectional):
-    groups(2).run(scaled, topology, bidirectional)
-
-
-@pytest.mark.parametrize(("topology", "bidirectional", "selector", "momentum"), in_turn([0.0, 0.9], ROUTES, SELECTED))
+@pytest.mark.parametrize(
+    ("topology", "bidirectional", "selector", "momentum"), laws.in_turn([0.0, 0.9], laws.ROUTES, laws.SELECTED)
+)
 @pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
 def test_a_sum_beyond_the_range_of_floats_leaves_finite_residuals(
     topology, bidirectional, selector, momentum, dtype, large
@@ -397,10 +322,10 @@ def test_a_sum_beyond_the_range_of_floats_leaves_finite_residuals(
 
 
 def scaled_step(cluster: Cluster, given: list[torch.Tensor], scale: torch.Tensor) -> list[torch.Tensor]:
-    """Exchanges gradients that a GradScaler has scaled; returns what is delivered, with the scale."""
+    """Exchanges laws.gradients that a GradScaler has scaled; returns what is delivered, with the scale."""
     outputs = [g.clone() for g in given]
     exchanges = [
-        exchange(end, g, make_codecs(cluster.config, end, selector=end.uplink.selector), cluster.steps, scale)
+        exchange(end, g, cluster.plan.codecs(selector=end.uplink.selector), cluster.steps, scale)
         for end, g in zip(cluster.endpoints, outputs, strict=True)
     ]
     cluster.outcomes = cluster.drive(exchanges)
@@ -408,13 +333,13 @@ def scaled_step(cluster: Cluster, given: list[torch.Tensor], scale: torch.Tensor
     return outputs
 
 
-@everywhere
+@laws.everywhere
 @pytest.mark.parametrize("magnitude", [1e-6, 1e-8])
 def test_half_precision_gradients_that_vanish_without_the_scale_arrive(topology, bidirectional, magnitude):
     """Law 5 for what FSDP2 reduces in float16: with everything sent, the mean arrives as exactly as float16 has it."""
     config = TopKConfig(ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional)
-    cluster, scale = cluster_of(config, 2, 1000, torch.float16), torch.tensor(65536.0)
-    given = [(g * magnitude * scale).half() for g in gradients(len(cluster.endpoints), 1000, 0)]
+    cluster, scale = laws.cluster_of(config, 2, 1000, torch.float16), torch.tensor(65536.0)
+    given = [(g * magnitude * scale).half() for g in laws.gradients(len(cluster.endpoints), 1000, 0)]
     mean = torch.stack(given).double().mean(0)
     for received in scaled_step(cluster, given, scale):
         torch.testing.assert_close(received.double(), mean, rtol=2**-10, atol=2**-22)
@@ -422,15 +347,15 @@ def test_half_precision_gradients_that_vanish_without_the_scale_arrive(topology,
 
 @pytest.mark.parametrize(
     ("topology", "bidirectional", "wire", "dtype"),
-    in_turn([torch.float16, torch.bfloat16], [*ROUTES, ON_NODES[0]], WIRES),
+    laws.in_turn([torch.float16, torch.bfloat16], [*laws.ROUTES, laws.ON_NODES[0]], laws.WIRES),
 )
 def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirectional, wire, dtype):
     """Sums of many steps may not fit float16 when they are scaled: then the rest comes with later steps."""
     config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
-    cluster = cluster_of(config, 2, 1000, dtype)
+    cluster = laws.cluster_of(config, 2, 1000, dtype)
     produced, delivered = torch.zeros(1000).double(), torch.zeros(1000).double()
     for step, scale in enumerate([2.0**24, 2.0**24, 3e7, 2.0**10, *[2.0**24] * 26]):
-        given = [(g * 1e-3).clamp(-2e-3, 2e-3) * scale for g in gradients(len(cluster.endpoints), 1000, step % 2)]
+        given = [(g * 1e-3).clamp(-2e-3, 2e-3) * scale for g in laws.gradients(len(cluster.endpoints), 1000, step % 2)]
         given = [g.to(dtype) for g in given]
         received = scaled_step(cluster, given, torch.tensor(scale))
         assert all(torch.equal(each, received[0]) for each in received)
@@ -438,7 +363,7 @@ def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirecti
         assert cluster.outcomes[0].finite
         produced += torch.stack(given).double().mean(0) / scale
         delivered += received[0].double() / scale
-    torch.testing.assert_close(delivered + undelivered_in(cluster).double(), produced, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(delivered + laws.undelivered(cluster).double(), produced, atol=1e-7, rtol=1e-5)
 
 
 def test_a_scaled_sum_that_overflows_where_nothing_is_kept_is_seen_by_the_scaler():
@@ -451,65 +376,70 @@ def test_a_scaled_sum_that_overflows_where_nothing_is_kept_is_seen_by_the_scaler
         assert end.uplink.memory.tensors()["residual"].isfinite().all()
 
 
-class Spoilt(Model):
+class Spoilt(Module):
     """Rank 1's gradient is infinite in the third step."""
 
     def on_before_backward(self, loss):
         self.spoil = self.trainer.global_step == 2 and self.global_rank == 1
 
     def configure_optimizers(self):
-        for parameter in list(self.parameters())[:1]:
-            parameter.register_hook(lambda grad: grad * torch.inf if self.spoil else grad)
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        next(self.parameters()).register_hook(lambda grad: grad * torch.inf if self.spoil else grad)
+        return super().configure_optimizers()
 
 
-class Weights(Callback):
-    """Compares weights before and after each step."""
+class Look(Callback):
+    """Weights and residuals before each step, and after the last."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.step, self.before = trainer.global_step, weights_of(pl_module)
+    def __init__(self) -> None:
+        self.seen = []
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        same = torch.equal(self.before, weights_of(pl_module))
-        assert same == (self.step == 2 and trainer.precision_plugin.scaler is not None), self.step
+    def look(self, trainer, pl_module, *_):
+        self.seen.append((weights(pl_module), held(trainer.strategy.topk_state, pl_module)))
+
+    on_train_batch_start = on_train_end = look
 
 
 @pytest.mark.trainer
-def test_a_trainer_with_a_scaler_goes_on_as_if_the_step_had_not_been(tmp_path):
+@on_ranks(2)
+def test_a_trainer_with_a_scaler_goes_on_as_if_the_step_had_not_been(rank, world):
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
-    strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
-    _, logged = fit(tmp_path, Spoilt(), strategy, callbacks=[Weights()], plugins=plugin, max_steps=6)
+    look = Look()
+    _, logged = fit(rank, world, Spoilt(), TopKStrategy(ratio=0.1), [look], plugins=plugin, max_steps=6)
+    same = [torch.equal(one[0], other[0]) for one, other in itertools.pairwise(look.seen)]
+    assert same == [step == 2 for step in range(6)]
+    assert all(residuals.isfinite().all() for _, residuals in look.seen)
     assert logged["topk/nonfinite_steps"] == 1
 
 
 @pytest.mark.trainer
-def test_without_a_scaler_nan_arrives_as_with_ddp_and_is_counted(tmp_path):
-    _, logged = fit(tmp_path, Spoilt(), callbacks=[ExpectNaN()], max_steps=4)
+@on_ranks(2)
+def test_without_a_scaler_nan_arrives_as_with_ddp_and_is_counted(rank, world):
+    look = Look()
+    _, logged = fit(rank, world, Spoilt(), callbacks=[look], max_steps=4)
     assert logged["topk/nonfinite_steps"] == 2  # the step after it is computed with NaN weights
-
-
-class ExpectNaN(Callback):
-    def on_train_end(self, trainer, pl_module):
-        assert not nn.utils.parameters_to_vector(pl_module.parameters()).isfinite().all()
-        for parts in trainer.strategy.topk_state.residuals.held().values():
-            assert all(part.isfinite().all() for part in parts)
-
-
-class Dtypes(Callback):
-    def __init__(self, bucket: torch.dtype) -> None:
-        self.bucket = bucket
-
-    def on_after_backward(self, trainer, pl_module):
-        assert {p.grad.dtype for p in pl_module.parameters()} == {self.bucket}
-        kept = [part for parts in trainer.strategy.topk_state.residuals.held().values() for part in parts[:1]]
-        assert {part.dtype for part in kept} == {torch.promote_types(self.bucket, torch.float32)}
+    assert not look.seen[-1][0].isfinite().all()
+    assert look.seen[-1][1].isfinite().all()
 
 
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     ("precision", "bucket"),
-    [("32-true", "float32"), ("bf16-mixed", "float32"), ("bf16-true", "bfloat16"), ("64-true", "float64")],
+    [
+        ("32-true", torch.float32),
+        ("bf16-mixed", torch.float32),
+        ("bf16-true", torch.bfloat16),
+        ("64-true", torch.float64),
+    ],
 )
-def test_every_precision_trains(tmp_path, precision, bucket):
-    _, logged = fit(tmp_path, callbacks=[Dtypes(getattr(torch, bucket))], precision=precision, max_steps=4)
+@on_ranks(2)
+def test_every_precision_trains(rank, world, precision, bucket):
+    found = set()
+
+    def look(trainer, pl_module):
+        kept = trainer.strategy.topk_state.residuals.held().values()
+        found.update((p.grad.dtype, worker.dtype) for p, (worker, _) in zip(pl_module.parameters(), kept, strict=True))
+
+    callback = LambdaCallback(on_after_backward=look)
+    _, logged = fit(rank, world, callbacks=[callback], precision=precision, max_steps=4)
+    assert found == {(bucket, torch.promote_types(bucket, torch.float32))}
     assert logged["topk/nonfinite_steps"] == 0

@@ -13,16 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_topk.core.endpoint import TakenBack
 from lightning_topk.core.select import RandK
 from lightning_topk.runtime import groups, lanes
-from lightning_topk.runtime.checks import check_parameters
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.skipped_steps import Undo
+from lightning_topk.runtime.residuals import Residuals, Sent
+from lightning_topk.runtime.skipped_steps import StepOutcome
 
 
 class OnGpu(torch.Tensor):
@@ -42,14 +41,14 @@ class OnGpu(torch.Tensor):
 
 
 def test_a_verdict_of_the_scaler_is_kept_until_the_lane_has_read_it():
-    verdict, optimizer = OnGpu(True), mock.Mock()
-    undo = Undo.__new__(Undo)
-    undo._begun, undo.outcomes, undo._masks = True, {optimizer: verdict}, {optimizer: []}
-    undo._now, undo.before = [], []
+    verdict, parameter, residuals, outcome = OnGpu(True), nn.Parameter(torch.zeros(4)), Residuals(), StepOutcome(True)
+    residuals.restore({parameter: {"residual": torch.zeros(4)}})
+    outcome.skipped[parameter] = verdict
+    residuals.remember(Sent((parameter,), [4], lambda: TakenBack(torch.ones(4), torch.tensor(True)), outcome))
     with mock.patch("torch.cuda.current_stream", return_value="the lane's"):
-        undo.decide()
+        residuals.settle()
     assert verdict.streams == ["the lane's"]
-    assert undo.outcomes == {}
+    assert residuals.held()[parameter][0].tolist() == [1.0] * 4
 
 
 def result_of(future: torch.futures.Future) -> torch.Tensor:
@@ -189,6 +188,33 @@ def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
     assert lane.close()
 
 
+def test_a_lane_runs_no_job_after_one_that_failed_and_an_idle_one_has_no_thread(monkeypatch):
+    monkeypatch.setattr(lanes, "IDLE", 0.05)
+    lane, ran = lanes.ThreadLane(), []
+
+    def job(number):
+        ran.append(number)
+        yield
+        if number == 3:
+            raise ValueError("first")
+        return torch.tensor(number)
+
+    for number in range(6):
+        promised, future = lane.promise()
+        lane.submit(job(number), promised)
+        if number < 3:
+            assert result_of(future) == number
+            end = time.monotonic() + 20
+            while lane._thread is not None and time.monotonic() < end:
+                time.sleep(0.01)
+            assert lane._thread is None, "it works again when a job comes"
+        else:
+            with pytest.raises(RuntimeError, match="first"):
+                result_of(future)
+    assert ran == [0, 1, 2, 3]
+    assert lane.close()
+
+
 ENDS_WHILE_TORCH_CALLS_BACK = """
 import time
 import torch
@@ -216,21 +242,6 @@ def test_a_lane_of_a_gpu_comes_before_the_kernels_of_backward():
     with mock.patch("torch.cuda.Stream") as stream:
         lanes.StreamLane(torch.device("cuda", 1))
     assert stream.call_args == mock.call(torch.device("cuda", 1), priority=-1)
-
-
-def test_a_model_on_several_devices_is_refused():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    with pytest.raises(ValueError, match=r"parameters are on cpu, meta: the exchange runs on one device a rank"):
-        check_parameters(net)
-    net[1].requires_grad_(False)
-    check_parameters(net)
-
-
-def test_an_optimizer_that_steps_during_backward_is_refused():
-    net = nn.Linear(3, 3)
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    with pytest.raises(ValueError, match=r"'weight' has an optimizer in backward .* Step the optimizer after backward"):
-        check_parameters(net)
 
 
 class OnCpu(TorchDispatchMode):

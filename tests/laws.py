@@ -1,0 +1,169 @@
+"""The laws, and the settings on which they hold; every harness calls :func:`check`.
+
+:func:`simulate` is the harness in memory. Those on real ranks are in ``test_gloo`` (DDP), ``test_fsdp`` (FSDP2) and
+``test_features`` (a Trainer).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.ops import reference
+from lightning_topk.simulate import Cluster
+from lightning_topk.volume import volume
+
+ROUTES = [
+    ("sharded", True),
+    ("sharded", False),
+    ("single_server", True),
+    ("single_server", False),
+    ("allgather", False),
+]
+ON_NODES = [("hierarchical", True), ("hierarchical", False), ("dense", True)]
+"""Topologies for nodes of several ranks."""
+WIRES = ["fp32", "bf16", "int8", "int4"]
+SELECTED = ["topk", "gaussiank", "dgc", "trimmed", "randk"]
+LOCAL = 2
+"""Ranks of a simulated node."""
+
+routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
+everywhere = pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES])
+selectors = pytest.mark.parametrize("selector", SELECTED)
+wires = pytest.mark.parametrize("wire", WIRES)
+
+
+def in_turn(last: Sequence, *axes: Sequence) -> list[tuple]:
+    """All combinations of the axes, each with one of ``last`` in turn, so that every three values meet in some case.
+
+    ``last`` is no longer than any axis: with two values of two axes in hand, a third axis goes through all of it.
+    """
+    assert len(last) <= min(map(len, axes))
+    cases = []
+    for numbered in itertools.product(*map(enumerate, axes)):
+        values = [*(value for _, value in numbered), last[sum(i for i, _ in numbered) % len(last)]]
+        cases.append(tuple(part for value in values for part in (value if isinstance(value, tuple) else (value,))))
+    return cases
+
+
+def check(
+    computed: Tensor,
+    received: Tensor,
+    left: Tensor | None,
+    sent: Sequence[dict[str, int]],
+    planned: Sequence[dict[str, int]],
+    exact: Tensor | bool = False,
+    settled: int | None = 0,
+    atol: float = 1e-6,
+    rtol: float = 1e-5,
+) -> None:
+    """Fails where a run of some steps breaks a law.
+
+    Args:
+        computed: ``[steps, numel]``: the mean over the workers of each step's gradient.
+        received: ``[ranks, steps, numel]``: what each of the ranks had delivered.
+        left: ``[numel]``: the mean of the workers' residuals plus the servers'; None where some is lost on purpose.
+        sent: The bytes of each step as they were measured, by what they are.
+        planned: The same as they were predicted.
+        exact: ``[numel]`` bool, or one for all: which elements arrive whole in every step.
+        settled: The step from which on sizes are fixed; None where a schedule changes them.
+        atol: Absolute tolerance of identity and conservation.
+        rtol: Relative tolerance.
+    """
+    for step, rows in enumerate(received.unbind(1)):
+        assert all(torch.equal(row, rows[0]) for row in rows), f"agreement, step {step}"
+    assert sent == planned, f"prediction {sent} {planned}"
+    if settled is not None:
+        assert all(each == sent[settled] for each in sent[settled:]), "fixed size"
+    delivered, computed = received[0].double(), computed.double()
+    whole = torch.as_tensor(exact).expand(delivered.shape[1])
+    for name, found, expected in (
+        ("identity", delivered[:, whole], computed[:, whole]),
+        ("conservation", delivered.sum(0) + (0 if left is None else left.double()), computed.sum(0)),
+    ):
+        if name == "identity" or left is not None:
+            torch.testing.assert_close(found, expected, atol=atol, rtol=rtol, msg=lambda why, law=name: f"{law}: {why}")
+
+
+def gradients(world: int, numel: int, step: int) -> list[Tensor]:
+    """Normal gradients of all ranks."""
+    generator = torch.Generator().manual_seed(1000 * step + numel)
+    return [torch.randn(numel, generator=generator) for _ in range(world)]
+
+
+def cluster_of(config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32) -> Cluster:
+    """A simulated cluster of that many workers: ranks, or nodes of two."""
+    local = LOCAL if config.topology == "hierarchical" else 1
+    return Cluster(config, workers * local, numel, dtype, local)
+
+
+def undelivered(cluster: Cluster) -> Tensor:
+    """The mean of the workers' residuals plus the servers': ``[numel]``."""
+    dtype = cluster.endpoints[0].dtype
+    total = torch.zeros(sum(cluster.endpoints[0].parts.sizes), dtype=dtype)
+    for rank, end in enumerate(cluster.endpoints):
+        mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
+        mine = mine.expand(end.parts.numel).clone()
+        for served in () if end.downlink is None else end.downlink.memory.tensors().values():
+            places = reference.shard_rows(torch.arange(end.layout.numel), end.layout)[end.shard]
+            mine.index_add_(0, places, served)
+        rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
+        rows[rank % len(rows)] = mine
+        whole = torch.empty_like(total)
+        reference.join_parts(rows, end.parts, whole)
+        total += whole
+    return total
+
+
+def simulate(
+    config: TopKConfig,
+    workers: int,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 4,
+    given: Callable[[int, int, int], list[Tensor]] = gradients,
+    atol: float = 2e-5,
+    rtol: float = 1e-5,
+) -> Cluster:
+    """Checks the laws on some steps of a simulated cluster, and that nobody selects more than payloads have room for.
+
+    Args:
+        config: The settings.
+        workers: Ranks, or nodes of two.
+        numel: Elements of the gradient.
+        dtype: Its dtype.
+        steps: How many.
+        given: The gradients of ``(world, numel, step)``.
+        atol: See :func:`check`.
+        rtol: See :func:`check`.
+    """
+    cluster = cluster_of(config, workers, numel, dtype)
+    ranks, before = range(len(cluster.endpoints)), {}
+    computed, received, sent, planned = [], [], [], []
+    for step in range(steps):
+        mine = [each.to(dtype) for each in given(len(ranks), numel, step)]
+        computed.append(torch.stack(mine).double().mean(0))
+        received.append(torch.stack(cluster.step(mine)))
+        total = {(rank, way): count for way, counts in cluster.sent_bytes.items() for rank, count in enumerate(counts)}
+        sent.append({key: count - before.get(key, 0) for key, count in total.items()})
+        before = total
+        plans = [volume(config, [numel], len(ranks), r, dtype.itemsize, step=step, local=cluster.local) for r in ranks]
+        planned.append({(rank, way): getattr(plans[rank], way) for rank, way in total})
+        for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):
+            codecs = cluster.plan.codecs(step, selector=end.uplink.selector)
+            room = [codecs.uplink.kept * end.layout.shards, codecs.reply.kept]
+            for stats, most in zip((outcome.uplink, outcome.downlink), room, strict=True):
+                assert stats is None or stats.selected is None or 0 <= stats.selected <= most
+            assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
+    assert received[0].dtype == dtype
+    everything = config.ratio == 1 and config.wire == "fp32" and config.server_ratio is None
+    exact = dtype.itemsize >= 4 and (everything or not cluster.plan.config.compresses)
+    left = undelivered(cluster) if config.error_feedback is True and not config.momentum else None
+    settled = 0 if isinstance(config.ratio, float | None) else None  # no schedule
+    check(torch.stack(computed), torch.stack(received, 1), left, sent, planned, exact, settled, atol, rtol)
+    return cluster

@@ -1,0 +1,191 @@
+"""What tests on real ranks share: nets, gradients and residuals in one flat tensor, and sums over ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# ------------------------------------------------------------------------------------------------ nets
+
+
+class Net(nn.Module):
+    """Layers of odd sizes, a scalar, an empty parameter, and parts that can be left out.
+
+    Args:
+        empty: Whether the empty parameter is there, which FSDP2 does not take.
+    """
+
+    def __init__(self, empty: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.branch, self.last = nn.Linear(20, 51), nn.Linear(51, 51), nn.Linear(51, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.ones(0)) if empty else torch.ones(0)
+
+    def forward(self, x: Tensor, branch: bool = True, scale: bool = True) -> Tensor:
+        h = self.first(x).tanh()
+        if branch:
+            h = h + self.branch(h).tanh()
+        return (self.scale * self.last(h) if scale else self.last(h)) + self.empty.sum()
+
+
+def four_layers() -> nn.Sequential:
+    """A net with the same weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
+
+
+def batch(rank: int, step: int, features: int = 20) -> Tensor:
+    """What a rank trains with in a step: ``[8, features]``."""
+    return torch.randn(8, features, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
+    """The loss of a net of 20 features."""
+    return net(batch(rank, step), **use).square().mean()
+
+
+# ------------------------------------------------------------------------------------------------ one flat tensor
+
+
+def _whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().flatten()
+
+
+def weights(net: nn.Module) -> Tensor:
+    """All parameters, those of shards whole: ``[numel]``."""
+    return torch.cat([_whole(p) for p in net.parameters()])
+
+
+def gradient(net: nn.Module) -> Tensor:
+    """All gradients, zero where there is none: ``[numel]``."""
+    return torch.cat([torch.zeros(p.numel()) if p.grad is None else _whole(p.grad) for p in net.parameters()])
+
+
+def local_gradient(alone: nn.Module, net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
+    """This rank's own gradient at the weights of ``net``; ``alone`` is a net like it that nothing wraps."""
+    nn.utils.vector_to_parameters(weights(net), alone.parameters())
+    alone.zero_grad()
+    loss_of(alone, rank, step, **use).backward()
+    return gradient(alone)
+
+
+def without(g: Tensor, net: nn.Module, names: Collection[str]) -> Tensor:
+    """A flat gradient with zeros for some parameters."""
+    parts = zip(net.named_parameters(), g.split([p.numel() for p in net.parameters()]), strict=True)
+    return torch.cat([part * (name not in names) for (name, _), part in parts])
+
+
+def beside(state: Any, name: str) -> list[str]:
+    """The names of all parameters in the bucket of one."""
+    buckets = [[state.names[p] for p in bucket] for bucket in state.residuals.progress.buckets]
+    return next(names for names in buckets if name in names)
+
+
+def undelivered(state: Any, net: nn.Module) -> Tensor:
+    """The mean of the workers' residuals plus the sum of the servers', as checkpoints hold it: ``[numel]``."""
+    kept = (state.full_state_dict if hasattr(state, "full_state_dict") else state.state_dict)()["parameters"]
+    known = [
+        kept[name]["residual"].double() if name in kept else torch.zeros(p.numel(), dtype=torch.float64)
+        for name, p in net.named_parameters()
+    ]
+    whole = torch.cat(known)
+    dist.broadcast(whole, 0)
+    return whole
+
+
+def held(state: Any, net: nn.Module) -> Tensor:
+    """What this rank holds, as a worker and as a server: ``[2, numel]``."""
+    kept = state.residuals.held()
+    sides = [kept.get(p, (torch.zeros(p.numel()),) * 2) for p in net.parameters()]
+    return torch.stack([torch.cat(side) for side in zip(*sides, strict=True)])
+
+
+# ------------------------------------------------------------------------------------------------ between ranks
+
+
+def mean_over_ranks(x: Tensor) -> Tensor:
+    """In float64."""
+    x = x.double()
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
+
+
+def every_rank(x: Tensor) -> Tensor:
+    """Every rank's tensor, stacked."""
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x)
+    return torch.stack(rows)
+
+
+class Counted:
+    """Counts the bytes that collectives are given for other ranks, at torch.distributed's own functions."""
+
+    COSTS: ClassVar[dict[str, Callable[..., int]]] = {
+        "all_to_all_single": lambda rank, world, out, x: x.nbytes * (world - 1) // world,
+        "all_reduce": lambda rank, world, x: 2 * (world - 1) * x.nbytes // world,
+        "all_gather_into_tensor": lambda rank, world, out, x: x.nbytes * (world - 1),
+        "reduce_scatter_tensor": lambda rank, world, out, x: out.nbytes * (world - 1),
+        "gather": lambda rank, world, x: x.nbytes * (rank != 0),
+        "scatter": lambda rank, world, out: out.nbytes * (world - 1) * (rank == 0),
+    }
+    NEWER: ClassVar = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+
+    def __init__(self) -> None:
+        self.bytes: dict[frozenset[int], int] = {}
+        """By the ranks that take part."""
+        names = [name for name in (*self.COSTS, *self.NEWER) if hasattr(dist, name)]
+        self._patches = [mock.patch.object(dist, name, self._count(name, getattr(dist, name))) for name in names]
+
+    def _count(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            ranks = frozenset(dist.get_process_group_ranks(group))
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            cost = self.COSTS[self.NEWER.get(name, name)](dist.get_rank(group), len(ranks), *given)
+            self.bytes[ranks] = self.bytes.get(ranks, 0) + cost
+            return function(*args, **kwargs)
+
+        return counted
+
+    def __enter__(self) -> Counted:
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The message with which a call is refused; empty if it is not."""
+    try:
+        call(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def log(name: str = "lightning_topk") -> Iterator[list[str]]:
+    """What a logger says meanwhile."""
+    words: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield words
+    finally:
+        logging.getLogger(name).removeHandler(handler)

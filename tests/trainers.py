@@ -1,0 +1,130 @@
+"""What tests of a Trainer share: a small module, and Trainers of ranks that are connected or started for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_topk import CompressionMonitor, TopKStrategy
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class InThisProcess(ClusterEnvironment):
+    """Ranks that run and are connected already."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class Module(L.LightningModule):
+    """A small network on data that all strategies see alike: four batches for each of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = self.build()
+        self.batch_size, self.lr = 4, 0.1
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        return (self(x) - x[:, :1]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> DataLoader:
+        data = torch.randn(32, 12, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(data), batch_size=self.batch_size)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+ELEMENTS = sum(p.numel() for p in Module().parameters())
+
+
+class Normed(Module):
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+
+
+def trainer_of(
+    rank: int | None, world: int, strategy: Strategy | str, callbacks: Sequence[Callback] = (), **options: Any
+) -> L.Trainer:
+    """A Trainer of a rank that is connected; of ranks that it starts itself if ``rank`` is None."""
+    if rank is not None:
+        warnings.simplefilter("ignore")
+        strategy.cluster_environment = InThisProcess(rank, world)
+    settings = {**QUIET, "devices": world, "num_sanity_val_steps": 0, "limit_val_batches": 0, **options}
+    return L.Trainer(strategy=strategy, callbacks=[*callbacks], **settings)
+
+
+def fit(
+    rank: int | None,
+    world: int,
+    module: L.LightningModule | None = None,
+    strategy: Strategy | str | None = None,
+    callbacks: Sequence[Callback] = (),
+    ckpt_path: Any = None,
+    monitor: bool = True,
+    **options: Any,
+) -> tuple[L.Trainer, dict[str, float]]:
+    """Trains five steps if nothing else is said; returns the Trainer, and what the monitor logged."""
+    callbacks = [CompressionMonitor()] * monitor + [*callbacks]
+    options = options if options.keys() & {"max_steps", "max_epochs"} else {"max_steps": 5, **options}
+    trainer = trainer_of(rank, world, TopKStrategy() if strategy is None else strategy, callbacks, **options)
+    trainer.fit(Module() if module is None else module, ckpt_path=ckpt_path)
+    return trainer, {key: float(value) for key, value in trainer.callback_metrics.items()}
