@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -653,6 +654,24 @@ def closed(rank: int, world: int) -> None:
     again = attach(sharded_again(net), process_group=mesh_of(2, 2)["replicate"], ratio=0.1, residuals=state.residuals)
     assert torch.equal(undelivered(again, net), kept)
     again.close()
+
+
+def closed_again_and_again(rank: int, world: int) -> list[tuple[int, int, int]]:
+    """Threads, file descriptors and groups of this process after each of some states was closed."""
+    counts = []
+    for _ in range(4):
+        net, state = made(2, 2, ratio=0.1)
+        loss_of(net, rank, 0).backward()
+        state.close()
+        threads, files = (len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd"))
+        counts.append((threads, files, len(dist.distributed_c10d._world.pg_map)))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+def test_states_of_shards_that_are_closed_leave_their_groups_to_the_next_one(groups):
+    for first, *_, last in groups(4).run(closed_again_and_again):
+        assert all(now < before + 3 for now, before in zip(last, first, strict=True)), "3 would be one state's"
 
 
 def sharded_again(net):

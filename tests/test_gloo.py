@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -889,6 +890,57 @@ def test_what_a_dense_all_reduce_costs_is_the_same_on_every_rank_and_its_bytes_a
     latency, _, broadcast, total = found[0]
     assert latency > 0
     assert broadcast == total == 2 * (2 * (world - 1) * 64 // world) + 2 * (2 * (world - 1) * 65536 // world)
+
+
+def closed_among_some(rank: int, world: int) -> list[list[int]]:
+    """Threads, files and groups after each of some states of the same ranks, of which some were open at a time."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    whole = dist.new_group(list(range(world)))
+    counts = []
+    for round_ in range(4):
+        states = []
+        for group, settings in (
+            (halves[rank // 2], {}),
+            (whole, {"topology": "hierarchical", "local_world_size": 2}),
+            (halves[rank // 2], {}),
+        ):
+            ddp = DistributedDataParallel(nn.Linear(30, 30), process_group=group)
+            states.append(attach(ddp, ratio=0.1, **settings))
+            ddp(torch.randn(4, 30)).sum().backward()
+        for state in states if (rank + round_) % 2 else reversed(states):
+            state.close()
+        kinds = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd"), dist.distributed_c10d._world.pg_map
+        counts.append([*map(len, kinds)])
+    for group in (*halves, whole):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+def test_states_of_some_ranks_that_are_closed_leave_their_groups_to_the_next_ones(groups):
+    for first, *_, last in groups(4).run(closed_among_some):
+        assert all(now < before + 3 for now, before in zip(last, first, strict=True)), "3 would be one state's"
+
+
+def failed_among_some(rank: int, world: int) -> bool:
+    """An exchange fails on one rank: the next state has other groups."""
+    whole, states = dist.new_group([0, 1]), []
+    for spoilt in (True, False):
+        ddp = DistributedDataParallel(nn.Linear(10, 10), process_group=whole)
+        state = attach(ddp, ratio=0.5, timeout=timedelta(seconds=2))
+        states.append(state.groups.all)
+        if spoilt and rank == 1:
+            state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
+        with pytest.raises(RuntimeError, match="exchange of bucket 0") if spoilt else nullcontext():
+            ddp(torch.randn(2, 10)).sum().backward()
+        state.close()
+    dist.destroy_process_group(whole)
+    return states[0] is states[1]
+
+
+def test_groups_in_which_an_exchange_failed_are_not_used_again(groups):
+    assert groups(2).run(failed_among_some) == [False, False]
 
 
 def closed_again_and_again(rank: int, world: int) -> tuple[int, int]:

@@ -69,6 +69,11 @@ class Lane(ABC):
             raise
 
     @property
+    def failed(self) -> bool:
+        """Whether a job has failed."""
+        return self._error is not None
+
+    @property
     @abstractmethod
     def stream(self) -> torch.cuda.Stream | None:
         """Where jobs run on CUDA; None on CPU."""

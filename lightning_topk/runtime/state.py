@@ -256,7 +256,7 @@ class ExchangeState(Reporting):
         self.residuals.forget_steps()
         self._optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
-            self.groups.destroy()
+            self.groups.destroy(failed=self._lane is not None and self._lane.failed)
         elif self.groups is not None and not idle:
             _LEFT_OPEN.append(self.groups)
         self._exchanger.close()
