@@ -876,6 +876,40 @@ def test_what_bypasses_the_hook_is_refused_at_set_up(groups):
         assert "has a communication hook already, and DDP takes one only" in messages["second"]
 
 
+class Rotated(nn.Module):
+    """A layer, and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.turn = nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turn(self.first(x).to(torch.complex64)).abs().square()
+
+
+def ignoring(rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        net = Rotated()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["turn.weight", "turn.bias"])
+        ddp = DistributedDataParallel(net)
+        state = attach(ddp, ratio=1.0, wire="fp32") if attached else None
+        ddp(torch.full((2, 3), 1.0 + rank)).sum().backward()
+        found.append((net.first.weight.grad, net.turn.weight.grad))
+    names = set(state.names.values())
+    state.close()
+    assert names == {"first.weight", "first.bias"}
+    return found
+
+
+def test_parameters_that_ddp_ignores_may_be_complex_and_are_not_exchanged(groups):
+    ranks = groups(2).run(ignoring)
+    for plain, ours in ranks:
+        torch.testing.assert_close(ours, plain)
+    assert not torch.equal(ranks[0][1][1], ranks[1][1][1])
+
+
 def measured_link(rank: int, world: int) -> tuple[float, float, int, int]:
     meter = Meter()
     cost = dense_cost(1 << 16, torch.device("cpu"), dist.group.WORLD, meter)

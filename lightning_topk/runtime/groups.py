@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_topk.core.requests import Among
 
@@ -209,9 +210,9 @@ def _own_group(
     return [_new_group(each, None, timeout) for each in members][mine]
 
 
-def device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Makes a module's GPU the current one: NCCL sends objects by way of it, and it is the first one on every rank."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+def device_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Makes a model's GPU the current one: NCCL sends objects by way of it, and it is the first one on every rank."""
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
