@@ -228,6 +228,18 @@ def _end_threads() -> None:
 class StreamLane(Lane):
     """A lane for CUDA tensors: a side stream. Jobs are enqueued at once; the host waits for nothing.
 
+    The exchange has NCCL communicators of its own, while DDP's all-reduces share one with the other collectives of a
+    backward pass, such as SyncBatchNorm's. A kernel of NCCL occupies the GPU until the other ranks have joined it. If
+    the GPU cannot run those of two communicators at once, they must start in the same order on all ranks. What orders
+    them:
+
+    - The host: one thread, autograd's, issues all of them, in the same order on all ranks that run the same graph.
+    - The side stream waits in :meth:`promise` for the stream of backward, and so for all collectives before.
+    - Nothing orders an exchange and the collectives of backward that come after it: they run at once, in some channels
+      each. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
+
+    One communicator for both would make batch norm wait for the exchange of the bucket before.
+
     Args:
         device: The tensors' device, with its index.
     """
