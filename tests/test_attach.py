@@ -74,9 +74,9 @@ def test_models_that_nothing_known_wraps_are_refused_in_words(groups):
         assert "is FSDP1, which has no hook" in sharded
 
 
-def without_numba(rank: int, world: int) -> tuple[list[str], bool]:
+def without_numba(rank: int, world: int, failed: dict[str, str]) -> tuple[list[str], bool]:
     said: list[str] = []
-    with mock.patch.object(ops, "fast", return_value=None):
+    with mock.patch.object(ops, "fast", return_value=None), mock.patch.object(ops, "FAILED", failed):
         model = DistributedDataParallel(nn.Linear(30, 30))
         state = attach(model, ratio=0.1, announce=said.append)
         for _ in range(3):
@@ -85,12 +85,13 @@ def without_numba(rank: int, world: int) -> tuple[list[str], bool]:
     return [each for each in said if "numba" in each], bool(model.module.weight.grad.any())
 
 
-def test_that_numba_is_missing_is_said_once_with_the_remedy(groups):
-    (said, trained), (silent, _) = groups(2).run(without_numba)
-    assert len(said) == 1
-    assert "pip install numba" in said[0]
-    assert trained
-    assert silent == []
+def test_that_numba_is_missing_or_fails_is_said_once_with_the_remedy(groups):
+    for failed, words in (({}, "pip install numba"), ({"numba": "OSError: no disk"}, "fails here: OSError: no disk")):
+        (said, trained), (silent, _) = groups(2).run(without_numba, failed)
+        assert len(said) == 1
+        assert words in said[0]
+        assert trained
+        assert silent == []
 
 
 class Heard(logging.Handler):
