@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import threading
 import time
 from unittest import mock
 
@@ -172,6 +173,25 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(groups):
     for difference, message in groups(2).run(uneven):
         assert difference < 1e-6
         assert "join(divide_by_initial_world_size=False) is not supported" in message
+
+
+def test_the_thread_of_a_lane_that_is_left_open_can_be_stopped_and_the_lane_works_again():
+    """Lightning's tests stop daemon threads that have a ``stop``, and fail if any other is left."""
+    lane, before = ThreadLane(abreast=2), set(threading.enumerate())
+
+    def give(number):
+        yield
+        return torch.tensor(number)
+
+    for number in range(3):
+        promised, future = lane.promise()
+        lane.submit(give(number), promised)
+        assert int(future.wait()) == number
+        (thread,) = set(threading.enumerate()) - before
+        assert thread.daemon
+        thread.stop()
+        assert not thread.is_alive()
+    assert lane.close()
 
 
 def test_an_idle_lane_has_no_thread_and_works_again():

@@ -21,6 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,23 +127,23 @@ class ThreadLane(Lane):
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
-        self._thread: threading.Thread | None = None
+        self._thread: _LaneThread | None = None
         _THREADED.add(self)
 
     def _run(self) -> None:
         """Begins the next job if it is there and has room; else takes the oldest one in progress a step further."""
         in_progress: deque[_Submitted] = deque()
-        closed = False
-        while not closed or in_progress:
-            if not closed and len(in_progress) < self.abreast:
+        waits = True  # for the next job
+        while True:
+            if len(in_progress) < self.abreast:
                 try:
-                    job = self._jobs.get(block=not in_progress, timeout=IDLE)
+                    job = self._jobs.get(block=waits and not in_progress, timeout=IDLE)
                 except queue.Empty:
                     if not in_progress and self._retires():
                         return
                 else:
                     if job is None:
-                        closed = True
+                        waits = False
                     elif self._goes_on(job):
                         in_progress.append(job)
                     continue
@@ -186,7 +187,7 @@ class ThreadLane(Lane):
         with self._lock:
             self._jobs.put(_Submitted(job, promised))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
+                self._thread = _LaneThread(self._run, self._jobs)
                 self._thread.start()
 
     @property
@@ -205,13 +206,23 @@ class ThreadLane(Lane):
     @override
     def close(self) -> bool:
         _THREADED.discard(self)
-        with self._lock:
-            thread = self._thread
-            if thread is not None:
-                self._jobs.put(None)
+        thread = self._thread
         if thread is not None:
-            thread.join(timeout=PATIENCE)
+            thread.stop()
         return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
+
+
+class _LaneThread(threading.Thread):
+    """A lane's thread. It can be stopped, which is what Lightning's tests do to threads that a test has left."""
+
+    def __init__(self, run: Callable[[], None], jobs: queue.SimpleQueue[_Submitted | None]) -> None:
+        super().__init__(target=run, name="lightning_topk-lane", daemon=True)
+        self._jobs = jobs
+
+    def stop(self) -> None:
+        """Ends the thread when the submitted jobs are done; the lane's next job starts another one."""
+        self._jobs.put(None)
+        self.join(timeout=PATIENCE)
 
 
 _THREADED = weakref.WeakSet[ThreadLane]()
