@@ -1,130 +1,201 @@
-"""From settings to what exchanges: the shape of a bucket, the codecs of a step, the links of a rank."""
+"""From settings to one bucket's exchange: sizes, ratio, payload formats and links, resolved once.
+
+``ratio=`` is taken literally. ``saving=50`` asks for a fiftieth of the bytes of a ring all-reduce; what a bucket sends
+at a ratio follows from integers (its size, the topology, the ranks, positions, values and headers), so the ratio that
+sends just as much is found here, before anything is sent, and is the same in every step.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.core import exchange
 from lightning_topk.core.endpoint import Codecs, Endpoint, Shape
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout, Parts, kept_count
 from lightning_topk.core.link import FusedLink, Link
 from lightning_topk.core.memory import Memory, MomentumResidual, NoMemory, Residual
+from lightning_topk.core.requests import AllReduce, Request, placeholder
 from lightning_topk.core.select import SELECTORS, RandK, Selector, TopK
 from lightning_topk.core.wire import WIRES, Codec
-from lightning_topk.schedule import ratio_at
+from lightning_topk.schedule import Ratio, ratio_at
+
+TOLERANCE = 0.02
+"""Relative difference between the saving of a model and the one asked for that is not worth a warning."""
 
 
-def make_shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int = 1) -> Shape:
-    """How a bucket is dealt to nodes, ranks and servers.
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """How one bucket is exchanged. Made by :func:`plan_bucket`.
+
+    Attributes:
+        config: The settings on these nodes.
+        shape: The bucket and its ranks.
+        ratio: The fraction of entries that workers send; from ``saving`` where that was given.
+        local: Ranks of a node.
+        itemsize: Bytes of an element of the gradient.
+        uncompressed: Numbers of the parameters that are not compressed.
+        tag: Identifies the bucket on the wire, see :class:`lightning_topk.core.wire.Codec`.
+    """
+
+    config: TopKConfig
+    shape: Shape
+    ratio: Ratio
+    local: int = 1
+    itemsize: int = 4
+    uncompressed: tuple[int, ...] = ()
+    tag: int = 0
+
+    @property
+    def uncompressed_numel(self) -> int:
+        """Elements of the bucket that are not compressed."""
+        return sum(self.shape.parts.sizes[number] for number in self.uncompressed)
+
+    def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
+        """How the payloads of a step are written.
+
+        Args:
+            step: Gradients exchanged before this one, for schedules.
+            epoch: Epochs completed, for schedules.
+            selector: The selector whose selections are written. Default: a new one, if only sizes are wanted.
+
+        Returns:
+            The codecs. A server that does not compress has room for all that the workers can send it.
+        """
+        config, layout, world = self.config, self.shape.layout, self.shape.world
+        if not self.shape.topology.compresses:
+            whole = Codec(WIRES["fp32"], layout.numel, layout.numel)
+            return Codecs(whole, whole)
+        selector = selector or make_selector(config)
+        shared = selector if isinstance(selector, RandK) else None
+        up = layout.kept_per_shard(kept_count(layout.numel, ratio_at(self.ratio, step, epoch)))
+        if config.bidirectional:
+            server_ratio = self.ratio if config.server_ratio is None else config.server_ratio
+            down = layout.kept_per_shard(kept_count(layout.numel, ratio_at(server_ratio, step, epoch)))
+        else:
+            # Workers that draw the same positions send nothing else.
+            down = up if shared is not None else min(layout.shard_size, world * up)
+        wire, size = WIRES[config.wire_name], layout.shard_size
+        return Codecs(Codec(wire, size, up, shared, self.tag), Codec(wire, size, down, shared, self.tag))
+
+    def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
+        """What the exchange will ask for, with payloads of the right size and no content.
+
+        Args:
+            step: Gradients exchanged before this one, for schedules.
+            epoch: Epochs completed, for schedules.
+            voters: Parameters of the bucket, with ``find_unused_parameters`` only.
+        """
+        codecs = self.codecs(step, epoch)
+        return exchange.requests(self.shape, codecs, self.itemsize, self.uncompressed_numel, voters)
+
+    def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
+        """The links of one rank, with empty memories.
+
+        Args:
+            rank: The rank, counted among all.
+            dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
+            device: Where the residuals live.
+        """
+        config, shape, layout = self.config, self.shape, self.shape.layout
+        selector = make_selector(config)
+        rank = rank // shape.parts.count
+        whole = torch.promote_types(dtype, torch.float32)
+        given = whole if shape.topology.by_node else dtype  # the sum of a node is not rounded
+
+        def link(
+            side: str, layout: Layout, selector: Selector, given: torch.dtype, delivered: torch.dtype | None = None
+        ) -> Link:
+            memory = _make_memory(config, side, layout.numel, whole, device)
+            # On a GPU the one pass sends what a threshold lets pass; a server that does not compress sends all that
+            # is nonzero.
+            everything = side == "server" and not config.bidirectional and device.type != "cpu"
+            kind = FusedLink if FusedLink.suits(selector, memory, given) and not everything else Link
+            return kind(layout, selector, memory, delivered, shape.parts.pieces if side == "worker" else ())
+
+        downlink = None
+        if shape.topology.has_servers and (layout.shards == shape.world or rank == 0):
+            # A server that does not compress sends sums of selections: it takes the largest exactly.
+            choice = selector if config.bidirectional or isinstance(selector, RandK) else TopK()
+            downlink = link("server", Layout(layout.shard_size), choice, whole, dtype)
+        sizes = shape.parts.sizes
+        ends = list(accumulate(sizes))
+        return Endpoint(
+            **vars(shape),
+            rank=rank,
+            dtype=whole,
+            uplink=link("worker", layout, selector, given),
+            downlink=downlink,
+            sizes=torch.tensor(sizes, device=device),
+            clip_norm=None if config.clip_norm is None else config.clip_norm / math.sqrt(shape.workers),
+            uncompressed=[(ends[number] - sizes[number], ends[number]) for number in self.uncompressed],
+        )
+
+
+def plan_bucket(
+    config: TopKConfig,
+    sizes: Sequence[int],
+    world: int,
+    local: int = 1,
+    itemsize: int = 4,
+    uncompressed: Sequence[int] = (),
+    tag: int = 0,
+) -> BucketPlan:
+    """Resolves the settings for one bucket.
 
     Args:
-        config: The settings, on these nodes (:meth:`lightning_topk.TopKConfig.on`).
-        sizes: Elements of each parameter of the bucket; one element at least.
+        config: The settings. With ``dense_parameters``, those of the compressed rest, see :func:`for_compressed`.
+        sizes: Elements of each parameter of the bucket. One without elements is not exchanged.
         world: Number of ranks.
         local: Ranks of a node.
-    """
-    topology = TOPOLOGIES[config.topology]
-    parts = Parts(tuple(sizes), local if topology.by_node else 1)
-    among = world // parts.count
-    return Shape(topology, parts, Layout(parts.numel, topology.shards(among)), among, world)
-
-
-def make_codecs(
-    config: TopKConfig,
-    shape: Shape,
-    step: int = 0,
-    epoch: int = 0,
-    selector: Selector | None = None,
-    tag: int = 0,
-) -> Codecs:
-    """How the payloads of a step are written.
-
-    Args:
-        config: The settings.
-        shape: The bucket.
-        step: Gradients exchanged before this one, for schedules.
-        epoch: Epochs completed, for schedules.
-        selector: The selector whose selections are written. Default: a new one, if only sizes are wanted.
-        tag: Of whose entries they are, see :class:`lightning_topk.core.wire.Codec`.
+        itemsize: Bytes of an element of the gradient.
+        uncompressed: Numbers of the parameters that are not compressed. If all are, the bucket is all-reduced.
+        tag: Identifies the bucket on the wire.
 
     Returns:
-        The codecs. A server that does not compress has room for all that the workers can send it.
+        The plan. With ``saving``, its ratio is the one whose bytes are nearest to those asked for. A single rank,
+        which sends nothing, has the ratio of two.
     """
-    layout, world = shape.layout, shape.world
-    if not shape.topology.compresses:
-        whole = Codec(WIRES["fp32"], layout.numel, layout.numel)
-        return Codecs(whole, whole)
-    selector = selector or make_selector(config)
-    shared = selector if isinstance(selector, RandK) else None
-    assert config.ratio is not None
-    ratio = ratio_at(config.ratio, step, epoch)
-    up = layout.kept_per_shard(kept_count(layout.numel, ratio))
-    if config.bidirectional:
-        server_ratio = ratio if config.server_ratio is None else ratio_at(config.server_ratio, step, epoch)
-        down = layout.kept_per_shard(kept_count(layout.numel, server_ratio))
-    else:
-        # Workers that draw the same positions send nothing else.
-        down = up if shared is not None else min(layout.shard_size, world * up)
-    wire = WIRES[config.wire_name]
-    return Codecs(Codec(wire, layout.shard_size, up, shared, tag), Codec(wire, layout.shard_size, down, shared, tag))
+    config, skipped = config.on(world, local), sum(sizes[number] for number in uncompressed)
+    if skipped == sum(sizes):
+        config = config.dense
+    if not config.compresses:
+        return BucketPlan(config, _shape(config, sizes, world, local), 1.0, local, itemsize, (), tag)
+    ratio = config.ratio
+    if ratio is None:
+        pair = max(2, world)
+        ratio = _ratio_for_saving(BucketPlan(config, _shape(config, sizes, pair, local), 1.0, local, itemsize), skipped)
+    return BucketPlan(config, _shape(config, sizes, world, local), ratio, local, itemsize, tuple(uncompressed), tag)
 
 
-def make_endpoint(
-    config: TopKConfig,
-    shape: Shape,
-    rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    uncompressed: Sequence[int] = (),
-) -> Endpoint:
-    """The links of one rank for one bucket, with empty memories.
+def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
+    """The settings of the compressed part of a gradient: its saving is higher, so that all of it saves as asked.
 
     Args:
-        config: The settings.
-        shape: The bucket.
-        rank: The rank, counted among all.
-        dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
-        device: Where the residuals live.
-        uncompressed: Which of the parameters, by number, are not compressed.
+        config: The settings of the whole gradient.
+        numel: Elements of the gradient.
+        uncompressed: Those that are not compressed.
+
+    Raises:
+        ValueError: What is not compressed is more than the bytes asked for.
     """
-    selector, layout = make_selector(config), shape.layout
-    rank = rank // shape.parts.count
-    whole = torch.promote_types(dtype, torch.float32)
-    given = whole if shape.topology.by_node else dtype  # the sum of a node is not rounded
-
-    def link(
-        side: str, layout: Layout, selector: Selector, given: torch.dtype, delivered: torch.dtype | None = None
-    ) -> Link:
-        memory = _make_memory(config, side, layout.numel, whole, device)
-        # On a GPU the one pass sends what a threshold lets pass; a server that does not compress sends all that is
-        # nonzero.
-        everything = side == "server" and not config.bidirectional and device.type != "cpu"
-        kind = FusedLink if FusedLink.suits(selector, memory, given) and not everything else Link
-        return kind(layout, selector, memory, delivered, shape.parts.pieces if side == "worker" else ())
-
-    downlink = None
-    serves = shape.topology.has_servers and (layout.shards == shape.world or rank == 0)
-    if serves:
-        # What a server that does not compress has to send are sums of selections: it takes the largest exactly.
-        choice = selector if config.bidirectional or isinstance(selector, RandK) else TopK()
-        downlink = link("server", Layout(layout.shard_size), choice, whole, dtype)
-    ends = list(accumulate(shape.parts.sizes))
-    return Endpoint(
-        **vars(shape),
-        rank=rank,
-        dtype=whole,
-        uplink=link("worker", layout, selector, given),
-        downlink=downlink,
-        sizes=torch.tensor(shape.parts.sizes, device=device),
-        clip_norm=None if config.clip_norm is None else config.clip_norm / math.sqrt(shape.workers),
-        uncompressed=[(ends[number] - shape.parts.sizes[number], ends[number]) for number in uncompressed],
-    )
+    saving = config.saving
+    if saving is None or not uncompressed:
+        return config
+    rest = numel / saving - uncompressed
+    if rest <= 0:
+        raise ValueError(
+            f"dense_parameters are {uncompressed / numel:.2%} of the gradient, so that it cannot be sent in 1 / "
+            f"{saving:g} of the bytes. Pass saving= below {numel / uncompressed:.3g}, or fewer dense_parameters."
+        )
+    return replace(config, saving=(numel - uncompressed) / rest)
 
 
 def make_selector(config: TopKConfig) -> Selector:
@@ -132,10 +203,60 @@ def make_selector(config: TopKConfig) -> Selector:
     return SELECTORS[config.selector]() if isinstance(config.selector, str) else copy.deepcopy(config.selector)
 
 
+def _shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int) -> Shape:
+    """How a bucket is dealt to nodes, ranks and servers."""
+    topology = TOPOLOGIES[config.topology]
+    parts = Parts(tuple(sizes), local if topology.by_node else 1)
+    among = world // parts.count
+    return Shape(topology, parts, Layout(max(1, parts.numel), topology.shards(among)), among, world)
+
+
 def _make_memory(config: TopKConfig, side: str, numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
-    """What one end of a link keeps."""
+    """The memory of one end of a link."""
     if config.error_feedback not in (True, side) or not config.compresses:
         return NoMemory(dtype)
     if side == "worker" and config.momentum:
         return MomentumResidual(numel, dtype, device, config.momentum)
     return Residual(numel, dtype, device)
+
+
+def _ratio_for_saving(plan: BucketPlan, uncompressed: int) -> float:
+    """The ratio whose bytes are nearest to those that the saving allows the compressed elements.
+
+    Bytes are the busiest rank's. Where the ranks of a node exchange as one worker they share the node's network, so
+    there the bytes that leave the node count.
+
+    Args:
+        plan: The plan, with any ratio.
+        uncompressed: Elements of the bucket that are not compressed.
+    """
+    config, shape, layout = plan.config, plan.shape, plan.shape.layout
+    assert config.saving is not None
+
+    def nbytes(request: Request) -> float:
+        if shape.parts.count > 1:
+            return request.node_bytes(0, shape.workers, plan.local)[1]
+        return request.sent_bytes(0, shape.workers)
+
+    def ratio(kept: int) -> float:
+        """That which keeps so many entries of each shard."""
+        return min(1.0, kept * layout.shards / layout.numel)
+
+    def sent(kept: int) -> float:
+        codecs = replace(plan, ratio=ratio(kept)).codecs()
+        return sum(map(nbytes, shape.topology.requests(shape, codecs, plan.itemsize)))
+
+    numel = sum(shape.parts.sizes)
+    dense = nbytes(AllReduce(placeholder(numel * plan.itemsize), "uplink"))
+    budget = dense * (1 - uncompressed / numel) / config.saving
+    # Bytes grow with the number of entries, except at two points where positions are no longer sent: where a server
+    # that does not compress sends all entries, and where all ranks do. Of equal bytes, take those with more entries.
+    whole = layout.shard_size if config.bidirectional else -(-layout.shard_size // shape.world)
+    starts = sorted({1, whole, layout.shard_size})
+    low = max((start for start in starts if sent(start) <= budget), default=1)
+    high = min((start for start in starts if start > low), default=low + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sent(middle) <= budget else (low, middle)
+    nearest = min({low, min(high, layout.shard_size)}, key=lambda kept: abs(math.log(sent(kept) / budget)))
+    return ratio(nearest)

@@ -43,7 +43,7 @@ class TopKState(ExchangeState):
     Args:
         config: The settings; or pass them as keywords.
         process_group: The ranks that exchange gradients. Default: all.
-        timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+        timeout: After which a collective that some rank does not join fails. Default: that of ``process_group``.
         residuals: Those of an earlier state of the same model, to go on with.
         epoch: Returns the epoch, for schedules by epoch.
         optimizers: Returns the optimizers at the first step, for settings that depend on them and for ``scaler``.

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.build import for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
-from lightning_topk.saving import saving_of_compressed, with_ratio
 
 
 class Cluster:
@@ -43,11 +42,12 @@ class Cluster:
     ) -> None:
         parts, cpu = sizes or (numel,), torch.device("cpu")
         skipped = sum(parts[number] for number in uncompressed)
-        whole = saving_of_compressed(config.on(world, local), sum(parts), skipped)
-        self.config = with_ratio(whole, parts, world, local, dtype.itemsize, skipped)
+        self.plan = plan_bucket(
+            for_compressed(config, sum(parts), skipped), parts, world, local, dtype.itemsize, uncompressed
+        )
+        """How the gradient is exchanged."""
         self.local, self.measure = local, measure
-        shape = make_shape(self.config, parts, world, local)
-        self.endpoints = [make_endpoint(self.config, shape, rank, dtype, cpu, uncompressed) for rank in range(world)]
+        self.endpoints = [self.plan.endpoint(rank, dtype, cpu) for rank in range(world)]
         self.outcomes: list[Outcome] = []
         """What became of the last exchange, rank by rank."""
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
@@ -68,7 +68,7 @@ class Cluster:
         outputs = [gradient.clone() for gradient in gradients]
         exchanges = []
         for end, g in zip(self.endpoints, outputs, strict=True):
-            codecs = make_codecs(self.config, end, self.steps, epoch, end.uplink.selector)
+            codecs = self.plan.codecs(self.steps, epoch, end.uplink.selector)
             exchanges.append(exchange(end, g, codecs, self.steps, measure=self.measure))
         self.outcomes = self.drive(exchanges)
         self.steps += 1

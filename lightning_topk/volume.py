@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from lightning_topk.build import make_codecs, make_shape
+from lightning_topk.build import BucketPlan, for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
-from lightning_topk.core import exchange
-from lightning_topk.core.requests import AllReduce, Request, placeholder
-from lightning_topk.saving import saving_of_compressed, with_ratio
+from lightning_topk.core.requests import AllReduce, placeholder
 
 
 @dataclass(frozen=True)
@@ -25,12 +23,12 @@ class Volume:
         dense_inter_node: Sent to other nodes by a ring all-reduce.
     """
 
-    uplink: int
-    downlink: int
-    dense: int
-    intra_node: int
-    inter_node: int
-    dense_inter_node: int
+    uplink: int = 0
+    downlink: int = 0
+    dense: int = 0
+    intra_node: int = 0
+    inter_node: int = 0
+    dense_inter_node: int = 0
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -69,7 +67,7 @@ def volume(
     step: int = 0,
     epoch: int = 0,
     local: int = 1,
-    uncompressed: Iterable[int] = (),
+    uncompressed: Iterable[Sequence[int]] = (),
 ) -> Volume:
     """Predicts the bytes of a step.
 
@@ -86,61 +84,37 @@ def volume(
         step: Gradients exchanged before this one, for schedules.
         epoch: Epochs completed, for schedules.
         local: Ranks of a node.
-        uncompressed: Elements of each bucket that belong to ``dense_parameters``; none by default.
+        uncompressed: For each bucket, the numbers of its parameters that ``dense_parameters`` names. Default: none.
     """
-    config, sizes = config.on(world, local), [_sizes(bucket) for bucket in buckets]
-    counts, whole = list(parameters or ()), list(uncompressed) or [0] * len(sizes)
-    config = saving_of_compressed(config, sum(map(sum, sizes)), sum(whole))
-    asked: list[Request] = []
-    for number, (each, skipped) in enumerate(zip(sizes, whole, strict=True)):
-        if not sum(each):
-            continue  # nothing is exchanged
-        way = config.dense if skipped == sum(each) else config
-        voters = counts[number] if counts else None
-        asked += requests(way, each, world, local, itemsize, step, epoch, skipped, voters)
-    sent = {"uplink": 0, "downlink": 0}
-    inside = outside = dense = dense_outside = 0
-    for request in asked:
-        group = {"all": (rank, world), "node": (rank % local, local), "peers": (rank // local, world // local)}
+    sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
+    voters: Sequence[int | None] = list(parameters or ()) or [None] * len(sizes)
+    whole = list(uncompressed) or [()] * len(sizes)
+    skipped = sum(each[number] for each, numbers in zip(sizes, whole, strict=True) for number in numbers)
+    config, total = for_compressed(config, sum(map(sum, sizes)), skipped), Volume()
+    for each, numbers, count in zip(sizes, whole, voters, strict=True):
+        total += bucket_volume(plan_bucket(config, each, world, local, itemsize, numbers), rank, step, epoch, count)
+    return total
+
+
+def bucket_volume(plan: BucketPlan, rank: int, step: int = 0, epoch: int = 0, voters: int | None = None) -> Volume:
+    """Predicts the bytes of one bucket in a step.
+
+    Args:
+        plan: The bucket.
+        rank: See :func:`volume`.
+        step: See :func:`volume`.
+        epoch: See :func:`volume`.
+        voters: Parameters of the bucket, with ``find_unused_parameters`` only.
+    """
+    world, local, numel = plan.shape.workers, plan.local, sum(plan.shape.parts.sizes)
+    if not numel:
+        return Volume()  # nothing is exchanged
+    group = {"all": (rank, world), "node": (rank % local, local), "peers": (rank // local, world // local)}
+    sent, inside, outside = {"uplink": 0, "downlink": 0}, 0, 0
+    for request in plan.requests(step, epoch, voters):
         sent[request.direction] += request.sent_bytes(*group[request.among])
         near, far = request.node_bytes(rank, world, local)
         inside, outside = inside + near, outside + far
-    for each in sizes:
-        ring = AllReduce(placeholder(sum(each) * itemsize), "uplink")
-        dense += ring.sent_bytes(rank, world)
-        dense_outside += ring.node_bytes(rank, world, local)[1]
+    ring = AllReduce(placeholder(numel * plan.itemsize), "uplink")
+    dense, dense_outside = ring.sent_bytes(rank, world), ring.node_bytes(rank, world, local)[1]
     return Volume(sent["uplink"], sent["downlink"], dense, inside, outside, dense_outside)
-
-
-def requests(
-    config: TopKConfig,
-    sizes: Sequence[int],
-    world: int,
-    local: int = 1,
-    itemsize: int = 4,
-    step: int = 0,
-    epoch: int = 0,
-    uncompressed: int = 0,
-    voters: int | None = None,
-) -> list[Request]:
-    """What the exchange of one bucket will ask for, with payloads of the right size and no content.
-
-    Args:
-        config: The settings.
-        sizes: Elements of each parameter of the bucket.
-        world: Number of ranks.
-        local: Ranks of a node.
-        itemsize: Bytes of an element of the gradient.
-        step: Gradients exchanged before this one, for schedules.
-        epoch: Epochs completed, for schedules.
-        uncompressed: Elements that are not compressed.
-        voters: Parameters of the bucket, with ``find_unused_parameters`` only.
-    """
-    config = with_ratio(config.on(world, local), sizes, world, local, itemsize, uncompressed)
-    shape = make_shape(config, sizes, world, local)
-    uncompressed = uncompressed if config.compresses else 0  # the topology sends all of the bucket uncompressed
-    return exchange.requests(shape, make_codecs(config, shape, step, epoch), itemsize, uncompressed, voters)
-
-
-def _sizes(bucket: Bucket) -> tuple[int, ...]:
-    return (bucket,) if isinstance(bucket, int) else tuple(bucket)

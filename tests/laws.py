@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_topk.build import make_codecs
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.ops import reference
 from lightning_topk.simulate import Cluster
@@ -156,14 +155,14 @@ def simulate(
         plans = [volume(config, [numel], len(ranks), r, dtype.itemsize, step=step, local=cluster.local) for r in ranks]
         planned.append({(rank, way): getattr(plans[rank], way) for rank, way in total})
         for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):
-            codecs = make_codecs(cluster.config, end, step, selector=end.uplink.selector)
+            codecs = cluster.plan.codecs(step, selector=end.uplink.selector)
             room = [codecs.uplink.kept * end.layout.shards, codecs.reply.kept]
             for stats, most in zip((outcome.uplink, outcome.downlink), room, strict=True):
                 assert stats is None or stats.selected is None or 0 <= stats.selected <= most
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
     assert received[0].dtype == dtype
     everything = config.ratio == 1 and config.wire == "fp32" and config.server_ratio is None
-    exact = dtype.itemsize >= 4 and (everything or not cluster.config.compresses)
+    exact = dtype.itemsize >= 4 and (everything or not cluster.plan.config.compresses)
     left = undelivered(cluster) if config.error_feedback is True and not config.momentum else None
     settled = 0 if isinstance(config.ratio, float | None) else None  # no schedule
     check(torch.stack(computed), torch.stack(received, 1), left, sent, planned, exact, settled, atol, rtol)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
@@ -76,6 +76,18 @@ def local_gradient(alone: nn.Module, net: nn.Module, rank: int, step: int, **use
     alone.zero_grad()
     loss_of(alone, rank, step, **use).backward()
     return gradient(alone)
+
+
+def without(g: Tensor, net: nn.Module, names: Collection[str]) -> Tensor:
+    """A flat gradient with zeros for some parameters."""
+    parts = zip(net.named_parameters(), g.split([p.numel() for p in net.parameters()]), strict=True)
+    return torch.cat([part * (name not in names) for (name, _), part in parts])
+
+
+def beside(state: Any, name: str) -> list[str]:
+    """The names of all parameters in the bucket of one."""
+    buckets = [[state.names[p] for p in bucket] for bucket in state.residuals.progress.buckets]
+    return next(names for names in buckets if name in names)
 
 
 def undelivered(state: Any, net: nn.Module) -> Tensor:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Codecs, Endpoint
 
 
 def codecs_of(config: TopKConfig, numel: int, world: int, step: int = 0) -> Codecs:
     """How payloads of a bucket are written at a step."""
-    return make_codecs(config, make_shape(config, [numel], world), step)
+    return plan_bucket(config, [numel], world).codecs(step)
 
 
 def endpoint_of(
@@ -27,5 +27,5 @@ def endpoint_of(
     uncompressed: Sequence[int] = (),
 ) -> Endpoint:
     """The endpoint of a rank, with empty memories."""
-    shape = make_shape(config, sizes, world, local)
-    return make_endpoint(config, shape, rank, dtype, torch.device(device), uncompressed)
+    plan = plan_bucket(config, sizes, world, local, dtype.itemsize, uncompressed)
+    return plan.endpoint(rank, dtype, torch.device(device))

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
 from lightning_topk.core.link import NOTHING, FusedLink, Link, Measure, aggregate, deliver
@@ -191,12 +191,12 @@ def copies_of(
 ) -> list[str]:
     """The copies between host and device in a step; what is made once, with the first step, does not count."""
     local = LOCAL if config.by_node else 1
-    shape = make_shape(config, SIZES, WORLD, local)
-    end = make_endpoint(config, shape, rank, dtype, CUDA, (0,) if uncompressed else ())
+    plan = plan_bucket(config, SIZES, WORLD, local, dtype.itemsize, (0,) if uncompressed else ())
+    end = plan.endpoint(rank, dtype, CUDA)
     scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
     watch = Copies()
     for step in range(2):
-        codecs = make_codecs(config, end, 0, 0, end.uplink.selector)
+        codecs = plan.codecs(selector=end.uplink.selector)
         g = torch.empty(sum(SIZES), device=CUDA, dtype=dtype)
         used = torch.tensor([True, False, True, True]) if voted else None
         with watch if step else contextlib.nullcontext():
@@ -275,8 +275,9 @@ def test_an_exchange_moves_the_bytes_and_launches_the_kernels_that_the_guide_say
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     config, numel = TopKConfig(row["ratio"], momentum=row["momentum"]), 25_000_000
     dtype = getattr(torch, row["dtype"])
-    end = make_endpoint(config, make_shape(config, [numel], WORLD), 0, dtype, CUDA)
-    codecs, g = make_codecs(config, end, 0, 0, end.uplink.selector), torch.empty(numel, device=CUDA, dtype=dtype)
+    plan = plan_bucket(config, [numel], WORLD, itemsize=dtype.itemsize)
+    end = plan.endpoint(0, dtype, CUDA)
+    codecs, g = plan.codecs(selector=end.uplink.selector), torch.empty(numel, device=CUDA, dtype=dtype)
     with Traffic() as traffic:
         payloads, _ = end.uplink.send(g, codecs.uplink)
         sent, _ = traffic.with_kernels()
@@ -343,6 +344,6 @@ def test_copies_and_waits_are_noticed(fake):
 def test_workers_select_in_one_pass_where_servers_do_not_compress(topology):
     config = TopKConfig(ratio=0.01, topology=topology, bidirectional=False)
     with FakeTensorMode():
-        end = make_endpoint(config, make_shape(config, SIZES, WORLD, 1), 0, torch.float32, CUDA)
+        end = plan_bucket(config, SIZES, WORLD).endpoint(0, torch.float32, CUDA)
     assert type(end.uplink) is FusedLink
     assert end.downlink is None or type(end.downlink) is Link

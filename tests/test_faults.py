@@ -20,7 +20,7 @@ from groups import Group, torchrun
 from ranks import four_layers, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.ddp import attach
+from lightning_topk.ddp import TopKState, attach
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups as process_groups
 from lightning_topk.runtime.groups import Groups
@@ -33,6 +33,24 @@ def test_groups_that_torch_has_forgotten_are_given_up_silently(tmp_path):
             groups = Groups.make(None, None)
         else:
             groups.destroy()
+        dist.destroy_process_group()
+
+
+def test_exchanges_wait_as_long_for_a_rank_as_the_users_own_group_does(tmp_path):
+    user, some, own = timedelta(seconds=45), timedelta(seconds=44), timedelta(seconds=43)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=user)
+    try:
+        for group, given, expected in (
+            (None, None, user),
+            (dist.new_group([0], timeout=some), None, some),
+            (None, own, own),
+        ):
+            state = TopKState(process_group=group, timeout=given)
+            backend = state.groups.all._get_backend(torch.device("cpu"))
+            state.close()
+            assert backend.options._timeout == expected
+    finally:
         dist.destroy_process_group()
 
 

@@ -136,7 +136,7 @@ def sent_by_the_reference(e, x, finite, layout, codec, delivered, velocity=None)
     memory.compensate(reference.zero_unless_(x, finite), finite)
     index, value = reference.add_and_select(e, torch.zeros_like(e), finite, layout, codec.kept)
     payload, sent = codec.encode(index, value, delivered, finite)
-    memory.keep(reference.flat_index(index, layout).view(-1), value.view(-1), sent.view(-1))
+    memory.keep(reference.flat_index(index, layout).view(-1), sent.view(-1))
     return payload, value.count_nonzero()
 
 
@@ -198,6 +198,28 @@ def test_momentum_is_added_in_the_same_function(finite, given_as):
     assert torch.equal(e, kept)
     assert torch.equal(velocity.kept, stepped.kept)
     assert not x.any()
+
+
+@on_a_device
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # by NumPy, in which the interpreter computes
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_of_more_sums_that_overflow_than_are_sent_none_stays_infinite(momentum):
+    from lightning_topk.core.ops import cuda
+
+    layout, finite, large = Layout(20_000, 2), torch.tensor(True, device=DEVICE), torch.finfo(torch.float32).max
+    codec = Codec(WIRES["fp32"], layout.shard_size, 10)
+    e, x = given("normal", layout.numel)
+    e[::7], x[::7] = large, large
+    velocity, stepped = None, None
+    if momentum is not None:
+        velocity, stepped = (ops.Velocity(x.clone(), momentum) for _ in range(2))
+    kept = e.clone()
+    expected, _ = sent_by_the_reference(kept, x.clone(), finite, layout, codec, None, stepped)
+    payload, _ = cuda.send(e, x, finite, layout, codec.format(), None, velocity)
+    assert torch.equal(payload, expected)
+    assert e.isfinite().all()
+    assert torch.equal(e, kept)
+    assert velocity is None or velocity.kept.isfinite().all()
 
 
 @on_a_device

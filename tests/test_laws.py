@@ -330,7 +330,8 @@ def test_what_leaves_a_node_is_what_the_plan_says():
 @pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
 def test_what_was_kept_of_a_parameter_that_is_now_uncompressed_is_delivered(topology):
     cluster = Cluster(TopKConfig(ratio=0.5, wire="fp32", topology=topology), 4, 20, local=2, sizes=(10, 10))
-    cluster.endpoints = [endpoint_of(cluster.config, (10, 10), rank, 4, local=2, uncompressed=[0]) for rank in range(4)]
+    config = cluster.plan.config
+    cluster.endpoints = [endpoint_of(config, (10, 10), rank, 4, local=2, uncompressed=[0]) for rank in range(4)]
     for end in cluster.endpoints:
         end.uplink.memory.residual.fill_(100.0)
     delivered = sum(cluster.step([torch.ones(20)] * 4)[0] for _ in range(9))

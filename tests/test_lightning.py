@@ -30,7 +30,6 @@ from trainers import ELEMENTS, Module, Normed, fit
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
 from lightning_topk.lightning.callback import BUFFERS
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.saving import with_ratio
 from lightning_topk.volume import format_bytes, volume
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +64,7 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     assert 0 < logged["topk/downlink_error"] < 1
     assert logged["topk/worker_residual_norm"] > 0
     assert logged["topk/server_residual_norm"] > 0
-    kept = 2 * codecs_of(with_ratio(TopKConfig(), [ELEMENTS], 2), ELEMENTS, 2).uplink.kept
+    kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.kept
     assert logged["topk/bound"] == pytest.approx((1 - kept / ELEMENTS) ** 2)
     assert logged["topk/ratio"] == logged["topk/selected_ratio"] == pytest.approx(kept / ELEMENTS)
 

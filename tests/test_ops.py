@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from shapes import codecs_of, endpoint_of
@@ -18,7 +19,7 @@ from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, kept_count
 from lightning_topk.core.link import FusedLink, aggregate, deliver
 from lightning_topk.core.memory import Residual
-from lightning_topk.core.ops import cpu, reference
+from lightning_topk.core.ops import cpu, loops, reference
 from lightning_topk.core.select import TopK
 from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.simulate import Cluster
@@ -243,7 +244,9 @@ def residual_and_gradient(name: str, numel: int) -> tuple[torch.Tensor, torch.Te
     return e.clone(), x.clone()
 
 
-@pytest.mark.parametrize("name", ["normal", "ties", "equal", "zero", "spike", "denormal", "sparse", "one shard"])
+@pytest.mark.parametrize(
+    "name", ["normal", "ties", "equal", "zero", "spike", "denormal", "sparse", "one shard", "overflowing"]
+)
 @pytest.mark.parametrize(
     ("numel", "shards", "ratio"), [(1_000, 3, 0.1), (70_001, 1, 0.001), (200_000, 3, 0.01), (300_007, 7, 0.001)]
 )
@@ -258,6 +261,26 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, ratio):
     assert not x.any()
     assert torch.equal(found[0], index)
     assert torch.equal(found[1], value)
+
+
+def test_where_denormals_are_flushed_zeros_do_not_reach_the_least_threshold():
+    """Else all of a sparse vector would be candidates, which takes 60 times as long."""
+    numel, k = 100_000, 500
+    layout, room = Layout(numel), k + k // 4 + 512
+    places, values = np.empty((1, room), np.int32), np.empty((1, room), np.float32)
+    counts, least = np.zeros(1, np.int64), np.array([loops.LEAST])
+    e, x = torch.zeros(2, numel).unbind()
+    x[::1000] = torch.randn(100)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormals")
+    try:
+        loops.scan(x.numpy(), x[:0].numpy(), cpu._deal(layout), k, least, places, values, counts)
+        expected = reference.add_and_select(e.clone(), x.clone(), FINITE, layout, k)
+        found = cpu.add_and_select(e, x, FINITE, layout, k)
+    finally:
+        torch.set_flush_denormal(False)
+    assert counts == 100
+    assert all(map(torch.equal, found, expected))
 
 
 @contextmanager

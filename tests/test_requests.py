@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_topk.build import make_codecs, make_shape
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import TOPOLOGIES, Exchange, exchange, requests
+from lightning_topk.core.exchange import TOPOLOGIES, Exchange, exchange
 from lightning_topk.core.requests import Request
 from lightning_topk.core.select import SELECTORS
 from lightning_topk.core.wire import WIRES
@@ -62,12 +61,9 @@ def test_arithmetic_and_generator_ask_for_the_same(topology):
         asked: list[list[Request]] = [[] for _ in range(world)]
         paths = []
         for end, mine in zip(cluster.endpoints, asked, strict=True):
-            codecs = make_codecs(cluster.config, end, selector=end.uplink.selector)
+            codecs = cluster.plan.codecs(selector=end.uplink.selector)
             paths.append(noted(exchange(end, torch.randn(sum(SIZES)).to(dtype), codecs, used=used), mine))
         cluster.drive(paths)
-        shape = make_shape(cluster.config, SIZES, world, local)
-        expected = requests(
-            shape, codecs, dtype.itemsize, sum(SIZES[n] for n in skipped), len(SIZES) if votes else None
-        )
+        expected = cluster.plan.requests(voters=len(SIZES) if votes else None)
         for mine in asked:
             assert [in_words(each) for each in mine] == [in_words(each) for each in expected], config

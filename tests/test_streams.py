@@ -16,11 +16,12 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_topk.core.endpoint import TakenBack
 from lightning_topk.core.select import RandK
 from lightning_topk.runtime import groups, lanes
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.skipped_steps import Undo
+from lightning_topk.runtime.residuals import Residuals, Sent
+from lightning_topk.runtime.skipped_steps import StepOutcome
 
 
 class OnGpu(torch.Tensor):
@@ -40,14 +41,14 @@ class OnGpu(torch.Tensor):
 
 
 def test_a_verdict_of_the_scaler_is_kept_until_the_lane_has_read_it():
-    verdict, optimizer = OnGpu(True), mock.Mock()
-    undo = Undo.__new__(Undo)
-    undo._begun, undo.outcomes, undo._masks = True, {optimizer: verdict}, {optimizer: []}
-    undo._now, undo.before = [], []
+    verdict, parameter, residuals, outcome = OnGpu(True), nn.Parameter(torch.zeros(4)), Residuals(), StepOutcome(True)
+    residuals.restore({parameter: {"residual": torch.zeros(4)}})
+    outcome.skipped[parameter] = verdict
+    residuals.remember(Sent((parameter,), [4], lambda: TakenBack(torch.ones(4), torch.tensor(True)), outcome))
     with mock.patch("torch.cuda.current_stream", return_value="the lane's"):
-        undo.decide()
+        residuals.settle()
     assert verdict.streams == ["the lane's"]
-    assert undo.outcomes == {}
+    assert residuals.held()[parameter][0].tolist() == [1.0] * 4
 
 
 def result_of(future: torch.futures.Future) -> torch.Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import Layout, Parts
 from lightning_topk.core.link import Link, LinkStats, Measure
+from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Request
 from lightning_topk.core.wire import Codec
 
@@ -29,6 +30,11 @@ class Codecs:
 
     uplink: Codec
     reply: Codec
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every entry is sent in full precision, both ways, so that residuals are zero afterwards."""
+        return all(each.kept == each.universe and each.wire.name == "fp32" for each in (self.uplink, self.reply))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,12 +98,41 @@ class Endpoint(Shape):
         """The links of this rank: the worker's, and the server's where it is one."""
         return (self.uplink,) if self.downlink is None else (self.uplink, self.downlink)
 
+    def to_bucket(self, served: Tensor) -> Tensor:
+        """What the server holds, ``[shard_size]``, at its places in this rank's part of the bucket; zero elsewhere."""
+        places = reference.flat_index(
+            torch.arange(len(served), device=served.device).unsqueeze(0),
+            self.layout,
+            torch.tensor([[self.shard]], device=served.device),
+        )[0]
+        return served.new_zeros(self.layout.numel).index_add_(0, places, served)
+
+    def folded(self) -> dict[str, Tensor]:
+        """One memory of all that the links hold: ``[parts.numel]`` by name, what this rank serves W-fold."""
+        found = {name: kept.clone() for name, kept in self.uplink.memory.tensors().items()}
+        for name, served in self.downlink.memory.tensors().items() if self.downlink is not None else ():
+            found[name] += self.to_bucket(served) * self.world
+        return found
+
     def spread(self, flags: Tensor) -> Tensor:
         """Copies what belongs to each parameter, ``[parameters]``, to each of its elements in this rank's part."""
         if self.parts.count == 1:
             return flags.repeat_interleave(self.sizes, output_size=self.layout.numel)
         pieces = (self.sizes + self.parts.count - 1) // self.parts.count
         return flags.repeat_interleave(pieces, output_size=self.layout.numel)
+
+
+class TakenBack(NamedTuple):
+    """What one exchange says of this worker's residual, if its step is skipped.
+
+    Attributes:
+        value: ``[numel]`` of the endpoint's dtype, what to add.
+        absorbed: Scalar bool, or one for each element: whether the residual has taken in this worker's gradient, and so
+            what earlier exchanges of the same step delivered, where gradients are accumulated before their exchange.
+    """
+
+    value: Tensor
+    absorbed: Tensor
 
 
 @dataclass(frozen=True)
@@ -108,11 +143,14 @@ class Outcome:
         finite: Scalar bool, the same on every rank: whether all that was delivered is finite.
         uplink: What this worker sent.
         downlink: What this server sent; None where this rank serves nothing.
+        undo: Computes what this worker's residual takes back if the optimizer skips the step. It holds the payloads.
+            None where all is sent by all-reduce.
     """
 
     finite: Tensor
     uplink: LinkStats
     downlink: LinkStats | None = None
+    undo: Callable[[], TakenBack] | None = None
 
 
 Exchange = Generator[Request, Tensor, Outcome]

@@ -23,8 +23,9 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -32,9 +33,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange, Outcome, Shape, Topology
+from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange, Outcome, Shape, TakenBack, Topology
 from lightning_topk.core.link import NOTHING, LinkStats, Measure, aggregate, deliver
-from lightning_topk.core.memory import Memory
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import (
     AllGather,
@@ -46,6 +46,7 @@ from lightning_topk.core.requests import (
     Request,
     placeholder,
 )
+from lightning_topk.core.undo import take_back, take_back_from_all
 
 # ------------------------------------------------------------------------------------------------ the exchange
 
@@ -81,17 +82,27 @@ def exchange(
     """
     for link in end.links:
         link.selector.step = step
+    # If all is sent in full precision, a skipped step is discarded whole, as with DDP; but not what was left before it.
+    left = end.folded().get("residual") if codecs.lossless else None
     if used is None:
-        return (yield from _exchange_all(end, g, codecs, scale, measure))
-    return (yield from _exchange_used(end, g, codecs, scale, used, measure))
+        outcome = yield from _exchange_all(end, g, codecs, scale, measure)
+    else:
+        outcome = yield from _exchange_used(end, g, codecs, scale, used, measure)
+    if left is not None:
+        undo = partial(TakenBack, left.sub_(end.folded()["residual"]), torch.zeros_like(outcome.finite))
+        outcome = replace(outcome, undo=undo)
+    return outcome
 
 
 def _exchange_all(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
     """The exchange of the whole bucket."""
+    if scale is not None and g.dtype != end.dtype:  # 16 bits: without the scale, small gradients would become zero
+        # The scaler changes its scale in place, before a skipped step is taken back.
+        codecs, scale = replace(codecs, reply=replace(codecs.reply, scale=scale.clone())), None
     if scale is not None:
         g.div_(scale)
     if end.clip_norm is not None:
-        g.mul_((end.clip_norm / torch.linalg.vector_norm(g, dtype=torch.float64)).clamp(max=1))
+        g.mul_((end.clip_norm / _norm(g, codecs)).clamp(max=1))
     path = _reduce_uncompressed if end.uncompressed else end.topology.exchange
     outcome = yield from path(end, g, codecs, measure)
     if scale is not None:
@@ -99,6 +110,25 @@ def _exchange_all(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None
     poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
     g.index_add_(0, end.starts, poison.expand(len(end.starts)))
     return outcome
+
+
+def _norm(g: Tensor, codecs: Codecs) -> Tensor:
+    """The norm of a gradient without its scale, a scalar float64."""
+    norm: Tensor = torch.linalg.vector_norm(g, dtype=torch.float64)
+    scale = codecs.reply.scale
+    return norm if scale is None else norm / scale
+
+
+def _unscaled(g: Tensor, end: Endpoint, codecs: Codecs) -> Tensor:
+    """What to send of a bucket ``[numel]``: itself or, if it keeps its scale, the same without it in the sums' dtype.
+
+    The bucket is zero when that was sent.
+    """
+    if codecs.reply.scale is None:
+        return g
+    x = g.to(end.dtype).div_(codecs.reply.scale)
+    g.zero_()
+    return x
 
 
 def _reduce_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
@@ -136,7 +166,14 @@ def _exchange_used(
     for link in end.links:
         link.memory.release()
     g.copy_(torch.where(absent, aside, g))
-    return outcome
+    undo = outcome.undo
+
+    def undo_used() -> TakenBack:
+        assert undo is not None
+        back = undo()
+        return back._replace(absorbed=back.absorbed & ~kept)
+
+    return outcome if undo is None else replace(outcome, undo=undo_used)
 
 
 def _to(x: Tensor, device: torch.device) -> Tensor:
@@ -178,8 +215,8 @@ class Sharded(Topology):
 
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        replies, up, down = yield from _serve(end, g, codecs, measure, "all")
-        return Outcome(deliver(replies, codecs.reply, end.layout, out=g), up, down)
+        replies, outcome = yield from _serve(end, _unscaled(g, end, codecs), codecs, measure, "all", g.dtype)
+        return outcome(deliver(replies, codecs.reply, end.layout, out=g))
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
@@ -187,16 +224,17 @@ class Sharded(Topology):
 
 
 def _serve(
-    end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure, among: Among
-) -> Generator[Request, Tensor, tuple[Tensor, LinkStats, LinkStats]]:
-    """Steps 1-8: returns every server's reply ``[shards, P]``, and what this worker and this server sent."""
+    end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure, among: Among, dtype: torch.dtype
+) -> Generator[Request, Tensor, tuple[Tensor, Callable[[Tensor], Outcome]]]:
+    """Steps 1-8: returns every server's reply ``[shards, P]``, and a function from ``finite`` to the outcome."""
     assert end.downlink is not None
     payloads, up = end.uplink.send(g, codecs.uplink, measure)
     received = yield AllToAll(payloads, "uplink", among)
     b = aggregate(received, codecs.uplink, end.dtype, room=g)
     reply, down = end.downlink.send(b, codecs.reply, measure)
     replies = yield AllGather(reply[0], "downlink", among)
-    return replies, up, down
+    undo = partial(take_back, end, codecs, end.uplink.selector.step, payloads, replies, dtype)
+    return replies, partial(Outcome, uplink=up, downlink=down, undo=undo)
 
 
 def _served_requests(world: int, codecs: Codecs, among: Among) -> list[Request]:
@@ -228,7 +266,9 @@ class Hierarchical(Topology):
         for other in others:
             part += other
         part /= end.parts.count
-        replies, up, down = yield from _serve(end, part, codecs, measure, "peers")
+        if codecs.reply.scale is not None:
+            part /= codecs.reply.scale
+        replies, outcome = yield from _serve(end, part, codecs, measure, "peers", g.dtype)
         everyones = yield AllGather(replies.view(-1), "downlink", "node")
         rows.zero_()
         finite = [
@@ -236,7 +276,7 @@ class Hierarchical(Topology):
             for row, each in zip(rows, everyones, strict=True)
         ]
         reference.join_parts(rows, end.parts, out=g)
-        return Outcome(torch.stack(finite).all(), up, down)
+        return outcome(torch.stack(finite).all())
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
@@ -253,16 +293,18 @@ class SingleServer(Topology):
 
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        payload, up = end.uplink.send(g, codecs.uplink, measure)
+        x = _unscaled(g, end, codecs)
+        payload, up = end.uplink.send(x, codecs.uplink, measure)
         received = yield Gather(payload[0], "uplink")
         down = None
         if end.downlink is not None:
-            b = aggregate(received, codecs.uplink, end.dtype, room=g)
+            b = aggregate(received, codecs.uplink, end.dtype, room=x)
             reply, down = end.downlink.send(b, codecs.reply, measure)
         else:
             reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
-        replies = yield Broadcast(reply[0], "downlink")
-        return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, out=g), up, down)
+        replies = (yield Broadcast(reply[0], "downlink")).unsqueeze(0)
+        undo = partial(take_back, end, codecs, end.uplink.selector.step, payload, replies, g.dtype)
+        return Outcome(deliver(replies, codecs.reply, end.layout, out=g), up, down, undo)
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
@@ -278,16 +320,19 @@ class AllGathered(Topology):
 
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        payload, up = end.uplink.send(g, codecs.uplink, measure)
+        x, scale = _unscaled(g, end, codecs), codecs.reply.scale
+        payload, up = end.uplink.send(x, codecs.uplink, measure)
         received = yield AllGather(payload[0], "uplink")
-        b = aggregate(received, codecs.uplink, end.dtype, room=g)
+        b = aggregate(received, codecs.uplink, end.dtype, room=x)
         finite = ops.is_finite(b)
         limit = torch.finfo(g.dtype).max
-        g.copy_(b.clamp(-limit, limit))
+        g.copy_((b if scale is None else b * scale).clamp(-limit, limit))
         if g.dtype != end.dtype and end.uplink.memory.tensors():
             # Every worker keeps what rounding to the bucket's dtype has left: the mean of it is the whole of it.
-            end.uplink.memory.add_(reference.zero_unless_(b.sub_(g), finite))
-        return Outcome(finite, up)
+            arrived = g if scale is None else g.to(b.dtype) / scale
+            end.uplink.memory.add_(reference.zero_unless_(b.sub_(arrived), finite))
+        undo = partial(take_back_from_all, end, codecs, end.uplink.selector.step, payload, received, g.dtype)
+        return Outcome(finite, up, undo=undo)
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
@@ -304,10 +349,10 @@ class Dense(Topology):
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
         if end.uplink.memory.tensors():
-            _join_leftover(end.uplink.memory, g)
+            _join_leftover(end, g, codecs)
         stats = LinkStats()
         if measure.error:
-            energy = torch.linalg.vector_norm(g, dtype=torch.float64).square()
+            energy = _norm(g, codecs).square()
             stats = LinkStats(g.count_nonzero(), torch.stack([energy, torch.zeros_like(energy)]))
         total = yield AllReduce(g.div_(end.world), "uplink")
         finite = ops.is_finite(total)
@@ -320,14 +365,14 @@ class Dense(Topology):
         return [AllReduce(placeholder(shape.layout.numel * itemsize), "uplink")]
 
 
-def _join_leftover(memory: Memory, g: Tensor) -> None:
+def _join_leftover(end: Endpoint, g: Tensor, codecs: Codecs) -> None:
     """Adds what other settings have left to a gradient that is sent whole."""
-    finite = ops.is_finite(g)
+    memory, scale, finite = end.uplink.memory, codecs.reply.scale, ops.is_finite(g)
     poison = torch.zeros_like(g[:1]).masked_fill_(~finite, torch.nan)
-    a = memory.compensate(reference.zero_unless_(g, finite), finite)
-    g.copy_(a).add_(poison)
+    a = memory.compensate(_unscaled(reference.zero_unless_(g, finite), end, codecs), finite)
+    g.copy_(a if scale is None else a * scale).add_(poison)
     nothing = g[:0]
-    memory.keep(nothing.long(), nothing, nothing)
+    memory.keep(nothing.long(), nothing)
 
 
 TopologyName = Literal["sharded", "hierarchical", "single_server", "allgather", "dense"]

@@ -94,11 +94,15 @@ class Link:
             The payloads ``[shards, P]`` uint8, and what was sent in numbers.
         """
         a, finite, index, value, selected = self.select(x, codec.kept)
+        if codec.scale is not None and self.delivered is not None and self.memory.tensors():
+            # What would overflow is kept. Where nothing is kept, the scaler sees an infinity, and backs off.
+            limit = codec.largest_scaled(self.delivered)
+            value = value.clamp(-limit, limit)
         payloads, sent = codec.encode(index, value, self.delivered, finite)
         flat, arrives = reference.flat_index(index, self.layout).view(-1), sent.view(-1)
         error = _error(a, flat, arrives) if measure.error else None
         per_layer = self._error_per_layer(a, flat, arrives) if measure.per_layer and self.pieces else None
-        self.memory.keep(flat, value.reshape(-1), arrives)
+        self.memory.keep(flat, arrives)
         return payloads, LinkStats(selected, error, per_layer)
 
     def _error_per_layer(self, a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
@@ -150,7 +154,7 @@ class FusedLink(Link):
     @override
     def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
         assert isinstance(self.memory, Residual)
-        if measure == NOTHING:
+        if measure == NOTHING and codec.scale is None:
             form, finite, velocity = codec.format(self.delivered), ops.is_finite(x), None
             if isinstance(self.memory, MomentumResidual):
                 velocity = ops.Velocity(self.memory.velocity, self.memory.momentum)
@@ -224,7 +228,7 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tens
         Scalar bool: whether all that was delivered is finite.
     """
     codec.check(payloads)
-    finite = ops.receive(payloads, layout, codec.format(), 1, out)
+    finite = None if codec.scale is not None else ops.receive(payloads, layout, codec.format(), 1, out)
     if finite is not None:
         return finite
     index, value = codec.read(payloads, out.dtype)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_topk.core import ops
 from lightning_topk.core.ops import reference
 
 
@@ -28,16 +27,15 @@ class Memory(ABC):
             finite: Scalar bool. If false, this step must leave the memory unchanged.
 
         Returns:
-            ``[numel]``, the sum to send from; may share this memory's storage.
+            ``[numel]``, the sum to send from, finite; may share this memory's storage.
         """
 
     @abstractmethod
-    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
+    def keep(self, index: Tensor, sent: Tensor) -> None:
         """Keeps what was not sent of the sum that :meth:`compensate` returned.
 
         Args:
             index: ``[n]`` int64, positions of the selected entries.
-            value: ``[n]``, the sum at these positions.
             sent: ``[n]``, what the receiver will decode there.
         """
 
@@ -77,21 +75,13 @@ class Residual(Memory):
     @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """In place: between this call and :meth:`keep`, the residual holds the sum."""
-        a = self.residual.add_(x)
+        a = reference.clamp_(self.residual.add_(x))
         x.zero_()
         return a
 
     @override
-    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
+    def keep(self, index: Tensor, sent: Tensor) -> None:
         """Subtracts what will be decoded, so the wire's rounding error is kept too."""
-        # The sum of two finite numbers may overflow. Overflowed entries are the largest, so they are among those
-        # selected. On a GPU, checking would synchronise the host: the selected entries are always clamped.
-        limit = torch.finfo(self.residual.dtype).max
-        if value.device.type == "cpu":
-            if not ops.is_finite(value):
-                self.residual.clamp_(-limit, limit)
-        else:
-            self.residual.index_copy_(0, index, self.residual.index_select(0, index).clamp_(-limit, limit))
         self.residual.scatter_add_(0, index, sent.neg())
 
     @override
@@ -138,13 +128,14 @@ class MomentumResidual(Residual):
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         velocity = self.velocity * self.momentum
         velocity += x
+        reference.clamp_(velocity)
         self.velocity.copy_(torch.where(finite, velocity, self.velocity))
         x.zero_()
-        return self.residual.add_(reference.zero_unless_(velocity, finite))
+        return reference.clamp_(self.residual.add_(reference.zero_unless_(velocity, finite)))
 
     @override
-    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
-        super().keep(index, value, sent)
+    def keep(self, index: Tensor, sent: Tensor) -> None:
+        super().keep(index, sent)
         # Padding repeats positions with value 0, so a position counts as sent if any of its entries is nonzero.
         self.velocity.masked_fill_(torch.zeros_like(self.velocity).index_add_(0, index, sent.abs()) > 0, 0)
 
@@ -166,7 +157,7 @@ class Leftover(Residual):
         return super().compensate(x, finite)
 
     @override
-    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
+    def keep(self, index: Tensor, sent: Tensor) -> None:
         """Clears the residual, unless the step was not finite and so nothing was sent."""
         self.residual.masked_fill_(self._finite, 0)
 
@@ -188,7 +179,7 @@ class NoMemory(Memory):
         return a
 
     @override
-    def keep(self, index: Tensor, value: Tensor, sent: Tensor) -> None:
+    def keep(self, index: Tensor, sent: Tensor) -> None:
         """Keeps nothing."""
 
     @override

@@ -166,6 +166,12 @@ def _none(condition: Tensor) -> bool:
     return condition.device.type == "cpu" and not condition.any()
 
 
+def _largest(rows: Tensor) -> Tensor:
+    """The largest magnitude of each row ``[R, S]``: ``[R, 1]``."""
+    largest: Tensor = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
+    return largest
+
+
 class GaussianK(Threshold):
     """Gaussian_k of Shi et al. 2019 (algorithm 1): the threshold that k of S normally distributed entries would reach.
 
@@ -178,12 +184,15 @@ class GaussianK(Threshold):
         std, mean = torch.std_mean(rows, dim=1, keepdim=True, correction=0)
         quantile = NormalDist().inv_cdf(1 - k / rows.shape[1] / 2)
         threshold: Tensor = (mean + quantile * std).abs_()
+        overflowed = ~threshold.isfinite()  # as the variance does before the largest entry
+        if not _none(overflowed):
+            threshold = torch.where(overflowed, _largest(rows), threshold)
         for _ in range(3):
             count = ops.count_reaching(rows, threshold)
             factor = torch.where(3 * count < 2 * k, 0.5, torch.where(3 * count > 4 * k, 1.5, 1.0))
             if _none(factor != 1):
                 break
-            threshold = threshold * factor.to(threshold.dtype)
+            threshold = reference.clamp_(threshold * factor.to(threshold.dtype))
         return threshold
 
 
@@ -225,8 +234,9 @@ class TrimmedK(Threshold):
 
     @override
     def threshold(self, rows: Tensor, k: int) -> Tensor:
+        largest = _largest(rows)
         mean = torch.linalg.vector_norm(rows, 1, dim=1, keepdim=True) / rows.shape[1]
-        largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
+        mean = torch.minimum(mean, largest)  # where the sum overflows
         threshold: Tensor = mean + 0.8 * (largest - mean)
         for r in (0.6, 0.4, 0.2, 0.0):
             few = ops.count_reaching(rows, threshold) < k

@@ -8,7 +8,7 @@ Positions that both ends know are not sent: when k = S, and with a selector that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -177,6 +177,7 @@ class Codec:
         kept: Number of entries in a payload, k.
         shared: The selector, if it draws the same positions on every rank; else None.
         tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
+        scale: Scalar by which receivers multiply what they decode, if what they deliver keeps a GradScaler's scale.
     """
 
     wire: Wire
@@ -184,6 +185,7 @@ class Codec:
     kept: int
     shared: RandK | None = None
     tag: int = 0
+    scale: Tensor | None = field(default=None, compare=False)
 
     def known_index(self, device: torch.device) -> Tensor | None:
         """The positions ``[k]`` int64, ascending, if both ends know them; else None."""
@@ -214,12 +216,20 @@ class Codec:
         return (-(-(self.value_bytes + self.index_bytes) // WORD.itemsize) + 1) * WORD.itemsize
 
     def largest(self, delivered: torch.dtype | None) -> float:
-        """The largest magnitude that is decoded as finite, and finite in a receiver's dtype if one is given."""
+        """The largest magnitude that is decoded as finite, and finite in a receiver's dtype if one is given.
+
+        With a scale it is of the wire alone, see :meth:`largest_scaled`.
+        """
         limit = self.wire.largest
-        if delivered is not None and torch.finfo(delivered).max < limit:
+        if delivered is not None and self.scale is None and torch.finfo(delivered).max < limit:
             # On the wire, the largest value of the narrower dtype may round up to one outside its range: stay below.
             limit = torch.finfo(delivered).max * (1 - self.wire.eps)
         return limit
+
+    def largest_scaled(self, delivered: torch.dtype) -> Tensor:
+        """The largest magnitude, a scalar, that is finite in a receiver's dtype when it is multiplied by the scale."""
+        assert self.scale is not None
+        return torch.finfo(delivered).max * (1 - self.wire.eps) / self.scale
 
     def format(self, delivered: torch.dtype | None = None) -> Format:
         """What a payload holds where, and the largest magnitude in it, see :meth:`largest`."""
@@ -257,8 +267,10 @@ class Codec:
         if finite is not None:
             given.masked_fill_(~finite, torch.nan)
         written = self.wire.write(given)
-        arrives = self.wire.read(written, self.kept)
+        arrives = self._scaled(self.wire.read(written, self.kept))
         sent = (arrives if delivered is None else arrives.to(delivered)).to(value.dtype, copy=True)
+        if self.scale is not None:
+            sent /= self.scale
         if finite is not None:
             reference.zero_unless_(sent, finite)
         payload = torch.empty(len(value), self.nbytes, dtype=torch.uint8, device=value.device)
@@ -289,12 +301,16 @@ class Codec:
 
     def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Decodes payloads that have been checked, see :meth:`decode`."""
-        value = self.wire.read(payload[:, : self.value_bytes], self.kept).to(dtype)
+        value = self._scaled(self.wire.read(payload[:, : self.value_bytes], self.kept)).to(dtype)
         known = self.known_index(payload.device)
         if known is not None:
             return known.expand(len(payload), -1), value
         code = payload[:, self.value_bytes : self.value_bytes + self.index_bytes]
         return ops.elias_fano_decode(code, self.universe, self.kept, self.low_width), value
+
+    def _scaled(self, value: Tensor) -> Tensor:
+        """Values ``[R, k]`` as the receiver delivers them."""
+        return value if self.scale is None else value.float() * self.scale
 
     def check(self, payload: Tensor) -> None:
         """Refuses damaged payloads ``[R, P]``.

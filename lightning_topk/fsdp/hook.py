@@ -22,7 +22,6 @@ It is the hierarchical topology with FSDP's shards for its parts: residuals are 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -62,6 +61,7 @@ class ShardState(ExchangeState):
 
     AFTER_CLOSE = "attach the model again, or its replicas will diverge"
     LARGER_BUCKETS = "larger modules for fully_shard"
+    EXCHANGES_SUMS = False
     PEER = "replica"
 
     def __init__(
@@ -79,7 +79,6 @@ class ShardState(ExchangeState):
         self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
-        self._tags: dict[Bucket, int] = {}
         self._ready: Any | None = None  # when the last gradient was computed, on a GPU, where that is timed
 
     def learn_names(self, names: Mapping[Tensor, str]) -> None:
@@ -95,12 +94,6 @@ class ShardState(ExchangeState):
     @override
     def parameter_of(self, member: Tensor) -> Tensor:
         return self._unit_of[member].sharded(member)
-
-    @override
-    def tag(self, bucket: Bucket) -> int:
-        if bucket not in self._tags:
-            self._tags[bucket] = zlib.crc32(" ".join(self.names[member] for member in bucket).encode()) >> 8
-        return self._tags[bucket]
 
     def exchange(self, unit: Unit, g: Tensor) -> None:
         """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.

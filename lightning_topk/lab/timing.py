@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.runtime.collectives import Meter, drive, finish
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.saving import with_ratio
 
 TRIALS = 4
 """Exchanges that :func:`trial` times, of which the first is not counted."""
@@ -66,9 +65,9 @@ def trial(config: TopKConfig, like: Tensor, groups: Groups, meter: Meter) -> flo
         meter: Takes note of the bytes sent.
     """
     rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
-    config = with_ratio(config, [len(like)], world, groups.local)
-    end = make_endpoint(config, make_shape(config, [len(like)], world, groups.local), rank, like.dtype, like.device)
-    codecs = make_codecs(config, end, selector=end.uplink.selector)
+    plan = plan_bucket(config, [len(like)], world, groups.local)
+    end = plan.endpoint(rank, like.dtype, like.device)
+    codecs = plan.codecs(selector=end.uplink.selector)
     given, took = torch.randn_like(like), []
     for _ in range(TRIALS):
         g = given.clone()

@@ -25,7 +25,7 @@ def connect(
     Args:
         config: The settings that the user gave.
         process_group: The ranks, and their backend. Default: all.
-        timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+        timeout: After which a collective that some rank does not join fails. Default: that of ``process_group``.
         local_world_size: Ranks of each node, if the user said so.
         shards_per_node: How many ranks of this node, this one included, exchange a shard of the same gradients each.
 

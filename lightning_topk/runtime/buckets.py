@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_topk.build import TOLERANCE, BucketPlan, for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.exchanger import Bucket, same
 from lightning_topk.runtime.residuals import Progress
-from lightning_topk.saving import TOLERANCE, saving_of_compressed, with_ratio
-from lightning_topk.volume import Volume, volume
+from lightning_topk.volume import Volume, bucket_volume
 
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 """What activation checkpointing and torch.compile insert into the names of a module's parameters."""
@@ -40,7 +41,7 @@ class BucketSettings:
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self._local = config, world, local
         self._rest = config  # with the saving of what is compressed
-        self._with_ratio: dict[tuple[Bucket, str, torch.dtype], TopKConfig] = {}
+        self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names; empty if they are not known."""
         self._uncompressed: set[Tensor] = set()
@@ -67,37 +68,29 @@ class BucketSettings:
             self._uncompressed |= found
         numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
-        self._rest = saving_of_compressed(self.config, numel, skipped)
-        self._with_ratio.clear()
+        self._rest = for_compressed(self.config, numel, skipped)
+        self._plans.clear()
 
     @property
     def compressed(self) -> Collection[Tensor] | None:
         """The parameters that may be compressed; None if they are not known."""
         return self.names.keys() - self._uncompressed if self.names else None
 
-    def uncompressed_in(self, bucket: Bucket) -> list[int]:
-        """Which parameters of a bucket, by number, are not compressed."""
-        return [number for number, p in enumerate(bucket) if p in self._uncompressed]
-
-    def config_of(self, bucket: Bucket) -> TopKConfig:
-        """How a bucket is exchanged: by all-reduce if all of it is uncompressed."""
-        if not self._may_compress(bucket):
-            return self.config.dense
-        config = self._rest
-        if config.saving is None:
-            return config
-        key = bucket, config.topology, bucket[0].dtype  # that of FSDP's stand-ins may change
-        if key not in self._with_ratio:
-            sizes, skipped = [p.numel() for p in bucket], self.uncompressed_in(bucket)
-            self._with_ratio[key] = with_ratio(
-                config,
-                sizes,
+    def plan_of(self, bucket: Bucket) -> BucketPlan:
+        """How a bucket is exchanged."""
+        key = bucket, bucket[0].dtype  # that of FSDP's stand-ins may change
+        if key not in self._plans:
+            names = " ".join(self.names.get(parameter, "") for parameter in bucket)
+            self._plans[key] = plan_bucket(
+                self._rest,
+                [parameter.numel() for parameter in bucket],
                 self._world,
                 self._local,
                 bucket[0].itemsize,
-                sum(sizes[number] for number in skipped),
+                [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed],
+                tag=zlib.crc32(names.encode()) >> 8,
             )
-        return self._with_ratio[key]
+        return self._plans[key]
 
     def observe(self, buckets: Sequence[Bucket], progress: Progress, static_graph: bool) -> bool:
         """Takes note of the buckets of a backward pass; says whether they have just become final.
@@ -123,12 +116,9 @@ class BucketSettings:
             epoch: The epoch, for a schedule of the ratio.
             voting: Whether ranks tell each other which parameters they used.
         """
-        total = Volume(0, 0, 0, 0, 0, 0)
+        total = Volume()
         for bucket in buckets:
-            config, sizes = self.config_of(bucket), [p.numel() for p in bucket]
-            skipped = sum(sizes[number] for number in self.uncompressed_in(bucket)) if config.compresses else 0
-            voters, size = [len(bucket)] if voting else None, bucket[0].itemsize
-            total += volume(config, [sizes], self._world, rank, size, voters, step, epoch, self._local, [skipped])
+            total += bucket_volume(self.plan_of(bucket), rank, step, epoch, len(bucket) if voting else None)
         return total
 
     def missed_saving(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> str:
@@ -146,13 +136,9 @@ class BucketSettings:
         if abs(seen / asked - 1) <= TOLERANCE:
             return ""
         reason = "every entry is sent, and the format of values alone saves this much"
-        if any(self.config_of(bucket).ratio != 1 for bucket in buckets):
+        if any(self.plan_of(bucket).ratio != 1 for bucket in buckets):
             reason = (
                 "buckets are small, and a payload holds at least one entry for each server and is padded to whole "
                 f"words. A smaller saving= or {larger} comes nearer"
             )
         return f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}."
-
-    def _may_compress(self, bucket: Bucket) -> bool:
-        """Whether there is anything in a bucket that may be compressed."""
-        return any(p.numel() and p not in self._uncompressed for p in bucket)

@@ -8,8 +8,7 @@ field is written by two threads, and nothing here calls the side that submits jo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -18,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.build import make_codecs, make_endpoint, make_shape
-from lightning_topk.config import TopKConfig
-from lightning_topk.core.endpoint import Endpoint, Outcome
+from lightning_topk.build import BucketPlan
+from lightning_topk.core.endpoint import Outcome
 from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.runtime.collectives import Meter, Steps, drive
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
-from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.skipped_steps import Undo
+from lightning_topk.runtime.residuals import Residuals, Sent
+from lightning_topk.runtime.skipped_steps import StepOutcome
 
 Bucket = tuple[Tensor, ...]
 """The parameters whose gradients are exchanged together, in order."""
@@ -39,29 +37,25 @@ class Job:
 
     Attributes:
         bucket: Whose gradient it is.
-        config: The settings in force for it.
-        uncompressed: Which of the parameters, by number, are not compressed.
+        plan: How it is exchanged.
         name: For error messages.
         used: ``[parameters]`` bool, which of them this rank used; None if all.
         step: Gradients exchanged before this one.
         epoch: Epochs completed.
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
-        make_undo: Makes what undoes skipped steps, for a new endpoint; None if no step is skipped.
+        step_outcome: Will tell whether the optimizers skip their step; None if they skip none.
         measure: What to measure.
-        tag: See :meth:`lightning_topk.runtime.state.ExchangeState.tag`.
     """
 
     bucket: Bucket
-    config: TopKConfig
-    uncompressed: Sequence[int] = ()
+    plan: BucketPlan
     name: str = ""
     used: Tensor | None = None
     step: int = 0
     epoch: int = 0
     scale: Tensor | None = None
-    make_undo: Callable[[Endpoint], Undo] | None = None
+    step_outcome: StepOutcome | None = None
     measure: Measure = NOTHING
-    tag: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,39 +180,24 @@ class Exchanger:
             return
         meter = Meter()
         try:
-            end = self._residuals.endpoint(job.bucket, job.config, lambda: self._make(job, groups), job.make_undo)
-            codecs = make_codecs(job.config, end, job.step, job.epoch, end.uplink.selector, job.tag)
+            end = self._residuals.endpoint(job.bucket, job.plan, job.step_outcome)
+            codecs = job.plan.codecs(job.step, job.epoch, end.uplink.selector)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
             name = f"{self._place}, step {job.step}, {job.name}"
             outcome = yield from drive(path, groups, meter, name, background=lane.abreast > 1)
         except Exception as error:
+            topology = job.plan.config.topology
             raise RuntimeError(
-                f"lightning_topk: the {job.config.topology} exchange of {job.name} ({g.numel()} elements) failed on "
+                f"lightning_topk: the {topology} exchange of {job.name} ({g.numel()} elements) failed on "
                 f"{self._place}: {error} (A rank that does not answer within the timeout of {self._timeout} counts as "
                 "lost.)"
             ) from error
         uncompressed = sum(stop - begin for begin, stop in end.uncompressed) // end.parts.count
         kept = min(codecs.uplink.kept * end.layout.shards + uncompressed, end.layout.numel)
+        if job.step_outcome is not None and outcome.undo is not None:
+            self._residuals.remember(Sent(job.bucket, end.parts.pieces, outcome.undo, job.step_outcome))
+        outcome = replace(outcome, undo=None)  # the payloads are kept no longer than needed
         self._finished.put(Exchanged(job, outcome, meter, g.nbytes, end.layout.numel, kept, uncompressed))
-
-    def _make(self, job: Job, groups: Groups) -> Endpoint:
-        """The endpoint of a job, with empty memories."""
-        return make_bucket_endpoint(job.config, job.bucket, job.uncompressed, groups)
-
-
-def make_bucket_endpoint(config: TopKConfig, bucket: Bucket, uncompressed: Sequence[int], groups: Groups) -> Endpoint:
-    """This rank's endpoint of a bucket, with empty memories.
-
-    Args:
-        config: The settings in force for the bucket.
-        bucket: Its parameters.
-        uncompressed: Which of them, by number, are not compressed.
-        groups: The process groups.
-    """
-    rank, world, like = dist.get_rank(groups.all), dist.get_world_size(groups.all), bucket[0]
-    shape = make_shape(config, [p.numel() for p in bucket], world, groups.local)
-    some = uncompressed if config.compresses else ()
-    return make_endpoint(config, shape, rank, like.dtype, like.device, some)
 
 
 def same(bucket: Bucket, other: Bucket) -> bool:

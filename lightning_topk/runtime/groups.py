@@ -81,9 +81,11 @@ class Groups:
     def with_twin(self, timeout: timedelta | None, hierarchy: bool) -> Groups:
         """These groups with a twin, if they are of all ranks and gloo's alone; a collective, as :meth:`make`.
 
-        NCCL's have none: on a GPU one side stream takes all exchanges.
+        NCCL's have none: on a GPU one side stream takes all exchanges. Nor have those whose collectives torch checks
+        before it starts them: see :mod:`lightning_topk.runtime.lanes`.
         """
-        if self.some or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
+        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # at run time it is
+        if self.some or checked or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
             return self
         return replace(self, twin=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
@@ -109,6 +111,16 @@ class Groups:
             if group is not None:
                 with suppress(KeyError, ValueError):  # of torch, where the caller destroys all groups meanwhile
                     dist.destroy_process_group(group)
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """After which a group's collective that some rank does not join fails. Default: of the group of all ranks."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    with suppress(AttributeError, RuntimeError):  # not every backend tells
+        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+        return timeout
+    return dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
 
 
 def _only_gloo(group: dist.ProcessGroup) -> bool:

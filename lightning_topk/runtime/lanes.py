@@ -6,6 +6,10 @@ side stream, on CPU a thread. The thread may have two exchanges in progress, in 
 computes for one while the bytes of the other are on their way. Exchanges end in the order in which they begin, and
 there are as many sets as exchanges in progress: so in each set collectives have the same order on all ranks, whatever
 the timing; and since the thread waits for the older exchange only, that one always gets on.
+
+This needs collectives that start without waiting for other ranks, since the order in which a rank starts those of two
+sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective among all ranks before it
+starts it. There is one set then, and one exchange at a time: see :meth:`.groups.Groups.with_twin`.
 """
 
 from __future__ import annotations

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.runtime.checks import check_momentum
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
-from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.skipped_steps import ScalerSteps, Undo
+from lightning_topk.runtime.skipped_steps import ScalerSteps, StepOutcome
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Gives the optimizers, which may be made later, or be replaced."""
@@ -47,7 +45,6 @@ class Optimizers:
         given: Gives them; None if they are not known.
         scaler: The GradScaler that may skip their steps; None if there is none.
         config: The settings.
-        residuals: What the rank keeps.
         say: Tells the user something.
     """
 
@@ -56,13 +53,14 @@ class Optimizers:
         given: GetOptimizers | None,
         scaler: torch.amp.GradScaler | None,
         config: TopKConfig,
-        residuals: Residuals,
         say: Callable[[str], None],
     ) -> None:
-        self._given, self._config, self._residuals, self._say = given, config, residuals, say
+        self._given, self._config, self._say = given, config, say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._known: list[ref[Optimizer]] = []  # weakly: the user may drop one and make another
         self._parameters = 0  # that they update
+        self.outcome: StepOutcome | None = None
+        """That of the step under way; None without a GradScaler."""
 
     @property
     def _followed(self) -> list[Optimizer]:
@@ -101,16 +99,21 @@ class Optimizers:
                 self._say(message)
         if self._scaler is not None:
             ScalerSteps.of(self._scaler).watch(now)
-            self._residuals.forget_steps()
         self._known, self._parameters = [*map(ref, now)], parameters
 
-    def make_undo(self, bucket: Sequence[Tensor]) -> Callable[[Endpoint], Undo] | None:
-        """Makes what undoes the steps that the scaler skips, for a bucket's endpoint; None if it skips none."""
-        optimizers = self._followed
-        if self._scaler is None or not optimizers:
-            return None
-        steps = ScalerSteps.of(self._scaler)
-        return lambda end: Undo(end, bucket, steps, optimizers)
+    def begin_pass(self, sums: bool) -> None:
+        """A backward pass begins.
+
+        It is one of the next step, if a step was taken or skipped since the last pass.
+
+        Args:
+            sums: See :class:`lightning_topk.runtime.skipped_steps.StepOutcome`.
+        """
+        if self._scaler is not None and (self.outcome is None or self.outcome.skipped):
+            if self.outcome is not None:
+                self.outcome.final = True
+            self.outcome = StepOutcome(sums)
+            ScalerSteps.of(self._scaler).outcomes.add(self.outcome)
 
     def release(self) -> None:
         """Leaves the optimizers' momentum to themselves again."""

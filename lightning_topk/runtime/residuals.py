@@ -12,19 +12,19 @@ is in (:class:`lightning_topk.core.layout.Parts`), and W is the number of nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_topk.config import TopKConfig
-from lightning_topk.core.endpoint import Endpoint
+from lightning_topk.build import BucketPlan
+from lightning_topk.core.endpoint import Endpoint, TakenBack
 from lightning_topk.core.layout import Parts
-from lightning_topk.core.memory import Leftover
+from lightning_topk.core.memory import Leftover, NoMemory
 from lightning_topk.core.ops import reference
 from lightning_topk.runtime.forms import Form
-from lightning_topk.runtime.skipped_steps import Undo
+from lightning_topk.runtime.skipped_steps import Skipped, StepOutcome
 
 Memories = dict[Tensor, dict[str, Tensor]]
 """Tensors by parameter and name: ``residual``, and ``velocity`` with momentum on the workers."""
@@ -43,18 +43,21 @@ class Progress:
     buckets: tuple[tuple[Tensor, ...], ...] = ()
 
 
-@dataclass
-class _InUse:
-    """An endpoint, the settings with which it was made and, with a GradScaler, what undoes skipped steps."""
+@dataclass(frozen=True)
+class Sent:
+    """What one exchange sent, until the optimizers have taken or skipped their step.
 
-    end: Endpoint
-    config: TopKConfig
-    undo: Undo | None = None
+    Attributes:
+        bucket: The parameters of the bucket.
+        pieces: Elements of each of them in this rank's residual.
+        undo: Computes what the residual takes back if the step is skipped.
+        step: Will tell whether it was.
+    """
 
-    def decide(self) -> None:
-        """Restores the memories if the scaler skipped the last step."""
-        if self.undo is not None:
-            self.undo.decide()
+    bucket: tuple[Tensor, ...]
+    pieces: Sequence[int]
+    undo: Callable[[], TakenBack]
+    step: StepOutcome
 
 
 class Residuals:
@@ -75,94 +78,104 @@ class Residuals:
         self.stand_ins: dict[str, Tensor] = {}
         """What stands for parameters that are sharded, by name (:class:`lightning_topk.fsdp.param_groups.Unit`)."""
         self._kept: Memories = {}  # a view of its endpoint's, while a parameter has one
-        self._before: Memories = {}  # of endpoints that were dropped, before a step that the scaler may still skip
+        self._sent: list[Sent] = []  # for steps that the scaler may still skip
+        self._settled: set[Tensor] = set()  # whose part of such a step was taken or skipped
         self._loaded: set[Tensor] = set()  # whose whole memory every rank has, from a checkpoint
         self._forms: dict[Tensor, Form] = {}
-        self._live: dict[tuple[Tensor, ...], _InUse] = {}
+        self._live: dict[tuple[Tensor, ...], tuple[Endpoint, BucketPlan]] = {}
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
         """The endpoints in use."""
-        for each in self._live.values():
-            each.decide()
-        return [each.end for each in self._live.values()]
+        self.settle()
+        return [end for end, _ in self._live.values()]
 
     # -------------------------------------------------------------------------------- endpoints
 
-    def endpoint(
-        self,
-        parameters: tuple[Tensor, ...],
-        config: TopKConfig,
-        make: Callable[[], Endpoint],
-        make_undo: Callable[[Endpoint], Undo] | None = None,
-    ) -> Endpoint:
+    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan, step: StepOutcome | None = None) -> Endpoint:
         """The endpoint of a bucket for its next exchange, with all that its parameters have left so far.
 
         Args:
             parameters: The bucket's parameters, in its order.
-            config: The settings in force for the bucket.
-            make: Makes an endpoint with empty memories, for a bucket that is new, or whose settings are.
-            make_undo: Makes what undoes skipped steps of a new endpoint, if a scaler may skip some.
+            plan: How it is exchanged. Another plan makes a new endpoint.
+            step: The outcome of the step under way; that of earlier ones is known.
         """
-        before: list[Tensor] = []
-        if parameters not in self._live or self._live[parameters].config != config:
+        if self._sent and self._sent[0].step is not step:
+            self.settle()
+        end, made_by = self._live.get(parameters, (None, None))
+        if end is None or made_by is not plan:
             self.drop_endpoints(set(parameters))
-            end = make()
-            before = self._fill(end, parameters)
-            self._live[parameters] = _InUse(end, config)
-        used = self._live[parameters]
-        used.decide()
-        if make_undo is not None:
-            if used.undo is None:
-                used.undo = make_undo(used.end)
-                used.undo.before = before
-            used.undo.begin()
-        return used.end
+            end = plan.endpoint(self.rank, parameters[0].dtype, parameters[0].device)
+            self._fill(end, parameters)
+            self._live[parameters] = end, plan
+        elif isinstance(end.uplink.memory, Leftover) and not self._sent and not end.uplink.memory.residual.any():
+            end.uplink.memory = NoMemory(end.dtype)  # what other settings had left was delivered
+            self._kept.update({parameter: {} for parameter in parameters})
+        return end
+
+    def remember(self, sent: Sent) -> None:
+        """Keeps what was sent until the optimizers have taken or skipped their step."""
+        if any(self._kept.get(parameter) for parameter in sent.bucket):  # without a memory, it is lost
+            self._sent.append(sent)
+
+    def settle(self) -> None:
+        """Takes back what was sent for steps that were skipped."""
+        for step in dict.fromkeys(sent.step for sent in self._sent):
+            decided = {p: skipped for p, skipped in step.skipped.items() if p not in self._settled}
+            self._settled |= decided.keys()
+            if any(skipped is not False for skipped in decided.values()):
+                self._take_back(step, decided)
+            if step.final or all(p in step.skipped for sent in self._sent if sent.step is step for p in sent.bucket):
+                self._sent = [sent for sent in self._sent if sent.step is not step]
+                self._settled.clear()
+
+    def _take_back(self, step: StepOutcome, skipped: Mapping[Tensor, Skipped]) -> None:
+        """Adds to the residuals of some parameters what all exchanges of a step delivered, where it was skipped."""
+        total: dict[Tensor, Tensor] = {}
+        for sent in self._sent:
+            if sent.step is not step:
+                continue
+            (value, absorbed), sizes = sent.undo(), list(sent.pieces)
+            absorbed = absorbed.expand_as(value) & step.sums
+            for parameter, piece, flags in zip(sent.bucket, *(x.split(sizes) for x in (value, absorbed)), strict=True):
+                earlier = total.get(parameter, torch.zeros((), dtype=value.dtype, device=value.device))
+                total[parameter] = torch.where(flags, piece, piece + earlier)
+        for parameter, piece in total.items():
+            residual, which = self._kept.get(parameter, {}).get("residual"), skipped.get(parameter, False)
+            if residual is None or which is False:
+                continue
+            if isinstance(which, Tensor):
+                if which.is_cuda:  # made on the optimizer's stream, read on this one, and freed when it is forgotten
+                    which.record_stream(torch.cuda.current_stream(which.device))
+                piece = torch.where(which.to(piece.device), piece, 0)
+            residual.add_(piece.to(residual.device))
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Takes apart the endpoints that hold any of these parameters; their next exchange makes new ones."""
+        self.settle()
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
-            used = self._live.pop(bucket)
-            used.decide()
-            end, undo = used.end, used.undo
+            end, _ = self._live.pop(bucket)
             for link in end.links:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # made on one stream, perhaps, and still in use on this one when it is freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            if undo is not None and undo.open:
-                self._scatter(self._before, bucket, end, _folded(end, iter(undo.before)))
-            if isinstance(end.uplink.memory, Leftover) and not end.uplink.memory.residual.any():  # it was delivered
-                self._kept.update({parameter: {} for parameter in bucket})
-            elif end.downlink is not None and end.downlink.memory.tensors():
-                held = (kept for link in end.links for kept in link.memory.tensors().values())
-                self._scatter(self._kept, bucket, end, _folded(end, held))
+            if end.downlink is not None and end.downlink.memory.tensors():
+                self._scatter(self._kept, bucket, end, end.folded())
 
-    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> list[Tensor]:
-        """Moves what the parameters left into the memories of their new endpoint.
-
-        Returns:
-            The memories as they were before a step that the scaler may still skip; empty if there is no such step.
-        """
+    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
+        """Moves what the parameters left into the memories of their new endpoint."""
         self.forget_changed(parameters)
         self._cut(parameters, end.parts.count)
-        known = [
-            kept for memories in (self._kept, self._before) for p in parameters for kept in memories.get(p, {}).values()
-        ]
-        if not end.uplink.memory.tensors() and any(bool(kept.any()) for kept in known):
+        known = [kept for parameter in parameters for kept in self._kept.get(parameter, {}).values()]
+        may_return = any(not set(parameters).isdisjoint(sent.bucket) for sent in self._sent)
+        if not end.uplink.memory.tensors() and (may_return or any(bool(kept.any()) for kept in known)):
             end.uplink.memory = Leftover(end.layout.numel, end.dtype, end.sizes.device)
-        mine, before = end.uplink.memory.tensors(), []
-        if any(parameter in self._before for parameter in parameters):
-            both = self._kept | self._before
-            before = [self._gather(both, parameters, name, like) for name, like in mine.items()]
-            if end.downlink is not None:
-                before += [torch.zeros_like(served) for served in end.downlink.memory.tensors().values()]
+        mine = end.uplink.memory.tensors()
         for name, flat in mine.items():
             flat.copy_(self._gather(self._kept, parameters, name, flat))
         for parameter in parameters:
-            self._before.pop(parameter, None)
             self._kept[parameter] = {}  # what the new settings keep no more would be stale
         self._scatter(self._kept, parameters, end, mine)
-        return before
 
     def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
         """Cuts what parameters left into another number of pieces.
@@ -172,8 +185,8 @@ class Residuals:
         """
         for p in parameters:
             was = self.counts.get(p, 1)
-            for memories in (self._kept, self._before) if was != count else ():
-                kept = memories.get(p, {})
+            if was != count:
+                kept = self._kept.get(p, {})
                 if count != 1 and p not in self._loaded and any(bool(part.any()) for part in kept.values()):
                     raise ValueError(
                         f"the residuals of a parameter are cut into {was} pieces, one a rank, and would have to be "
@@ -181,26 +194,16 @@ class Residuals:
                         "load them with load_state_dict, which converts them."
                     )
                 if kept and count == 1:  # each rank is a worker of its own now, one of `was` times as many
-                    memories[p] = {name: self._whole(piece, p) * was for name, piece in kept.items()}
+                    self._kept[p] = {name: self._whole(piece, p) * was for name, piece in kept.items()}
                 elif kept:
                     parts = Parts((p.numel(),), count)
-                    memories[p] = {
+                    self._kept[p] = {
                         name: reference.split_parts(part, parts)[self.rank % count] for name, part in kept.items()
                     }
             self.counts[p] = count
             self._loaded.discard(p)
 
     # -------------------------------------------------------------------------------- all parameters
-
-    def forget_steps(self) -> None:
-        """Undoes the last step if it was skipped, and drops the copies: the next optimizers get new ones."""
-        for each in self._live.values():
-            each.decide()
-            each.undo = None
-
-    def forget_copies(self) -> None:
-        """Forgets copies of parameters whose endpoint was taken apart in the last pass, and has not come again."""
-        self._before.clear()
 
     def offload_to_cpu(self) -> None:
         """Takes all endpoints apart and moves what they held to the CPU, until their parameters come again."""
@@ -231,7 +234,7 @@ class Residuals:
 
     def _forget(self, parameter: Tensor) -> None:
         self._loaded.discard(parameter)
-        for known in (self._kept, self._before, self._forms, self.counts):
+        for known in (self._kept, self._forms, self.counts):
             known.pop(parameter, None)
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
@@ -241,7 +244,7 @@ class Residuals:
             memories: By parameter and name, each ``[numel]``.
         """
         self._live.clear()
-        self._before.clear()
+        self._sent.clear()
         self.counts.clear()
         self._kept = {parameter: dict(kept) for parameter, kept in memories.items()}
         self._forms = {parameter: Form.of(parameter) for parameter in memories}
@@ -260,12 +263,11 @@ class Residuals:
             the ranks of the first plus the sum of the second is the gradient that is still to be delivered. So a rank
             that holds a piece for its node shows it times the ranks of a node, and zero elsewhere.
         """
+        self.settle()
         server: Memories = {}
-        for bucket, used in self._live.items():
-            used.decide()
-            memory = {} if used.end.downlink is None else used.end.downlink.memory.tensors()
-            served = {each: _to_bucket(kept, used.end) for each, kept in memory.items()}
-            self._scatter(server, bucket, used.end, served)
+        for bucket, (end, _) in self._live.items():
+            memory = {} if end.downlink is None else end.downlink.memory.tensors()
+            self._scatter(server, bucket, end, {each: end.to_bucket(kept) for each, kept in memory.items()})
         found = {}
         for p, kept in self._kept.items():
             count, nothing = self.counts.get(p, 1), torch.zeros(()).expand(p.numel())
@@ -326,27 +328,3 @@ class Residuals:
             if piece.is_cuda:  # made on another stream, perhaps, such as a checkpoint's, and freed after this
                 piece.record_stream(torch.cuda.current_stream(piece.device))
         return torch.cat([piece.to(like.device, like.dtype) for piece in found])
-
-
-def _folded(end: Endpoint, memories: Iterable[Tensor]) -> dict[str, Tensor]:
-    """One memory of all that an endpoint's links hold: ``[parts.numel]`` by name, what it serves W-fold.
-
-    Args:
-        end: The endpoint.
-        memories: The tensors of its links, or copies of them, in order.
-    """
-    tensors = iter(memories)
-    found = {name: next(tensors).clone() for name in end.uplink.memory.tensors()}
-    for name in end.downlink.memory.tensors() if end.downlink is not None else ():
-        found[name] += _to_bucket(next(tensors), end) * end.world
-    return found
-
-
-def _to_bucket(served: Tensor, end: Endpoint) -> Tensor:
-    """What a server holds, ``[shard_size]``, at its places in the bucket, or this rank's part of it; zero elsewhere."""
-    places = reference.flat_index(
-        torch.arange(len(served), device=served.device).unsqueeze(0),
-        end.layout,
-        torch.tensor([[end.shard]], device=served.device),
-    )[0]
-    return served.new_zeros(end.layout.numel).index_add_(0, places, served)

@@ -1,17 +1,16 @@
-"""Restores the residuals when a GradScaler skips an optimizer step.
+"""Tells which optimizer steps a GradScaler skipped, so that what was sent for them returns to the residuals.
 
 A GradScaler skips a step whose gradients contain an infinity or a NaN. Everything that was exchanged for that step, in
-all buckets, by all workers and servers, is then discarded, so the residuals must return to their values before it. They
-are copied when the first gradients of a step are exchanged, and restored after the scaler skipped it. Only the
-GradScaler knows whether a step was skipped: finite gradients are skipped too if another gradient of the same optimizer
-is not finite.
+all buckets, by all workers and servers, is then discarded, and :mod:`lightning_topk.core.undo` says what returns. Only
+the GradScaler knows whether a step was skipped: finite gradients are skipped too if another gradient of the same
+optimizer is not finite.
 
-A *pass* is one backward pass. A step may consist of several passes; the copy is renewed only after the optimizer step.
+A *pass* is one backward pass. A step may consist of several passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,11 +19,35 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topk.core.endpoint import Endpoint
-from lightning_topk.core.ops import reference
-
 Skipped = bool | Tensor
 """Whether a step was skipped: a bool on the host or, with a fused optimizer, a scalar bool tensor on the device."""
+
+
+class StepOutcome:
+    """Whether the step to which some backward passes lead was skipped, by the parameters that it would have changed.
+
+    Args:
+        sums: Whether each pass exchanges the sum of its gradient and of what the earlier ones have delivered.
+    """
+
+    def __init__(self, sums: bool) -> None:
+        self.sums = sums
+        self.skipped: dict[Tensor, Skipped] = {}
+        """By member of a bucket, for each optimizer that has taken its step or skipped it."""
+        self.final = False
+        """Whether the passes of the next step have begun: an optimizer without a step by then takes none."""
+        self._members: dict[Tensor, Tensor] = {}
+
+    def watch(self, members: Mapping[Tensor, Tensor]) -> None:
+        """Adds parameters, as optimizers hold them, with the members of buckets that stand for them."""
+        self._members.update(members)
+
+    def note(self, optimizer: Optimizer, skipped: Skipped) -> None:
+        """Notes the outcome of an optimizer's step; its first one counts."""
+        for group in optimizer.param_groups if not self.final else ():
+            for parameter in group["params"]:
+                if parameter in self._members:
+                    self.skipped.setdefault(self._members[parameter], skipped)
 
 
 class ScalerSteps:
@@ -37,8 +60,8 @@ class ScalerSteps:
     _known: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, ScalerSteps]] = WeakKeyDictionary()
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self.undos: WeakSet[Undo] = WeakSet()
-        """The objects that receive the outcomes."""
+        self.outcomes: WeakSet[StepOutcome] = WeakSet()
+        """Those of the steps under way."""
         self._hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._stepped = False
         scaler.step = _Noting(self, scaler)  # type: ignore[method-assign]  # there is no hook for skipped steps
@@ -73,8 +96,8 @@ class ScalerSteps:
         self._tell(optimizer, False if found is None else found.bool().any())
 
     def _tell(self, optimizer: Optimizer, skipped: Skipped) -> None:
-        for undo in self.undos:
-            undo.note(optimizer, skipped)
+        for outcome in [*self.outcomes]:
+            outcome.note(optimizer, skipped)
 
 
 class _Noting:
@@ -88,81 +111,3 @@ class _Noting:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._scaler, "step")  # pickle and copy have the new scaler in its place
-
-
-class Undo:
-    """A copy of the memories of one endpoint as they were before the current step.
-
-    Args:
-        end: The endpoint.
-        parameters: The parameters of its bucket.
-        steps: Records which steps were skipped.
-        optimizers: All optimizers.
-    """
-
-    def __init__(
-        self, end: Endpoint, parameters: Sequence[Tensor], steps: ScalerSteps, optimizers: Sequence[Optimizer]
-    ) -> None:
-        self._begun = False
-        self.outcomes: dict[Optimizer, Skipped] = {}
-        """The outcome of each optimizer's first step since the last :meth:`decide`."""
-        steps.undos.add(self)
-        self._now = [tensor for link in end.links for tensor in link.memory.tensors().values()]
-        self.before: list[Tensor] = []
-        """The copy; empty before the first pass."""
-        owner = {p: number for number, o in enumerate(optimizers) for group in o.param_groups for p in group["params"]}
-        owners = [owner.get(parameter, 0) for parameter in parameters]
-        self._masks: WeakKeyDictionary[Optimizer, Sequence[Tensor | None]] = WeakKeyDictionary()
-        for number in sorted(set(owners)):
-            self._masks[optimizers[number]] = [None] * len(self._now)
-            if len(set(owners)) > 1:
-                owned = torch.tensor(owners, device=end.sizes.device) == number
-                self._masks[optimizers[number]] = _masks(end, end.spread(owned))
-
-    @property
-    def open(self) -> bool:
-        """Whether a pass has begun whose optimizer step is neither taken nor skipped yet."""
-        return self._begun and any(optimizer not in self.outcomes for optimizer in self._masks)
-
-    def note(self, optimizer: Optimizer, skipped: Skipped) -> None:
-        """Notes the outcome of a step of an optimizer, or of one that wraps it."""
-        known = [optimizer]
-        if optimizer not in self._masks:
-            stepped = {p for group in optimizer.param_groups for p in group["params"]}
-            known = [o for o in self._masks if any(p in stepped for group in o.param_groups for p in group["params"])]
-        for each in known:
-            self.outcomes.setdefault(each, skipped)
-
-    def begin(self) -> None:
-        """Begins a pass, after :meth:`decide`."""
-        self._begun = True
-        if not self.before:
-            self.before = [now.clone() for now in self._now]
-
-    def decide(self) -> None:
-        """Restores the memories of parameters whose step was skipped; renews the copy of those whose step was taken."""
-        self._begun = self.open
-        for optimizer, masks in self._masks.items():
-            skipped = self.outcomes.get(optimizer)
-            if skipped is None:
-                continue  # no step yet: more passes may follow
-            if isinstance(skipped, Tensor) and skipped.is_cuda:
-                # Made on the optimizer's stream, read on this one, and freed when it is forgotten below.
-                skipped.record_stream(torch.cuda.current_stream(skipped.device))
-            for now, before, mask in zip(self._now, self.before, masks, strict=True):
-                if isinstance(skipped, Tensor):
-                    reference.replace_(now, before, skipped if mask is None else skipped & mask)
-                elif skipped:
-                    reference.replace_(now, before, mask)
-                if skipped is not True:
-                    reference.replace_(before, now, mask)
-        self.outcomes.clear()
-
-
-def _masks(end: Endpoint, owned: Tensor) -> list[Tensor]:
-    """For each memory tensor of an endpoint, a bool mask of its elements in ``owned`` ``[parts.numel]`` bool."""
-    masks = [owned] * len(end.uplink.memory.tensors())
-    if end.downlink is not None:
-        served = reference.shard_rows(owned, end.layout)[end.shard]
-        masks += [served] * len(end.downlink.memory.tensors())
-    return masks

@@ -22,7 +22,7 @@ from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.agreement import connect
 from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed
-from lightning_topk.runtime.groups import Groups
+from lightning_topk.runtime.groups import Groups, timeout_of
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.messages import Announcer, remarks
 from lightning_topk.runtime.optimizers import Optimizers
@@ -45,6 +45,8 @@ class ExchangeState(Reporting):
     """What to do about it."""
     LARGER_BUCKETS = "a larger bucket_cap_mb="
     """How buckets become larger."""
+    EXCHANGES_SUMS = True
+    """Whether gradients are accumulated before their exchange, as DDP does; FSDP2 does so after it."""
     PEER = "process"
     """What exchanges gradients with others of its kind."""
 
@@ -66,6 +68,7 @@ class ExchangeState(Reporting):
         residuals = residuals or Residuals()
         residuals.offload_to_cpu()  # their endpoints may have been of other settings
         residuals.forget_changed()
+        timeout = timeout or timeout_of(process_group)
         groups, agreed = connect(config, process_group, timeout, local_world_size, shards_per_node)
         self.groups: Groups | None = groups
         rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
@@ -73,8 +76,7 @@ class ExchangeState(Reporting):
         # Every rank of the first node is rank 0 of the replicas of its shard.
         say = Announcer(announce, rank if shards_per_node == 1 else dist.get_rank())
         super().__init__(agreed, residuals, rank, world, groups.local, epoch or (lambda: 0), say, shards_per_node)
-        timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(groups.all)))
-        self._optimizers = Optimizers(optimizers, scaler, agreed, residuals, say)
+        self._optimizers = Optimizers(optimizers, scaler, agreed, say)
         self._exchanger = Exchanger(residuals, groups, timeout)
         self._lane: Lane | None = None
         self._say_what_was_reset()
@@ -122,8 +124,8 @@ class ExchangeState(Reporting):
         """
         self._collect()
         self._say_what_was_reset()
-        self.residuals.forget_copies()
         self.follow_optimizers()
+        self._optimizers.begin_pass(self.EXCHANGES_SUMS)
 
     def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
         """The exchange of a bucket's gradient, with all that it depends on.
@@ -133,23 +135,20 @@ class ExchangeState(Reporting):
             name: For error messages.
             used: ``[parameters]`` bool, which of them this rank used; None if all.
         """
+        outcome = self._optimizers.outcome
+        if outcome is not None:
+            outcome.watch({self.parameter_of(member): member for member in bucket})
         return Job(
             bucket,
-            self.buckets.config_of(bucket),
-            self.buckets.uncompressed_in(bucket),
+            self.buckets.plan_of(bucket),
             name,
             used,
             step=self.residuals.progress.steps,
             epoch=self._epoch(),
             scale=self._optimizers.scale,
-            make_undo=self._optimizers.make_undo([self.parameter_of(member) for member in bucket]),
+            step_outcome=outcome,
             measure=Measure(self.measure, self.measure and self.measure_layers),
-            tag=self.tag(bucket),
         )
-
-    def tag(self, bucket: Bucket) -> int:
-        """A number in [0, 2^24) that identifies a bucket, where ranks might exchange different ones of equal size."""
-        return 0
 
     def parameter_of(self, member: Tensor) -> Tensor:
         """The parameter, as optimizers hold it, of a bucket's member."""
@@ -253,7 +252,6 @@ class ExchangeState(Reporting):
         """Ends the lane and gives up the process groups. The residuals stay."""
         idle = self._lane is None or self._lane.close()
         self._collect()
-        self.residuals.forget_steps()
         self._optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
             self.groups.destroy()

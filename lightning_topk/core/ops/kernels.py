@@ -57,8 +57,8 @@ def sample(
     at = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
     given = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if MOMENTUM:
-        given += tl.load(velocity + at, mask=inside, other=0.0) * momentum
-    total = tl.load(e + at, mask=inside, other=0.0) + tl.where(tl.load(finite) != 0, given, 0.0)
+        given = _clamped(given + tl.load(velocity + at, mask=inside, other=0.0) * momentum)
+    total = _clamped(tl.load(e + at, mask=inside, other=0.0) + tl.where(tl.load(finite) != 0, given, 0.0))
     tl.store(sampled + window, tl.maximum(tl.abs(total), TINY), mask=inside)
 
 
@@ -103,12 +103,12 @@ def _move_tile(
             before = tl.load(velocity + at, mask=inside, other=0.0)
         else:
             before = tl.load(velocity + at)
-        added += before * momentum
+        added = _clamped(added + before * momentum)
         if LAST:
             tl.store(velocity + at, tl.where(whole, added, before), mask=inside)
         else:
             tl.store(velocity + at, tl.where(whole, added, before))
-    total = kept + tl.where(whole, added, 0.0)
+    total = _clamped(kept + tl.where(whole, added, 0.0))
     if LAST:
         tl.store(e + at, total, mask=inside)
         tl.store(x + at, tl.zeros_like(given), mask=inside)
@@ -249,9 +249,8 @@ def write(
         arrives = arrives.to(tl.float16).to(tl.float32)
     elif DELIVERED == 17:
         arrives = _from_bf16(_to_bf16(arrives))
-    # The sum may have overflowed: then it is among those that are sent. Padding is 0, and repeats a position.
-    rest = tl.minimum(tl.maximum(found, -LARGEST), LARGEST) - arrives
-    taken = tl.where(whole, found, 0.0) != 0
+    rest = found - arrives
+    taken = tl.where(whole, found, 0.0) != 0  # padding is 0, and repeats a position
     flat = _flat(position, row, numel, shards, BLOCK)
     tl.store(e + flat, rest, mask=inside & taken)
     if MOMENTUM:
@@ -340,6 +339,12 @@ def add(
 def _bits(start, tile, size, TILE: tl.constexpr):
     octet = tile * TILE + tl.arange(0, TILE)
     return (tl.load(start + octet, mask=octet < size, other=0).to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
+
+
+@triton.jit
+def _clamped(sums):
+    """Sums of finite numbers, which may have overflowed."""
+    return tl.minimum(tl.maximum(sums, -LARGEST), LARGEST)
 
 
 @triton.jit

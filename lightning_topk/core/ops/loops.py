@@ -39,6 +39,9 @@ LEAST = np.finfo(np.float32).smallest_subnormal
 """The smallest magnitude above zero."""
 
 
+LARGEST = np.finfo(np.float32).max
+
+
 class Deal(NamedTuple):
     """A layout, as compiled functions take it."""
 
@@ -78,6 +81,16 @@ def _float_of(_, bits):
     return types.float32(types.uint32), lambda _, builder, __, arguments: builder.bitcast(arguments[0], ir.FloatType())
 
 
+@compiled
+def key_of(number):
+    """The bits of a float32 without its sign: an int32, in the order of magnitudes.
+
+    Comparing them tells 0 from subnormal numbers also where torch.set_flush_denormal(True) has the processor take those
+    for 0. Else all of a sparse vector would reach the least magnitude above 0.
+    """
+    return np.int32(_bits_of(number) & np.uint32(0x7FFFFFFF))
+
+
 @intrinsic
 def _prefetch(_, array, index):
     """Loads the cache line of an element that will be written."""
@@ -98,14 +111,10 @@ def _prefetch(_, array, index):
 def send(e, x, deal, form, salt, payloads):
     """A worker's or a server's side of a link; returns how many of the entries sent are not zero."""
     places, values = add_and_select(e, x, deal, form.kept, salt)
-    k, most, selected, overflowed = form.kept, np.finfo(np.float32).max, 0, False
+    k, selected = form.kept, 0
     for shard in range(deal.shards):
         for value in values[shard, :k]:
             selected += value != 0
-            overflowed |= abs(value) > most
-    if overflowed:  # the sum of two finite numbers; such are the largest, so some of them are among those selected
-        for i in range(len(e)):
-            e[i] = min(max(e[i], -most), most)
     integers = np.zeros(GROUP, np.int8)
     for shard in range(deal.shards):
         payload, place, value = payloads[shard], places[shard, :k], values[shard, :k]
@@ -144,7 +153,22 @@ def add_and_select(e, x, deal, k, salt):
             fill(places[shard], values[shard], counts[shard], k)
         elif counts[shard] > k:
             keep_largest(places[shard], values[shard], counts[shard], k, least[shard])
+    overflowed = False  # a sum of two finite numbers; such are the largest, so some of them are among those selected
+    for shard in range(deal.shards):
+        for value in values[shard, :k]:
+            overflowed |= abs(value) > LARGEST
+    if overflowed:
+        clamp(e)
+        for shard in range(deal.shards):
+            clamp(values[shard, :k])
     return places, values
+
+
+@compiled
+def clamp(x):
+    """Replaces infinities by the largest float32."""
+    for i in range(len(x)):
+        x[i] = min(max(x[i], -LARGEST), LARGEST)
 
 
 @compiled
@@ -163,7 +187,9 @@ def sampled_threshold(e, x, deal, k, salt):
             sample[i] += x[at]
     expected = needed / stride
     rank = np.int64(np.ceil(expected + 4 * np.sqrt(expected) + 4))
-    return LEAST if rank > len(sample) else max(LEAST, kth_largest(sample, rank, np.float32(0))[0])
+    if rank > len(sample):
+        return LEAST
+    return _float_of(np.uint32(max(key_of(LEAST), key_of(kth_largest(sample, rank, np.float32(0))[0]))))
 
 
 @compiled
@@ -187,7 +213,7 @@ def scan(e, x, deal, k, least, places, values, counts):
         length = min(block, deal.numel - begin)
         for i in range(length, BLOCK):
             marks[i] = 0
-        place, value, n, threshold = places[shard], values[shard], counts[shard], least[shard]
+        place, value, n, threshold = places[shard], values[shard], counts[shard], key_of(least[shard])
         kept = e[begin : begin + length]
         if len(x):
             given = x[begin : begin + length]
@@ -195,10 +221,10 @@ def scan(e, x, deal, k, least, places, values, counts):
                 a = kept[i] + given[i]
                 kept[i] = a
                 given[i] = np.float32(0)
-                marks[i] = np.uint8(abs(a) >= threshold)
+                marks[i] = np.uint8(key_of(a) >= threshold)
         else:
             for i in range(length):
-                marks[i] = np.uint8(abs(kept[i]) >= threshold)
+                marks[i] = np.uint8(key_of(kept[i]) >= threshold)
         for w in range((length + 63) // 64):
             word = marked(words, w)
             while word:
@@ -207,7 +233,7 @@ def scan(e, x, deal, k, least, places, values, counts):
                 n += 1
                 word &= word - np.uint64(1)
         if n + block > room:  # more than was expected: from now on an entry must be larger than the k largest so far
-            cut = keep_largest(place, value, n, k, threshold)
+            cut = keep_largest(place, value, n, k, least[shard])
             n, least[shard] = k, _float_of(_bits_of(cut) + np.uint32(1))
         counts[shard] = n
         shard += 1
@@ -220,12 +246,12 @@ def scan(e, x, deal, k, least, places, values, counts):
 def keep_largest(places, values, n, k, least):
     """Moves the k largest of n candidates to the front, in their order; of equal ones, the first. Returns the least."""
     cut, ties = kth_largest(values[:n], k, least)
-    kept = 0
+    kept, least_key = 0, key_of(cut)
     for i in range(n):
-        place, value = places[i], values[i]
-        tie = (abs(value) == cut) & (ties > 0)
+        place, value, key = places[i], values[i], key_of(values[i])
+        tie = (key == least_key) & (ties > 0)
         places[kept], values[kept] = place, value
-        kept += (abs(value) > cut) | tie
+        kept += (key > least_key) | tie
         ties -= tie
     return cut
 

@@ -116,6 +116,12 @@ def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
     return x.masked_fill_(~condition, 0)
 
 
+def clamp_(x: Tensor) -> Tensor:
+    """Clamps sums of finite numbers to the range of their dtype in place, and returns them: no residual overflows."""
+    limit = torch.finfo(x.dtype).max
+    return x.clamp_(-limit, limit)
+
+
 def replace_(x: Tensor, other: Tensor, where: Tensor | None) -> Tensor:
     """Copies ``other`` into ``x`` where ``where`` holds, and returns ``x``.
 
@@ -153,7 +159,7 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and selects the k entries of largest magnitude in every shard.
 
     Args:
-        e: ``[numel]``, a floating dtype, finite; becomes the sum.
+        e: ``[numel]``, a floating dtype, finite; becomes the sum, clamped to the range of the dtype.
         x: ``[numel]`` of the same dtype; becomes zero.
         finite: Scalar bool, whether ``x`` is finite. If false, ``e`` is unchanged.
         layout: How the elements are dealt to shards.
@@ -163,7 +169,7 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
         Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there, ``[shards, k]``. Of entries of
         equal magnitude, the first are selected.
     """
-    e.add_(zero_unless_(x, finite))
+    clamp_(e.add_(zero_unless_(x, finite)))
     x.zero_()
     rows = shard_rows(e, layout)
     index = topk_index(rows, k)

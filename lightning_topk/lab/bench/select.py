@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_topk.build import make_codecs, make_endpoint, make_shape
+from lightning_topk.build import plan_bucket
 from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import kept_count
@@ -22,7 +22,6 @@ from lightning_topk.lab import hosts
 from lightning_topk.lab.report import Result
 from lightning_topk.lab.timing import best
 from lightning_topk.runtime.momentum import adapt_momentum
-from lightning_topk.saving import with_ratio
 
 WORLD = 4
 A_THOUSANDTH = TopKConfig(ratio=0.001, wire="bf16")
@@ -74,9 +73,9 @@ def run(
         config = TopKConfig(ratio=ratio, wire="bf16")
         _compression(result, x, config, str(ratio), floor())  # timed again: machines are noisy
     _compression(result, x, AN_EIGHTH, "0.12, int4", floor())
-    default = with_ratio(TopKConfig(), [numel], WORLD)
-    _compression(result, x, default, f"{default.ratio:.3g}, saving={SAVING:g}", floor())
-    _steps(result, x, default.ratio, floor())
+    density = plan_bucket(TopKConfig(), [numel], WORLD).ratio
+    _compression(result, x, TopKConfig(), f"{density:.3g}, saving={SAVING:g}", floor())
+    _steps(result, x, density, floor())
     if where.type == "cpu":
         _memory(result, numel)
     return result
@@ -101,7 +100,6 @@ def _selection(result: Result, x: Tensor, ratio: float, add: float) -> None:
 def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floor: float) -> None:
     """A worker's whole compress step, and a server's."""
     ratio = config.ratio
-    assert isinstance(ratio, float)
     uplink, downlink, up, reply = _links(config, x)
     g = x.clone()
     sent = _copies(uplink.send(g, up)[0])
@@ -144,7 +142,7 @@ def step_seconds(config: TopKConfig, numel: int, device: torch.device) -> float:
         device: Where it lives.
     """
     x = torch.randn(numel, device=device)
-    uplink, downlink, up, reply = _links(with_ratio(config, [numel], WORLD), x)
+    uplink, downlink, up, reply = _links(config, x)
     g = x.clone()
 
     def step() -> None:
@@ -215,7 +213,7 @@ def memory(options: dict[str, Any], rank: int, world: int) -> tuple[int, int]:
     Returns:
         Bytes at the peak beyond those before, and the bytes of residuals.
     """
-    config = with_ratio(TopKConfig(**options["settings"]), [options["numel"]], WORLD)
+    config = TopKConfig(**options["settings"])
     g = torch.randn(options["numel"])
     _exchanges(config, torch.randn(200_000))  # any first call loads code and data into memory
     before = _peak()
@@ -235,8 +233,8 @@ def _exchanges(config: TopKConfig, g: Tensor) -> int:
 
 def _links(config: TopKConfig, g: Tensor) -> tuple[Link, Link, Codec, Codec]:
     """The links of one of :data:`WORLD` ranks for a gradient, and their codecs."""
-    shape = make_shape(config, [len(g)], WORLD)
-    end, codecs = make_endpoint(config, shape, 0, g.dtype, g.device), make_codecs(config, shape)
+    plan = plan_bucket(config, [len(g)], WORLD)
+    end, codecs = plan.endpoint(0, g.dtype, g.device), plan.codecs()
     assert end.downlink is not None
     return end.uplink, end.downlink, codecs.uplink, codecs.reply
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from lightning_topk.build import make_codecs, make_shape
+from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.link import aggregate
 from lightning_topk.core.wire import WIRES, Codec
@@ -48,8 +48,8 @@ def run(
         bits = entropy(ratio)
         rows = []
         for world in WORLDS:
-            shape = make_shape(config, [numel], world)
-            layout, up = shape.layout, make_codecs(config, shape).uplink
+            plan = plan_bucket(config, [numel], world)
+            layout, up = plan.shape.layout, plan.codecs().uplink
             sent = volume(config, [numel], world)
             nbytes = sent.uplink + sent.downlink
             k = up.kept * layout.shards
@@ -78,8 +78,8 @@ def _speed(result: Result, numel: int, ratio: float, where: torch.device) -> Non
     """Times of one shard of four."""
     world, rows = 4, []
     config = TopKConfig(ratio=ratio, wire="bf16")
-    shape = make_shape(config, [numel], world)
-    layout, up = shape.layout, make_codecs(config, shape).uplink
+    plan = plan_bucket(config, [numel], world)
+    layout, up = plan.shape.layout, plan.codecs().uplink
     shard = torch.zeros(up.universe, device=where)
     other = torch.randn_like(shard)
     one_pass = best(lambda: torch.add(shard, other, out=other), where)

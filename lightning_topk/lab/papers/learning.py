@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from lightning_topk.build import TOLERANCE
 from lightning_topk.config import SAVING, TopKConfig, check_count
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.lab.papers.powersgd import PowerSGD
 from lightning_topk.lab.report import Panel, Result, spread
 from lightning_topk.lab.training import Optimizer, Run, resume, train
-from lightning_topk.saving import TOLERANCE
 from lightning_topk.simulate import Cluster
 
 OURS = f"saving {SAVING:g}"

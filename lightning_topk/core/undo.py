@@ -1,0 +1,75 @@
+"""What a worker's residual takes back if nobody applies what an exchange delivered.
+
+A GradScaler skips an optimizer step whose gradients have an infinity or a NaN, and with it all that the buckets of that
+step delivered. Every worker then adds what was delivered to its residual. The payloads of the step say what it was, so
+that nothing else has to be kept until the step is taken: a few percent of the model instead of a copy of every
+residual. The step's own finite gradients stay in the residuals, and later steps deliver them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_topk.core.endpoint import Codecs, Endpoint, TakenBack
+from lightning_topk.core.link import aggregate
+from lightning_topk.core.ops import reference
+
+
+def take_back(
+    end: Endpoint, codecs: Codecs, step: int, payloads: Tensor, replies: Tensor, dtype: torch.dtype
+) -> TakenBack:
+    """What a worker takes back after an exchange through servers: what they delivered.
+
+    A server whose reply is not finite took nothing from the workers either: each takes back what it sent there.
+
+    Args:
+        end: This rank's links.
+        codecs: How the payloads were written.
+        step: The step of the exchange, for selectors.
+        payloads: ``[shards, P]`` uint8, what this worker sent.
+        replies: ``[shards, P']`` uint8, what the servers sent.
+        dtype: dtype of the bucket, to which replies were rounded.
+    """
+    end.uplink.selector.step = step
+    index, sent = codecs.uplink.read(payloads, end.dtype)
+    places, reply = codecs.reply.read(replies, end.dtype)
+    reply = _delivered(reply, codecs, dtype)
+    arrived, finite = reply.isfinite().all(dim=1, keepdim=True), sent.isfinite()
+    back = torch.zeros(end.layout.numel, dtype=end.dtype, device=payloads.device)
+    for at, value in (
+        (places, torch.where(arrived, reply, 0)),
+        (index, torch.where(finite & ~arrived, sent, 0)),
+    ):
+        back.index_add_(0, reference.flat_index(at, end.layout).view(-1), value.view(-1))
+    return TakenBack(back, finite.all())
+
+
+def take_back_from_all(
+    end: Endpoint, codecs: Codecs, step: int, payload: Tensor, received: Tensor, dtype: torch.dtype
+) -> TakenBack:
+    """What a worker takes back after an exchange without servers: the mean or, if it is not finite, what it sent.
+
+    Args:
+        end: This rank's links.
+        codecs: How the payloads were written.
+        step: The step of the exchange, for selectors.
+        payload: ``[1, P]`` uint8, what this worker sent.
+        received: ``[W, P]`` uint8, what all workers sent.
+        dtype: dtype of the bucket, to which the mean was rounded.
+    """
+    end.uplink.selector.step = step
+    mean, sent = (torch.zeros(end.layout.numel, dtype=end.dtype, device=payload.device) for _ in range(2))
+    mean, limit = aggregate(received, codecs.uplink, end.dtype, room=mean), torch.finfo(dtype).max
+    index, value = codecs.uplink.read(payload, end.dtype)
+    finite = value.isfinite()
+    sent.index_add_(0, index.view(-1), torch.where(finite, value, 0).view(-1))
+    scaled = mean if codecs.reply.scale is None else mean * codecs.reply.scale
+    delivered = _delivered(scaled.clamp(-limit, limit), codecs, dtype)
+    return TakenBack(torch.where(reference.is_finite(mean), delivered, sent), finite.all())
+
+
+def _delivered(value: Tensor, codecs: Codecs, dtype: torch.dtype) -> Tensor:
+    """What arrived in a bucket of ``dtype``, without the scale that it keeps."""
+    rounded = value.to(dtype).to(value.dtype)
+    return rounded if codecs.reply.scale is None else rounded / codecs.reply.scale
