@@ -15,7 +15,16 @@ from groups import on_ranks
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from ranks import (
-    beside, every_rank, four_layers, local_gradient, loss_of, mean_over_ranks, refusal, undelivered, weights, without,
+    beside,
+    every_rank,
+    four_layers,
+    local_gradient,
+    loss_of,
+    mean_over_ranks,
+    refusal,
+    undelivered,
+    weights,
+    without,
 )  # fmt: skip
 from torch import Tensor, nn
 from torch.optim import SGD
