@@ -110,8 +110,7 @@ def undelivered(cluster: Cluster) -> Tensor:
         mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
         mine = mine.expand(end.parts.numel).clone()
         for served in () if end.downlink is None else end.downlink.memory.tensors().values():
-            places = reference.shard_rows(torch.arange(end.layout.numel), end.layout)[end.shard]
-            mine.index_add_(0, places, served)
+            mine += end.to_bucket(served)
         rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)

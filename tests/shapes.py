@@ -1,4 +1,4 @@
-"""Codecs and endpoints of a bucket that is given by its elements, for tests."""
+"""Codecs and endpoints of a bucket that is given by its elements, and vectors that are hard to select from."""
 
 from __future__ import annotations
 
@@ -29,3 +29,28 @@ def endpoint_of(
     """The endpoint of a rank, with empty memories."""
     plan = plan_bucket(config, sizes, world, local, dtype.itemsize, uncompressed)
     return plan.endpoint(rank, dtype, torch.device(device))
+
+
+def residual_and_gradient(name: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A residual and a gradient."""
+    generator = torch.Generator().manual_seed(numel)
+    e, x = (torch.randn(2, numel, generator=generator) * torch.tensor([[0.1], [1.0]])).unbind()
+    if name == "ties":
+        e, x = torch.zeros(numel), (2 * x).round()
+    elif name == "equal":
+        e, x = torch.zeros(numel), torch.ones(numel)
+    elif name == "zero":
+        e, x = torch.zeros(numel), torch.zeros(numel)
+    elif name == "spike":
+        e, x = torch.zeros(numel), torch.nn.functional.one_hot(torch.tensor(5), numel).float()
+    elif name == "denormal":
+        e, x = e * 1e-40, x * 1e-40
+    elif name == "overflowing":  # more than can be sent
+        e[: numel // 2], x[: numel // 2] = 3e38, 2e38
+    elif name == "sorted":
+        e, x = e.abs().sort().values, x.abs().sort().values
+    elif name == "sparse":
+        e, x = torch.zeros(numel), x * (torch.rand(numel, generator=generator) < 0.0005)
+    elif name == "one shard":  # large values where every third block is: a sample misjudges the others
+        x = x * (1 + 99 * (torch.arange(numel) // 256 % 3 == 0))
+    return e.clone(), x.clone()

@@ -11,6 +11,7 @@ the stream's own last operation began; waits join clocks. :class:`Gpu` finds
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -24,13 +25,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-needs_fakes = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="this torch asks the driver about fake CUDA tensors"
-)
+from lightning_topk.core import exchange
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
+
 OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in ("lightning_topk", "tests"))
 
 
@@ -190,6 +192,10 @@ class Gpu(TorchDispatchMode):
             self.current.synchronize()  # a copy to the host, which waits for it
         return result
 
+    def launch(self, *arguments: Any) -> None:
+        """A Triton kernel, which may read and write all that it is given."""
+        self.use([], _cuda(arguments))
+
     def use(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         """An operation on the current stream."""
         stream = self.current
@@ -227,21 +233,52 @@ class Gpu(TorchDispatchMode):
                     self.reuses.add(f"{_place()} may get memory of {block.place}, in use at {use.place}")
 
 
-class Launch:
-    """Stands for a Triton kernel: it may read and write all that it is given.
+def replace_kernels(setattr: Callable[..., None], stand_in: Callable[[str, list[str]], Any]) -> None:
+    """Replaces Triton's kernels, and what fake tensors lack: a current device, addresses and pinned memory.
 
     Args:
-        gpu: Follows it.
+        setattr: A monkeypatch's.
+        stand_in: Makes what stands for a kernel of some name and names of arguments. It is launched as
+            ``stand_in[grid](*arguments, **options)``.
+    """
+    if torch.__version__ < "2.13":
+        pytest.skip("this torch asks the driver about fake CUDA tensors")
+    kernels = pytest.importorskip("lightning_topk.core.ops.kernels")
+    for name, value in vars(kernels).items():
+        if type(value).__module__.startswith("triton.runtime"):
+            setattr(kernels, name, stand_in(name, value.arg_names))
+    setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+    setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
+    setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
+
+
+class Kernel:
+    """Stands for a Triton kernel.
+
+    Args:
+        launch: Is called with the arguments of each launch.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self._launch = launch
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*arguments: Any, **options: Any) -> None:
-            self._gpu.use([], _cuda(arguments))
+        return lambda *arguments, **options: self._launch(*arguments)
 
-        return launch
+
+def reply_to(request: Request, rank: int, world: int, local: int) -> Tensor | None:
+    """A reply of the right shape to a request on a GPU."""
+    payload, count = request.payload, {"all": world, "node": local, "peers": world // local}[request.among]
+    assert payload.is_cuda
+    assert payload.is_contiguous()
+    if isinstance(request, AllToAll):
+        assert len(payload) == count
+        return torch.empty_like(payload)
+    if isinstance(request, AllGather) or (isinstance(request, Gather) and rank == 0):
+        return payload.new_empty(count, len(payload))
+    if isinstance(request, AllReduce):
+        return payload
+    return None if isinstance(request, Gather) else torch.empty_like(payload)
 
 
 def _cuda(values: Any) -> list[Tensor]:

@@ -86,11 +86,8 @@ def test_options_that_bypass_the_hook_raise_at_construction(settings, error, mes
         TopKStrategy(**settings)
 
 
-def test_ddp_defaults_that_are_passed_explicitly_are_welcome():
+def test_settings_are_frozen_and_survive_pickling_and_ddp_defaults_are_welcome():
     TopKStrategy(ddp_comm_hook=None, mixed_precision=None, skip_all_reduce_unused_params=False, bucket_cap_mb=10)
-
-
-def test_settings_are_frozen_and_survive_pickling():
     config = TopKConfig(ratio=0.25, topology="single_server")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.ratio = 0.5
@@ -98,46 +95,37 @@ def test_settings_are_frozen_and_survive_pickling():
     assert pickle.loads(pickle.dumps(TopKStrategy(ratio=0.25))).config.ratio == 0.25
 
 
-class First(Selector):
-    """Takes the first k of each shard."""
+class Own(Selector):
+    """Picks as a function says."""
+
+    def __init__(self, function) -> None:
+        self.function = function
 
     def pick(self, rows, k):
-        return torch.arange(k).expand(len(rows), k)
+        return self.function(rows, k)
 
 
-class Unsorted(Selector):
-    """Returns positions as torch.topk does, largest first, the last of them unused."""
-
-    def pick(self, rows, k):
-        index = rows.abs().topk(k, dim=1).indices
-        index[:, -1] = -1
-        return index
+def largest_first(rows, k):
+    """As torch.topk returns positions, the last of them unused."""
+    index = rows.abs().topk(k, dim=1).indices
+    index[:, -1] = -1
+    return index
 
 
-def test_positions_may_come_in_any_order():
-    cluster = Cluster(TopKConfig(ratio=0.1, selector=Unsorted(), wire="fp32"), world=1, numel=1000)
-    given = torch.arange(1000.0)[torch.randperm(1000)]
-    received = cluster.step([given])[0]
-    assert torch.equal(received, torch.where(given > 900, given, 0))
-
-
-class Lazy(Selector):
-    """Returns fewer than it was asked for."""
-
-    def pick(self, rows, k):
-        return torch.zeros(len(rows), k - 1, dtype=torch.int64)
-
-
-def test_a_selector_of_ones_own_is_used():
-    cluster = Cluster(TopKConfig(ratio=0.1, selector=First(), wire="fp32"), world=1, numel=100)
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(lambda rows, k: torch.arange(k).expand(len(rows), k), range(10)), (largest_first, range(91, 100))],
+)
+def test_a_selector_of_ones_own_is_used_and_may_return_positions_in_any_order(function, expected):
+    cluster = Cluster(TopKConfig(ratio=0.1, selector=Own(function), wire="fp32"), world=1, numel=100)
     received = cluster.step([torch.arange(1.0, 101.0)])[0]
-    assert received.nonzero().flatten().tolist() == list(range(10))
+    assert received.nonzero().flatten().tolist() == list(expected)
 
 
 def test_a_selector_that_chooses_another_number_is_refused():
-    cluster = Cluster(TopKConfig(ratio=0.1, selector=Lazy()), world=1, numel=100)
-    with pytest.raises(ValueError, match=r"Lazy\.pick returned positions of shape \(1, 9\).*\(1, 10\)"):
-        cluster.step([torch.ones(100)])
+    few = Own(lambda rows, k: torch.zeros(len(rows), k - 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"Own\.pick returned positions of shape \(1, 9\).*\(1, 10\)"):
+        Cluster(TopKConfig(ratio=0.1, selector=few), world=1, numel=100).step([torch.ones(100)])
 
 
 def test_a_server_that_does_not_compress_has_room_for_all_that_workers_send():
@@ -175,17 +163,10 @@ def test_bad_schedules_are_refused(arguments, message):
         ExponentialWarmup(**arguments)
 
 
-def test_numbers_of_numpy_become_numbers_that_a_checkpoint_can_hold():
+def test_numbers_of_numpy_and_sets_become_what_a_checkpoint_holds_and_ranks_compare():
     config = TopKConfig(ratio=np.float64(0.1), momentum=np.float32(0.5), clip_norm=np.int64(2))
-    assert [(type(x), x) for x in (config.ratio, config.momentum, config.clip_norm)] == [
-        (float, 0.1),
-        (float, 0.5),
-        (float, 2.0),
-    ]
-    assert type(TopKConfig(saving=np.float64(10)).saving) is float
-
-
-def test_a_set_of_patterns_has_one_order_on_all_ranks():
+    numbers = config.ratio, config.momentum, config.clip_norm, TopKConfig(saving=np.float64(10)).saving
+    assert [(type(x), x) for x in numbers] == [(float, 0.1), (float, 0.5), (float, 2.0), (float, 10.0)]
     patterns = ["*.bias", "1.*", "2.weight"]
     assert TopKConfig(dense_parameters=set(patterns)).dense_parameters == tuple(patterns)
 
@@ -220,12 +201,9 @@ def test_a_ratio_is_literal_and_changes_no_other_setting():
     assert codecs_of(config, 1_000_000, 4).uplink.kept * 4 == 1000
 
 
-def test_without_ratio_and_saving_it_is_a_saving_of_fifty():
+def test_defaults_are_a_saving_of_fifty_and_four_bits_where_their_rounding_is_kept():
     assert TopKConfig() == TopKConfig(saving=50)
     assert TopKConfig().changed == {}
-
-
-def test_four_bits_are_the_default_where_their_rounding_is_kept():
     assert TopKConfig().wire_name == "int4"
     for kept in ("worker", False):
         assert TopKConfig(error_feedback=kept).wire_name == "bf16"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from groups import on_ranks
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from ranks import (
@@ -20,118 +21,91 @@ from ranks import (
     local_gradient,
     loss_of,
     mean_over_ranks,
+    refusal,
     undelivered,
+    weights,
     without,
-)
-from torch import nn
+)  # fmt: skip
+from torch import Tensor, nn
+from torch.optim import SGD
 from trainers import InThisProcess
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.lightning.fabric import TopKStrategy
 
 
-def fabric_of(rank: int, world: int, **settings) -> Fabric:
+def fabric_of(rank: int, world: int, scaled: bool = False, **settings: Any) -> Fabric:
     warnings.simplefilter("ignore")
-    plugins = settings.pop("plugins", None)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0)) if scaled else None
     strategy = TopKStrategy(cluster_environment=InThisProcess(rank, world), bucket_cap_mb=0.001, **settings)
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=plugins)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=plugin)
     fabric.launch()
     return fabric
 
 
-def flat(net: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
 def nets(fabric: Fabric, count: int = 2) -> list[tuple]:
-    found = []
-    for _ in range(count):
-        net = four_layers()
-        found.append(fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)))
-    return found
+    """Modules and optimizers that are set up."""
+    made = [four_layers() for _ in range(count)]
+    return [fabric.setup(net, SGD(net.parameters(), lr=0.1)) for net in made]
 
 
 def train(fabric: Fabric, pairs: list[tuple], rank: int, steps: range) -> None:
+    """Takes steps of two passes each."""
     for step in steps:
         for number, (model, optimizer) in enumerate(pairs):
             optimizer.zero_grad()
             with fabric.no_backward_sync(model):
-                fabric.backward(loss_of(model, rank, 1000 * number + 2 * step))
-            fabric.backward(loss_of(model, rank, 1000 * number + 2 * step + 1))
+                fabric.backward(loss_of(model, rank, 100 * number + 2 * step))
+            fabric.backward(loss_of(model, rank, 100 * number + 2 * step + 1))
             optimizer.step()
 
 
-def dense(rank: int, world: int) -> None:
-    """With everything sent, two modules learn what one process with the mean gradient learns."""
+@on_ranks(2)
+def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
+    """With everything sent, they learn what one process with the mean gradient learns."""
     fabric = fabric_of(rank, world, ratio=1.0, wire="fp32")
     pairs = nets(fabric)
     train(fabric, pairs, rank, range(4))
-    ends = []
-    for number in range(2):
-        alone = four_layers()
-        for step in range(4):
-            alone.zero_grad()
-            for part in (0, 1):
-                for worker in range(world):
-                    (loss_of(alone, worker, 1000 * number + 2 * step + part) / world).backward()
-            with torch.no_grad():
-                for p in alone.parameters():
-                    p -= 0.1 * p.grad
-        ends.append(flat(alone))
     exchanged = [state.residuals.progress.steps for state in fabric.strategy.topk_states]
-    for (model, _), end in zip(pairs, ends, strict=True):
-        torch.testing.assert_close(flat(model), end, rtol=1e-5, atol=1e-6)
+    for number, (model, _) in enumerate(pairs):
+        alone = four_layers()
+        optimizer = SGD(alone.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part, worker in ((part, worker) for part in (0, 1) for worker in range(world)):
+                (loss_of(alone, worker, 100 * number + 2 * step + part) / world).backward()
+            optimizer.step()
+        torch.testing.assert_close(weights(model), weights(alone), rtol=1e-5, atol=1e-6)
     assert exchanged == [4, 4]  # once each step, accumulated gradients
 
 
-def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(groups):
-    groups(2).run(dense)
-
-
-def saved_and_loaded(rank: int, world: int, folder: str) -> None:
+@on_ranks(2)
+def test_residuals_are_saved_and_loaded_by_the_users_keys(rank, world, tmp_path):
     """As Fabric saves anything that has a state: each module's residuals under a key of the user's."""
-    path = Path(folder) / "fabric.ckpt"
-
-    def made() -> tuple[Fabric, list[tuple], dict]:
+    path, kept = tmp_path / "fabric.ckpt", []
+    for steps, load in ((range(4), False), (range(4, 6), True)):
         fabric = fabric_of(rank, world, ratio=0.05)
-        pairs = nets(fabric)
-        state = {}
+        pairs, state = nets(fabric), {}
         for number, (model, optimizer) in enumerate(pairs):
-            state |= {
-                f"net{number}": model,
-                f"opt{number}": optimizer,
-                f"topk{number}": fabric.strategy.state_of(model),
-            }
-        return fabric, pairs, state
-
-    def left(fabric: Fabric, pairs: list[tuple]) -> list[torch.Tensor]:
-        found = []
-        for model, _ in pairs:
-            kept = fabric.strategy.state_of(model).residuals.held()
-            found.append(torch.cat([kept[p][0] + world * kept[p][1] for p in model.parameters()]))
-        return [mean_over_ranks(each) for each in found]
-
-    fabric, pairs, state = made()
-    train(fabric, pairs, rank, range(4))
-    fabric.save(path, state)
-    fabric.barrier()
-    saved = left(fabric, pairs)
-    fabric, pairs, state = made()
-    fabric.load(path, state)
-    loaded = left(fabric, pairs)
-    train(fabric, pairs, rank, range(4, 6))
-    rows = every_rank(torch.stack([flat(model) for model, _ in pairs]))
-    assert all(each.any() for each in saved)
-    torch.testing.assert_close(loaded, saved, rtol=1e-5, atol=1e-6)
+            objects = {"net": model, "opt": optimizer, "topk": fabric.strategy.state_of(model)}
+            state |= {f"{name}{number}": each for name, each in objects.items()}
+        if load:
+            fabric.load(path, state)
+            kept.append([undelivered(state[f"topk{number}"], model.module) for number, (model, _) in enumerate(pairs)])
+        train(fabric, pairs, rank, steps)
+        if not load:
+            kept.append([undelivered(state[f"topk{number}"], model.module) for number, (model, _) in enumerate(pairs)])
+            fabric.save(path, state)
+            fabric.barrier()
+    rows = every_rank(torch.stack([weights(model) for model, _ in pairs]))
+    assert all(each.any() for each in kept[0])
+    torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-6)
     assert torch.equal(rows[0], rows[1])
     assert [each.residuals.progress.steps for each in fabric.strategy.topk_states] == [6, 6]
 
 
-def test_residuals_are_saved_and_loaded_by_the_users_keys(groups, tmp_path):
-    groups(2).run(saved_and_loaded, str(tmp_path))
-
-
-def set_up_anew(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_modules_and_optimizers_that_are_not_used_any_more_are_let_go(rank, world):
     """As in cross-validation: each model and optimizer takes the place of the last."""
     fabric = fabric_of(rank, world, ratio=0.05)
     optimizers = weakref.WeakSet()
@@ -149,17 +123,13 @@ def set_up_anew(rank: int, world: int) -> None:
     assert len(optimizers) == 1
 
 
-def test_modules_and_optimizers_that_are_not_used_any_more_are_let_go(groups):
-    groups(2).run(set_up_anew)
-
-
-def set_up_again(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_module_that_is_set_up_again_keeps_its_residuals_and_no_groups_stay_open(rank, world):
     """Three times the same module, and then compiled."""
     fabric = fabric_of(rank, world, ratio=0.05)
     net, open_groups, kept = nn.Linear(20, 20), [], []
     for turn in range(3):
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        model, optimizer = fabric.setup(net, sgd)
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
         kept.append(model)  # also of the turns before, as a notebook does
         state = fabric.strategy.state_of(model)
         assert state.residuals.progress.steps == 2 * turn, "residuals are those of the turn before"
@@ -172,17 +142,6 @@ def set_up_again(rank: int, world: int) -> None:
         fabric.strategy.state_of(nn.Linear(2, 2))
 
 
-def test_a_module_that_is_set_up_again_keeps_its_residuals_and_no_groups_stay_open(groups):
-    groups(2).run(set_up_again)
-
-
-def launched(fabric: Fabric) -> None:
-    net = nn.Linear(20, 20)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    fabric.backward(model(torch.randn(4, 20)).sum())
-    optimizer.step()
-
-
 def test_a_module_without_processes_is_set_up_as_by_ddp_strategy():
     strategy = TopKStrategy()
     strategy.parallel_devices = [torch.device("cpu")]
@@ -192,65 +151,75 @@ def test_a_module_without_processes_is_set_up_as_by_ddp_strategy():
     assert strategy.topk_states == []
 
 
+def launched(fabric: Fabric) -> None:
+    train(fabric, nets(fabric, 1), fabric.global_rank, range(1))
+
+
 @pytest.mark.process
-def test_fabric_can_spawn_its_processes():
-    strategy = TopKStrategy(ratio=0.1, start_method="spawn")
+def test_fabric_can_start_its_processes():
+    strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(launched)
 
 
-def scaled(rank: int, world: int) -> None:
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
-    fabric = fabric_of(rank, world, ratio=0.05, plugins=plugin)
-    ((model, optimizer),) = nets(fabric, 1)
-    (state,) = fabric.strategy.topk_states
-    train(fabric, [(model, optimizer)], rank, range(2))
+@pytest.mark.parametrize("modules", [1, 2])
+@on_ranks(2)
+def test_what_was_sent_for_a_step_that_the_scaler_skips_comes_back(rank, world, tmp_path, modules):
+    """Also of a module that shares its optimizer with the one whose gradient was spoilt; loading keeps residuals."""
+    fabric = fabric_of(rank, world, scaled=True, ratio=0.05)
+    made = [four_layers() for _ in range(modules)]
+    optimizer = SGD([p for net in made for p in net.parameters()], lr=0.1)
+    models = [fabric.setup_module(net) for net in made]
+    optimizer = fabric.setup_optimizers(optimizer)
+    states = fabric.strategy.topk_states
 
-    def look():
-        return flat(model), undelivered(state, model.module)
+    def look() -> tuple[Tensor, Tensor]:
+        left = [undelivered(state, net) for state, net in zip(states, made, strict=True)]
+        return torch.stack(left), torch.stack([*map(weights, made)])
 
-    before, lost = look(), beside(state, "1.weight") if rank == 1 else []
-    own = sum(local_gradient(four_layers(), model.module, rank, step) for step in (4, 5))
-    own = mean_over_ranks(without(own, model.module, lost))
-    hook = model.module[1].weight.register_hook(lambda grad: grad * torch.inf) if rank == 1 else None
-    train(fabric, [(model, optimizer)], rank, range(2, 3))
-    if hook:
+    seen = [look()]
+    for step in range(4):
+        bad = step == 2 and rank == 0
+        lost = [beside(states[0], "1.weight") if bad else [], []]
+        own = [without(local_gradient(four_layers(), net, rank, step), net, lost.pop(0)) for net in made]
+        if step == 2:
+            kept = mean_over_ranks(torch.stack(own))
+        hook = made[0][1].weight.register_hook(lambda g: g * torch.inf) if bad else mock.Mock()
+        optimizer.zero_grad()
+        for model in models:
+            fabric.backward(loss_of(model, rank, step))
+        optimizer.step()
         hook.remove()
-    after = look()
-    train(fabric, [(model, optimizer)], rank, range(3, 4))
-    last = look()
-    assert torch.equal(before[0], after[0])
-    torch.testing.assert_close(after[1], before[1] + own, atol=1e-3, rtol=0)  # computed in float16
-    assert not torch.equal(last[0], after[0])
-    assert state.nonfinite_steps == 1
+        seen.append(look())
+    path = tmp_path / "weights.ckpt"
+    if rank == 0:
+        torch.save(four_layers().state_dict(), path)
+    fabric.barrier()
+    fabric.load_raw(path, four_layers())
+    before, after, last = seen[2:]
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(last[1], after[1])
+    torch.testing.assert_close(after[0], before[0] + kept, atol=1e-3, rtol=0)  # computed in float16
+    torch.testing.assert_close(look()[0], last[0])
+    assert [state.nonfinite_steps for state in states] == [1, 0][:modules]
 
 
-def test_a_scalers_skipped_step_is_undone(groups):
-    groups(2).run(scaled)
-
-
-def test_fabric_refuses_unknown_arguments_and_momentum_twice(groups):
-    with pytest.raises(TypeError, match=r"unknown argument ratoi=0\.1; did you mean 'ratio'"):
-        TopKStrategy(ratoi=0.1)
+@on_ranks(2)
+def test_fabric_refuses_unknown_arguments_both_forms_of_settings_and_momentum_twice(rank, world):
     assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
-    with pytest.raises(ValueError, match="either config or the settings"):
-        TopKStrategy(TopKConfig(saving=20), wire="fp32")
-    groups(2).run(momentum_twice)
+    assert "unknown argument ratoi=0.1; did you mean 'ratio'" in refusal(TopKStrategy, ratoi=0.1)
+    assert "either config or the settings" in refusal(TopKStrategy, TopKConfig(saving=20), wire="fp32")
+    fabric, net = fabric_of(rank, world, ratio=0.1, momentum=0.9), four_layers()
+    twice = refusal(fabric.setup, net, SGD(net.parameters(), lr=0.1, momentum=0.5))
+    assert "SGD has momentum 0.5 of its own" in twice
 
 
-def momentum_twice(rank: int, world: int) -> None:
-    fabric = fabric_of(rank, world, ratio=0.1, momentum=0.9)
-    net = four_layers()
-    with pytest.raises(ValueError, match=r"SGD has momentum 0\.5 of its own"):
-        fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))
-
-
-def adapted_in_part(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_momentum_is_adapted_in_fabric_too(rank, world):
     """One optimizer for an exchanged module and for a parameter of no module: only the first stands still."""
     fabric = fabric_of(rank, world, saving=20)
     net, alone = four_layers(), nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([{"params": net.parameters()}, {"params": [alone]}], lr=0.1, momentum=0.9)
-    model, wrapped = fabric.setup(net, optimizer)
-    train(fabric, [(model, wrapped)], rank, range(2))
+    optimizer = SGD([{"params": net.parameters()}, {"params": [alone]}], lr=0.1, momentum=0.9)
+    train(fabric, [fabric.setup(net, optimizer)], rank, range(2))
     for gradient in (1.0, 0.0):
         before = [p.detach().clone() for p in (*net.parameters(), alone)]
         for p in (*net.parameters(), alone):
@@ -258,55 +227,3 @@ def adapted_in_part(rank: int, world: int) -> None:
         optimizer.step()
     moved = [not torch.equal(p, was) for p, was in zip((*net.parameters(), alone), before, strict=True)]
     assert moved == [False] * (len(moved) - 1) + [True]
-
-
-def test_momentum_is_adapted_in_fabric_too(groups):
-    groups(2).run(adapted_in_part)
-
-
-def shared_optimizer(rank: int, world: int, folder: str) -> None:
-    """Two modules, one optimizer: a gradient of the first that is not finite undoes what the second sent, too."""
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
-    fabric = fabric_of(rank, world, ratio=0.05, plugins=plugin)
-    nets = [four_layers() for _ in range(2)]
-    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
-    models = [fabric.setup_module(net) for net in nets]
-    optimizer = fabric.setup_optimizers(optimizer)
-
-    def look():
-        states = fabric.strategy.topk_states
-        return torch.stack([undelivered(state, net) for state, net in zip(states, nets, strict=True)])
-
-    for step in range(3):
-        before, spoilt = look(), step == 2 and rank == 0
-        lost = [beside(fabric.strategy.topk_states[0], "1.weight") if spoilt else [], []]
-        own = [
-            mean_over_ranks(without(local_gradient(four_layers(), net, rank, step), net, names))
-            for net, names in zip(nets, lost, strict=True)
-        ]
-        hook = nets[0][1].weight.register_hook(lambda grad: grad * torch.inf) if spoilt else None
-        optimizer.zero_grad()
-        for model in models:
-            fabric.backward(loss_of(model, rank, step))
-        optimizer.step()
-        if hook:
-            hook.remove()
-    after = look()
-    fabric.load_raw(_saved(fabric, folder), four_layers())
-    loaded = look()
-    torch.testing.assert_close(after, before + torch.stack(own), atol=1e-3, rtol=0)  # computed in float16
-    torch.testing.assert_close(loaded, after)
-
-
-def _saved(fabric: Fabric, folder: str) -> str:
-    path = f"{folder}/weights.ckpt"
-    if fabric.is_global_zero:
-        torch.save(four_layers().state_dict(), path)
-    fabric.barrier()
-    return path
-
-
-def test_a_step_that_one_optimizer_of_two_modules_skips_is_undone_in_both_and_loading_weights_keeps_residuals(
-    groups, tmp_path
-):
-    groups(2).run(shared_optimizer, str(tmp_path))

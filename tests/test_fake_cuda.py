@@ -16,8 +16,9 @@ from unittest import mock
 
 import pytest
 import torch
-from streams import needs_fakes
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from laws import SELECTED, WIRES
+from streams import Kernel, replace_kernels, reply_to
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,19 +26,16 @@ from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
 from lightning_topk.core.link import NOTHING, FusedLink, Link, Measure, aggregate, deliver
-from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.systems import presets
 
-pytestmark = needs_fakes
 CUDA = torch.device("cuda", 0)
 WORLD, LOCAL = 4, 2
 SIZES = (40_000, 7, 0, 25_001)
 COUNTED = Path(__file__).parents[1] / "examples" / "reproduced" / "gpu-bytes.json"
 """What an exchange of 25 million entries moves, which the guide shows."""
 TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
-SELECTED = ("topk", "gaussiank", "dgc", "trimmed", "randk")
-WIRES = ("fp32", "bf16", "int8", "int4")
 
 
 class Copies(TorchDispatchMode):
@@ -57,23 +55,19 @@ class Copies(TorchDispatchMode):
         return result
 
 
-class Kernel:
+LAUNCHED: list[tuple[str, dict[str, Any]]] = []
+"""Names and arguments of the kernels that were launched."""
+
+
+def kernel(name: str, names: list[str]) -> Kernel:
     """Stands for a Triton kernel: what it is given must be contiguous, and on the GPU."""
 
-    launched: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+    def launch(*arguments: Any) -> None:
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        assert all(each.device == CUDA and each.is_contiguous() for each in tensors)
+        LAUNCHED.append((name, dict(zip(names, arguments, strict=True))))
 
-    def __init__(self, name: str, names: list[str]) -> None:
-        self._name, self._names = name, names
-
-    def __getitem__(self, grid):
-        def launch(*arguments: Any, num_warps: int = 4, enable_fp_fusion: bool = True) -> None:
-            for each in arguments:
-                if isinstance(each, torch.Tensor):
-                    assert each.device == CUDA
-                    assert each.is_contiguous()
-            self.launched.append((self._name, dict(zip(self._names, arguments, strict=True))))
-
-        return launch
+    return Kernel(launch)
 
 
 SECTOR = 32
@@ -89,7 +83,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = self.launches = 0
-        Kernel.launched.clear()
+        LAUNCHED.clear()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -114,7 +108,7 @@ class Traffic(TorchDispatchMode):
 
     def with_kernels(self) -> tuple[int, int]:
         """Bytes and kernels, Triton's among them."""
-        return self.nbytes + sum(itertools.starmap(_moved, Kernel.launched)), self.launches + len(Kernel.launched)
+        return self.nbytes + sum(itertools.starmap(_moved, LAUNCHED)), self.launches + len(LAUNCHED)
 
 
 def _size(x: torch.Tensor) -> int:
@@ -151,32 +145,11 @@ def _moved(name: str, given: dict[str, Any]) -> int:
 @pytest.fixture
 def fake(monkeypatch):
     """Fake tensors; pinned memory, which they do not have, is taken for granted where it is asked for."""
-    triton = pytest.importorskip("triton")
-    from lightning_topk.core.ops import cuda, kernels
+    replace_kernels(monkeypatch.setattr, kernel)
+    from lightning_topk.core.ops import cuda
 
-    for name, value in vars(kernels).items():
-        if isinstance(value, triton.JITFunction):
-            monkeypatch.setattr(kernels, name, Kernel(name, value.arg_names))
-    monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
-    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
-    monkeypatch.setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
     with FakeTensorMode():
         yield cuda
-
-
-def reply_to(request: Request, rank: int) -> torch.Tensor | None:
-    """A reply of the right shape."""
-    payload, count = request.payload, {"all": WORLD, "node": LOCAL, "peers": WORLD // LOCAL}[request.among]
-    assert payload.device == CUDA
-    assert payload.is_contiguous()
-    if isinstance(request, AllToAll):
-        assert len(payload) == count
-        return torch.empty_like(payload)
-    if isinstance(request, AllGather) or (isinstance(request, Gather) and rank == 0):
-        return payload.new_empty(count, len(payload))
-    if isinstance(request, AllReduce):
-        return payload
-    return None if isinstance(request, Gather) else torch.empty_like(payload)
 
 
 def copies_of(
@@ -203,22 +176,10 @@ def copies_of(
             path, reply = exchange.exchange(end, g, codecs, 0, scale, used, measure), None
             with contextlib.suppress(StopIteration):
                 while True:
-                    reply = reply_to(path.send(reply), rank)
+                    reply = reply_to(path.send(reply), rank, WORLD, LOCAL)
     return watch.found
 
 
-def configs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every topology with every selector, both ways and one way; wires in turn."""
-    for number, (topology, selector, both) in enumerate(itertools.product(TOPOLOGIES, SELECTED, (True, False))):
-        if (topology == "allgather" and both) or (topology == "dense" and selector != "topk"):
-            continue
-        settings = {"topology": topology, "selector": selector, "bidirectional": both, "wire": WIRES[number % 4]}
-        yield " ".join(map(str, settings.values())), {"ratio": 0.01, **settings}
-
-
-NAMES = ("scaled", "voted", "uncompressed")
-FLAGS = [dict(zip(NAMES, each, strict=True)) for each in itertools.product((False, True), repeat=3)]
-CASES = {name: (settings, FLAGS[number % 8]) for number, (name, settings) in enumerate(configs())}
 MEMORIES = {
     "nothing kept": {"error_feedback": False},
     "kept by workers": {"error_feedback": "worker"},
@@ -228,45 +189,51 @@ MEMORIES = {
     "a dense selection": {"ratio": 0.12},
     "half of it": {"ratio": 0.5},
 }
-
-
-@pytest.mark.parametrize(
-    ("case", "with_triton"),
-    [(name, with_triton) for name in CASES for with_triton in (True, False) if with_triton or " topk " in name],
-)
-def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, case, with_triton):
-    monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
-    settings, flags = CASES[case]
-    assert copies_of(TopKConfig(**settings), **flags) == []
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-IN_TURN = [
-    (topology, memory, (i + j) % 2, DTYPES[(i + j // 2) % 4])
-    for i, topology in enumerate(("sharded", "hierarchical", "single_server"))
-    for j, memory in enumerate(MEMORIES)
-]
-"""Every memory in every topology; ranks and dtypes in turn."""
 
 
-@pytest.mark.parametrize(("topology", "memory", "rank", "dtype"), IN_TURN)
-def test_no_memory_waits_for_the_host(fake, monkeypatch, topology, memory, rank, dtype):
-    monkeypatch.setattr(ops, "fast", lambda device: fake)
-    config = TopKConfig(**{"ratio": 0.01, "topology": topology, **MEMORIES[memory]})
-    assert copies_of(config, rank=rank, dtype=dtype, scaled=True) == []
+def cases() -> Iterator[tuple[str, TopKConfig, dict[str, Any]]]:
+    """Settings, and how they are exchanged."""
+    flags = [*itertools.product((False, True), repeat=3)]
+    # Every topology with every selector, both ways and one way; wires and flags in turn.
+    for number, (topology, selector, both) in enumerate(itertools.product(TOPOLOGIES, SELECTED, (True, False))):
+        if (topology == "allgather" and both) or (topology == "dense" and selector != "topk"):
+            continue
+        config = TopKConfig(0.01, both, topology=topology, selector=selector, wire=WIRES[number % 4])
+        given = dict(zip(("scaled", "voted", "uncompressed"), flags[number % 8], strict=True))
+        yield f"{topology} {selector} {both}", config, given
+        if selector == "topk":
+            yield f"{topology} {both} without Triton", config, {**given, "triton": False}
+    # Every memory in every topology; ranks and dtypes in turn.
+    for (i, topology), (j, memory) in itertools.product(enumerate(TOPOLOGIES[:3]), enumerate(MEMORIES)):
+        config = TopKConfig(**{"ratio": 0.01, "topology": topology, **MEMORIES[memory]})
+        given = {"rank": (i + j) % 2, "dtype": DTYPES[(i + j // 2) % 4], "scaled": True}
+        yield f"{topology}, {memory}", config, given
+    for name, settings in presets.items():
+        yield name, TopKConfig(**settings).at(0, 0), {"voted": True, "scaled": True}
+    for topology in TOPOLOGIES:
+        config = TopKConfig(0.01, topology=topology, bidirectional=topology != "allgather")
+        yield f"{topology}, measured", config, {"measure": Measure(error=True, per_layer=True)}
 
 
-@pytest.mark.parametrize("name", presets)
-def test_no_system_of_the_papers_waits_for_the_host(fake, monkeypatch, name):
-    monkeypatch.setattr(ops, "fast", lambda device: fake)
-    assert copies_of(TopKConfig(**presets[name]).at(0, 0), voted=True, scaled=True) == []
+CASES = {name: (config, given) for name, config, given in cases()}
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_measuring_waits_for_nothing_before_the_report(fake, monkeypatch, topology):
-    monkeypatch.setattr(ops, "fast", lambda device: fake)
-    config = TopKConfig(0.01, topology=topology, bidirectional=topology != "allgather")
-    assert copies_of(config, measure=Measure(error=True, per_layer=True)) == []
+@pytest.mark.parametrize("case", CASES)
+def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, case):
+    config, given = CASES[case]
+    with_triton = given.pop("triton", True)
+    monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
+    assert copies_of(config, **given) == []
+
+
+def test_a_new_endpoint_copies_no_zeros_from_the_host(fake, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    monkeypatch.setattr(torch.Tensor, "record_stream", mock.Mock())
+    bucket = tuple(torch.empty(size, device=CUDA) for size in SIZES)
+    with Copies() as watch:
+        Residuals().endpoint(bucket, plan_bucket(TopKConfig(0.01), SIZES, WORLD))
+    assert len(watch.found) == 1  # the sizes of the parameters
 
 
 @pytest.mark.parametrize("row", json.loads(COUNTED.read_text()), ids=lambda row: f"{row['ratio']} {row['dtype']}")
@@ -341,9 +308,8 @@ def test_copies_and_waits_are_noticed(fake):
 
 
 @pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
-def test_workers_select_in_one_pass_where_servers_do_not_compress(topology):
+def test_workers_select_in_one_pass_where_servers_do_not_compress(fake, topology):
     config = TopKConfig(ratio=0.01, topology=topology, bidirectional=False)
-    with FakeTensorMode():
-        end = plan_bucket(config, SIZES, WORLD).endpoint(0, torch.float32, CUDA)
+    end = plan_bucket(config, SIZES, WORLD).endpoint(0, torch.float32, CUDA)
     assert type(end.uplink) is FusedLink
     assert end.downlink is None or type(end.downlink) is Link

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from shapes import codecs_of, endpoint_of
+from shapes import codecs_of, endpoint_of, residual_and_gradient
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
@@ -19,6 +19,8 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.wire import WIRES, Codec
 
 pytest.importorskip("triton")
+from lightning_topk.core.ops import cuda
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_a_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="no GPU; the interpreter runs in a process of its own"
@@ -42,15 +44,8 @@ def test_the_kernels_agree_with_the_reference_under_the_interpreter():
     assert " passed" in done.stdout
 
 
-def given(name: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(numel)
-    e, x = torch.randn(2, numel, generator=generator).unbind()
-    if name == "ties":
-        e, x = torch.zeros(numel), (2 * x).round()
-    elif name == "cancelling":
-        e = -x
-        e[::1000] += 1
-    return e.to(DEVICE), x.to(DEVICE)
+def given(name: str, numel: int) -> list[torch.Tensor]:
+    return [each.to(DEVICE) for each in residual_and_gradient(name, numel)]
 
 
 @on_a_device
@@ -59,8 +54,6 @@ def given(name: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     ("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 1, 70), (70_001, 3, 200), (100_000, 4, 25)]
 )
 def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
-    from lightning_topk.core.ops import cuda
-
     layout, finite = Layout(numel, shards), torch.tensor(True, device=DEVICE)
     e, x = given(name, numel)
     expected = e.clone()
@@ -81,8 +74,6 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
 @on_a_device
 @pytest.mark.parametrize("shards", [1, 3])
 def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost(shards):
-    from lightning_topk.core.ops import cuda
-
     numel, k = 70_001, 200
     layout = Layout(numel, shards)
     e, x = torch.zeros(numel, device=DEVICE), torch.zeros(numel, device=DEVICE)
@@ -98,8 +89,6 @@ def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost
 @on_a_device
 @pytest.mark.parametrize("width", [64, 100, 256])
 def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(width):
-    from lightning_topk.core.ops import cuda
-
     numel, k = (2**16, 655) if INTERPRETED else (2**17, 1310)
     layout, finite = Layout(numel, 2), torch.tensor(True, device=DEVICE)
     e, _ = given("normal", numel)
@@ -114,8 +103,6 @@ def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(
 
 @on_a_device
 def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
-    from lightning_topk.core.ops import cuda
-
     e, x = given("normal", 20_000)
     before = e.clone()
     x[77] = torch.nan
@@ -157,8 +144,6 @@ SHAPES_RECEIVED = [(16_384, 1, 17), (70_001, 3, 1500), (100_000, 4, 25)]
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_sent_and_kept_in_one_function_is_what_the_steps_send_and_keep(wire, shape):
-    from lightning_topk.core.ops import cuda
-
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
@@ -184,8 +169,6 @@ def test_what_is_sent_and_kept_in_one_function_is_what_the_steps_send_and_keep(w
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("given_as", [torch.float32, torch.bfloat16])
 def test_momentum_is_added_in_the_same_function(finite, given_as):
-    from lightning_topk.core.ops import cuda
-
     layout, finite = Layout(70_001, 3), torch.tensor(finite, device=DEVICE)
     codec = Codec(WIRES["int4"], layout.shard_size, 200)
     e, x = given("normal", layout.numel)
@@ -204,8 +187,6 @@ def test_momentum_is_added_in_the_same_function(finite, given_as):
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # by NumPy, in which the interpreter computes
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_of_more_sums_that_overflow_than_are_sent_none_stays_infinite(momentum):
-    from lightning_topk.core.ops import cuda
-
     layout, finite, large = Layout(20_000, 2), torch.tensor(True, device=DEVICE), torch.finfo(torch.float32).max
     codec = Codec(WIRES["fp32"], layout.shard_size, 10)
     e, x = given("normal", layout.numel)
@@ -226,8 +207,6 @@ def test_of_more_sums_that_overflow_than_are_sent_none_stays_infinite(momentum):
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shape", SHAPES_RECEIVED)
 def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, shape):
-    from lightning_topk.core.ops import cuda
-
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
@@ -254,8 +233,6 @@ def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, shape)
 
 @on_a_device
 def test_a_gradient_that_is_not_finite_is_announced_and_nothing_is_taken_from_the_residual():
-    from lightning_topk.core.ops import cuda
-
     layout = Layout(70_001, 3)
     for wire in WIRES.values():
         codec = Codec(wire, layout.shard_size, 200)
@@ -273,8 +250,6 @@ def test_a_gradient_that_is_not_finite_is_announced_and_nothing_is_taken_from_th
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
 def test_a_momentum_buffer_catches_up_in_one_pass_as_by_the_reference(decay, dtype, skipped):
-    from lightning_topk.core.ops import cuda
-
     numel = 70_001
     buffer, gradient = (each.to(dtype) for each in given("normal", numel))
     gradient[gradient.abs() < 1.5] = 0

@@ -168,23 +168,35 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(
         assert finite or all(map(torch.equal, before, after)), "the worker sent some of its gradient"
 
 
-@everywhere
-@wires
-def test_what_is_beyond_the_range_of_floats_leaves_residuals_finite(topology, bidirectional, wire):
-    """Values that round to infinity, sums over workers and steps that do, and float16's largest that must arrive."""
-    config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
-    cluster = laws.cluster_of(config, 2, 500)
-    for step in range(4):
-        mine = gradients(len(cluster.endpoints), 500, step)
-        for each in mine if step else mine[:1]:
-            each[7:9] = torch.finfo(torch.float32).max
+@pytest.mark.parametrize(
+    ("topology", "bidirectional", "selector", "momentum", "wire"),
+    [(*case, WIRES[i % 4]) for i, case in enumerate(in_turn([0.0, 0.9], [*ROUTES, *ON_NODES[:2]], SELECTED))],
+)
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
+@pytest.mark.parametrize("count", [2, 60])
+def test_sums_beyond_the_range_of_floats_leave_finite_residuals(
+    topology, bidirectional, selector, momentum, wire, dtype, large, count
+):
+    """Few and many of them, and whether they are among those that are selected or not; at first one worker's alone."""
+    settings = {"selector": selector, "momentum": momentum, "wire": wire}
+    cluster = laws.cluster_of(TopKConfig(0.01, bidirectional, topology=topology, **settings), 2, 500, dtype)
+    for step in range(7):
+        mine = [each.to(dtype) for each in gradients(len(cluster.endpoints), 500, step)]
+        for each in mine[:1] if step == 0 else mine if step < 5 else []:
+            each[7 : 7 + count] = large
         received = cluster.step(mine)[0]
         assert step or received.isfinite().all()
         for end in cluster.endpoints:
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
-    whole = TopKConfig(ratio=1.0, wire=wire, topology=topology, bidirectional=bidirectional)
+    assert received.any(), "nothing is sent any more"
+
+
+@everywhere
+@wires
+def test_the_largest_half_precision_gradient_arrives_finite(topology, bidirectional, wire):
+    config = TopKConfig(ratio=1.0, wire=wire, topology=topology, bidirectional=bidirectional)
     largest = torch.full((300,), torch.finfo(torch.float16).max, dtype=torch.float16)
-    cluster = laws.cluster_of(whole, 2, 300, torch.float16)
+    cluster = laws.cluster_of(config, 2, 300, torch.float16)
     assert cluster.step([largest] * len(cluster.endpoints))[0].isfinite().all()
 
 

@@ -8,6 +8,8 @@ import itertools
 
 import pytest
 import torch
+from groups import on_ranks
+from ranks import every_rank, loss_of, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
@@ -21,6 +23,16 @@ SIZE, STEPS = 64, 40
 
 class Exchange:
     """Somebody who exchanges gradients."""
+
+
+def adapted(kind, like: torch.Tensor | int = SIZE, adapts: bool = True, **options) -> tuple:
+    """A parameter, ones if a size is given, and its optimizer with adapted momentum, as long as the optimizer lives."""
+    parameter = nn.Parameter(torch.ones(like) if isinstance(like, int) else like)
+    optimizer = kind([parameter], **{"lr": 0.1, **options})
+    optimizer.exchange = Exchange()
+    if adapts:
+        adapt_momentum([optimizer], optimizer.exchange)
+    return optimizer, parameter
 
 
 def delivered(share: float = 0.2, steps: int = STEPS, size: int = SIZE) -> list[torch.Tensor]:
@@ -99,31 +111,25 @@ FORMS = [{}, {"foreach": True}, {"fused": True}]
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_entry_takes_all_the_steps_that_it_waited_when_it_is_delivered(kind, options, form):
-    parameter, exchange = nn.Parameter(torch.ones(SIZE)), Exchange()
-    optimizer = kind([parameter], lr=0.1, **options, **form)
-    adapt_momentum([optimizer], exchange)
-    found = stepped(optimizer, parameter, delivered())
+    found = stepped(*adapted(kind, **options, **form), delivered())
     torch.testing.assert_close(found, literal(kind, delivered(), 0.1, **options).float(), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("kind", "options"), [*KINDS, (NAdam, {"betas": (0.9, 0.99), "weight_decay": 0.1})])
 @pytest.mark.parametrize("way", ["bare", "closure", "keyword"])
 def test_where_everything_is_delivered_it_is_the_users_optimizer(kind, options, way):
-    one, other, exchange = nn.Parameter(torch.ones(SIZE)), nn.Parameter(torch.ones(SIZE)), Exchange()
-    optimizer, plain = kind([one], lr=0.1, **options), kind([other], lr=0.1, **options)
-    adapt_momentum([optimizer], exchange)
-    found, wanted = (stepped(*each, delivered(1.0), way) for each in ((optimizer, one), (plain, other)))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    for name, buffer in plain.state[other].items():
-        torch.testing.assert_close(optimizer.state[one][name], buffer, rtol=1e-5, atol=1e-5)
+    ends = []
+    for adapts in (True, False):
+        optimizer, parameter = adapted(kind, adapts=adapts, **options)
+        ends.append({"weights": stepped(optimizer, parameter, delivered(1.0), way), **optimizer.state[parameter]})
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [SGD, NAdam])
 def test_every_gradient_moves_an_entry_as_far_as_in_dense_training(kind):
     """Of SGD exactly: what is not yet moved is in the momentum buffer, and m / (1 - m) times that is still to come."""
-    parameter, exchange = nn.Parameter(torch.zeros(SIZE)), Exchange()
-    optimizer = kind([parameter], lr=1.0, **({"momentum": 0.9} if kind is SGD else {"momentum_decay": 0.0}))
-    adapt_momentum([optimizer], exchange)
+    options = {"momentum": 0.9} if kind is SGD else {"momentum_decay": 0.0}
+    optimizer, parameter = adapted(kind, torch.zeros(SIZE), lr=1.0, **options)
     gradients = delivered()
     found = stepped(optimizer, parameter, gradients)
     if kind is SGD:
@@ -138,19 +144,15 @@ def test_every_gradient_moves_an_entry_as_far_as_in_dense_training(kind):
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_a_run_goes_on_in_plain_ddp_from_the_optimizers_own_state(kind, options):
     """The state between two steps is a plain optimizer's: it has no key of ours, and its velocity is true."""
-    parameter, exchange = nn.Parameter(torch.ones(SIZE)), Exchange()
-    optimizer = kind([parameter], lr=0.1, **options)
-    adapt_momentum([optimizer], exchange)
+    optimizer, parameter = adapted(kind, **options)
     stepped(optimizer, parameter, delivered())
-    saved = optimizer.state_dict()
-    one, other = (nn.Parameter(parameter.detach().clone()) for _ in range(2))
-    plain, resumed = kind([one], lr=0.1, **options), kind([other], lr=0.1, **options)
-    adapt_momentum([resumed], exchange)
-    for each in (plain, resumed):
-        each.load_state_dict(copy.deepcopy(saved))
-    assert saved["state"][0].keys() == plain.state[one].keys()
-    found, wanted = (stepped(*each, delivered(1.0, 5)) for each in ((resumed, other), (plain, one)))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    saved, ends = optimizer.state_dict(), []
+    for adapts in (True, False):
+        other, resumed = adapted(kind, parameter.detach().clone(), adapts, **options)
+        other.load_state_dict(copy.deepcopy(saved))
+        ends.append(stepped(other, resumed, delivered(1.0, 5)))
+    assert saved["state"][0].keys() == other.state[resumed].keys()
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
@@ -158,10 +160,8 @@ def test_one_pass_on_the_cpu_equals_the_optimizers_own_step(kind, options, monke
     """In any dense order of memory, of tensors larger than a tile."""
     found = []
     for fast in (True, False):
-        exchange = Exchange()
-        parameter = nn.Parameter(torch.ones(3, 5, 19, 23).contiguous(memory_format=torch.channels_last))
-        optimizer = kind([parameter], lr=0.1, **options)
-        adapt_momentum([optimizer], exchange)
+        ones = torch.ones(3, 5, 19, 23).contiguous(memory_format=torch.channels_last)
+        optimizer, parameter = adapted(kind, ones, **options)
         if not fast:
             monkeypatch.setattr(ops, "_cpu", lambda _: None)
         for gradient in delivered(0.05, size=parameter.numel()):
@@ -175,10 +175,8 @@ def test_one_pass_on_the_cpu_equals_the_optimizers_own_step(kind, options, monke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
-    parameter, exchange = nn.Parameter(torch.ones(SIZE, dtype=dtype)), Exchange()
     options = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.99), "eps": 1e-4}
-    optimizer = kind([parameter], lr=0.01, **options)
-    adapt_momentum([optimizer], exchange)
+    optimizer, parameter = adapted(kind, torch.ones(SIZE, dtype=dtype), lr=0.01, **options)
     found = stepped(optimizer, parameter, [gradient.to(dtype) for gradient in delivered()])
     wanted = literal(kind, delivered(), 0.01, **options)
     torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.03)
@@ -188,9 +186,7 @@ def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
 def test_a_sparse_gradient_is_followed_as_its_dense_form(nesterov):
     found = []
     for sparse in (True, False):
-        parameter, exchange = nn.Parameter(torch.ones(8, 8)), Exchange()
-        optimizer = SGD([parameter], lr=0.1, momentum=0.9, nesterov=nesterov)
-        adapt_momentum([optimizer], exchange)
+        optimizer, parameter = adapted(SGD, torch.ones(8, 8), momentum=0.9, nesterov=nesterov)
         for gradient in delivered():
             parameter.grad = gradient.view(8, 8).to_sparse(1) if sparse else gradient.view(8, 8)
             optimizer.step()
@@ -199,9 +195,7 @@ def test_a_sparse_gradient_is_followed_as_its_dense_form(nesterov):
 
 
 def test_an_entry_that_waits_for_very_long_takes_all_its_steps():
-    parameter, exchange = nn.Parameter(torch.zeros(2)), Exchange()
-    optimizer = SGD([parameter], lr=1.0, momentum=0.5)
-    adapt_momentum([optimizer], exchange)
+    optimizer, parameter = adapted(SGD, torch.zeros(2), lr=1.0, momentum=0.5)
     gradients = [torch.ones(2), *[torch.tensor([0.0, 1.0])] * 400, torch.ones(2)]
     found = stepped(optimizer, parameter, gradients)
     assert found[0] == pytest.approx(-1 - 2 * 1.5), "two deliveries: the first step, then all of what is left"
@@ -213,9 +207,7 @@ def test_an_entry_that_waits_for_very_long_takes_all_its_steps():
 def test_a_step_that_a_scaler_skips_changes_nothing(kind, fused):
     found = []
     for scaled in (True, False):
-        parameter, exchange = nn.Parameter(torch.ones(SIZE)), Exchange()
-        optimizer = kind([parameter], lr=0.1, fused=fused, **({"momentum": 0.9} if kind is SGD else {}))
-        adapt_momentum([optimizer], exchange)
+        optimizer, parameter = adapted(kind, fused=fused, **({"momentum": 0.9} if kind is SGD else {}))
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000, enabled=scaled)
         for number, gradient in enumerate(delivered()):
             if number % 5 == 4 and scaled:
@@ -280,9 +272,7 @@ def test_optimizers_with_a_step_of_their_own_keep_their_momentum_and_that_is_sai
 
 
 def test_a_step_that_fails_leaves_the_optimizers_own_state():
-    parameter, exchange = nn.Parameter(torch.ones(3)), Exchange()
-    optimizer = Adam([parameter], lr=0.1, foreach=True)
-    adapt_momentum([optimizer], exchange)
+    optimizer, parameter = adapted(Adam, 3, foreach=True)
     stepped(optimizer, parameter, [torch.ones(3)] * 2)
     own = optimizer.state[parameter]["exp_avg"]
     optimizer.state[parameter]["exp_avg_sq"] = torch.ones(2)  # of a wrong size
@@ -293,9 +283,7 @@ def test_a_step_that_fails_leaves_the_optimizers_own_state():
 
 
 def test_the_gradient_after_a_step_that_failed_is_the_next_ones():
-    parameter, exchange = nn.Parameter(torch.ones(3)), Exchange()
-    optimizer = SGD([parameter], lr=0.1, momentum=0.9)
-    adapt_momentum([optimizer], exchange)
+    optimizer, parameter = adapted(SGD, 3, momentum=0.9)
     stepped(optimizer, parameter, [torch.ones(3)] * 2)
 
     def fails(*_):
@@ -315,9 +303,8 @@ def test_the_gradient_after_a_step_that_failed_is_the_next_ones():
 def test_hooks_of_the_user_act_as_without_adaptation(when, dtype):
     """A post-hook frees the gradients; pre-hooks clip them and save the state."""
     found = []
-    for adapted in (False, True):
-        parameter, exchange, seen = nn.Parameter(torch.ones(4, dtype=dtype)), Exchange(), []
-        optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+    for adapts in (False, True):
+        (optimizer, parameter), seen = adapted(SGD, torch.ones(4, dtype=dtype), False, momentum=0.9), []
 
         def hooks(optimizer=optimizer, parameter=parameter, seen=seen):
             def clip(*_):
@@ -336,8 +323,8 @@ def test_hooks_of_the_user_act_as_without_adaptation(when, dtype):
 
         if when == "before":
             hooks()
-        if adapted:
-            adapt_momentum([optimizer], exchange)
+        if adapts:
+            adapt_momentum([optimizer], optimizer.exchange)
         if when == "after":
             hooks()
         for _ in range(5):
@@ -359,13 +346,7 @@ def test_the_state_of_the_optimizer_is_its_own():
 
 
 def test_momentum_that_never_ends_is_left_to_torch():
-    found = []
-    for adapted in (False, True):
-        parameter, exchange = nn.Parameter(torch.ones(SIZE)), Exchange()
-        optimizer = SGD([parameter], lr=0.01, momentum=1.0)
-        if adapted:
-            adapt_momentum([optimizer], exchange)
-        found.append(stepped(optimizer, parameter, delivered()))
+    found = [stepped(*adapted(SGD, adapts=adapts, lr=0.01, momentum=1.0), delivered()) for adapts in (False, True)]
     assert torch.equal(*found)
 
 
@@ -382,50 +363,39 @@ def test_settings_say_where_momentum_is_adapted():
     assert not TopKConfig(topology="hierarchical").on(4, 4).adapts_momentum, "a hierarchy of one node is dense"
 
 
-def trained(rank: int, world: int, settings: dict, kind: str) -> tuple[list[float], list[str]]:
-    """The weights after some steps, and what was said."""
-    said: list[str] = []
-    torch.manual_seed(0)
-    net = nn.Linear(40, 40)
-    optimizer = {
-        "SGD": lambda: SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
-        "AdamW": lambda: AdamW(net.parameters(), lr=0.05, fused=True),
-    }[kind]()
-    ddp = DistributedDataParallel(net)
-    state = attach(ddp, optimizer=optimizer, announce=said.append, **settings) if settings else None
-    for step in range(6):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        optimizer.zero_grad()
-        ddp(torch.randn(4, 40, generator=generator)).square().mean().backward()
-        optimizer.step()
-    if state is not None:
-        state.close()
-    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return weights.tolist(), [line for line in said if "momentum" in line]
-
-
-def test_ranks_agree_on_weights_and_dense_parts_step_as_in_ddp_to_the_bit(groups):
-    group = groups(2)
-    settings = {
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@on_ranks(2)
+def test_ranks_agree_on_weights_and_dense_parts_step_as_in_ddp_to_the_bit(rank, world, kind):
+    options = {"momentum": 0.9, "weight_decay": 1e-3} if kind is SGD else {"fused": True}
+    ends, said = {}, {}
+    for name, settings in {
         "plain": {},
         "default": {"saving": 20},
         "not adapted": {"saving": 20, "adapt_momentum": False},
         "all": {"ratio": 1.0, "wire": "fp32"},
         "dense": {"topology": "dense"},
-        "bias dense": {"saving": 20, "dense_parameters": "*"},
-    }
-    del settings["bias dense"]  # a saving needs something to compress
-    for kind in ("SGD", "AdamW"):
-        found = {name: group.run(trained, each, kind) for name, each in settings.items()}
-        for one, other in found.values():
-            assert one[0] == other[0], "every rank has the same weights"
-            assert other[1] == [], "rank 0 alone speaks"
-        weights = {name: torch.tensor(ranks[0][0]) for name, ranks in found.items()}
-        assert torch.equal(weights["dense"], weights["plain"])
-        torch.testing.assert_close(weights["all"], weights["plain"], rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(weights["default"], weights["not adapted"], rtol=1e-3, atol=1e-4)
-        assert f"the momentum of {kind} is adapted" in found["default"][0][1][0]
-        assert found["not adapted"][0][1] == found["dense"][0][1] == []
+    }.items():
+        torch.manual_seed(0)
+        net, said[name] = nn.Linear(20, 40), []
+        optimizer = kind(net.parameters(), lr=0.05, **options)
+        ddp = DistributedDataParallel(net)
+        state = attach(ddp, optimizer=optimizer, announce=said[name].append, **settings) if settings else None
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            optimizer.step()
+        if state is not None:
+            state.close()
+        ends[name] = weights(net)
+    rows = every_rank(torch.stack([*ends.values()]))
+    assert torch.equal(rows[0], rows[1]), "every rank has the same weights"
+    assert torch.equal(ends["dense"], ends["plain"])
+    torch.testing.assert_close(ends["all"], ends["plain"], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(ends["default"], ends["not adapted"], rtol=1e-3, atol=1e-4)
+    words = f"the momentum of {kind.__name__} is adapted"
+    assert [name for name, lines in said.items() if any(words in line for line in lines)] == ["default", "all"][
+        : 2 - 2 * rank
+    ]
 
 
 def test_the_step_count_of_entries_is_one_byte_and_goes_with_parameters():

@@ -297,30 +297,6 @@ def test_residuals_do_not_depend_on_the_scales_history(rank, world, topology, bi
         assert torch.equal(learned, ends[0][1])
 
 
-@pytest.mark.parametrize(
-    ("topology", "bidirectional", "selector", "momentum"), laws.in_turn([0.0, 0.9], laws.ROUTES, laws.SELECTED)
-)
-@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
-def test_a_sum_beyond_the_range_of_floats_leaves_finite_residuals(
-    topology, bidirectional, selector, momentum, dtype, large
-):
-    """Few and many of them, and whether they are among those that are selected or not."""
-    config = TopKConfig(
-        ratio=0.01, wire="fp32", topology=topology, bidirectional=bidirectional, selector=selector, momentum=momentum
-    )
-    for count in (2, 60):
-        cluster = Cluster(config, 2, 500, dtype)
-        for step in range(6):
-            given = [torch.randn(500, dtype=dtype) for _ in range(2)]
-            for each in given if step < 4 else []:
-                each[7 : 7 + count] = large
-            received = cluster.step(given)[0]
-        for end in cluster.endpoints:
-            for link in end.links:
-                assert all(kept.isfinite().all() for kept in link.memory.tensors().values())
-        assert received.any(), "nothing is sent any more"
-
-
 def scaled_step(cluster: Cluster, given: list[torch.Tensor], scale: torch.Tensor) -> list[torch.Tensor]:
     """Exchanges laws.gradients that a GradScaler has scaled; returns what is delivered, with the scale."""
     outputs = [g.clone() for g in given]

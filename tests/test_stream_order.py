@@ -15,20 +15,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from streams import Gpu, Launch, Stream, needs_fakes
-from test_fake_cuda import CUDA, LOCAL, WORLD, reply_to
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from streams import Gpu, Kernel, Stream, replace_kernels, reply_to
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topk import ddp
 from lightning_topk.config import TopKConfig
-from lightning_topk.core import exchange, ops
+from lightning_topk.core import ops
 from lightning_topk.fsdp import hook
 from lightning_topk.runtime import collectives as drive
-from lightning_topk.runtime import lanes
+from lightning_topk.runtime import groups, lanes
+from lightning_topk.runtime.groups import Groups
 
-pytestmark = needs_fakes
-
+CUDA = torch.device("cuda", 0)
+WORLD, LOCAL = 4, 2
 SIZES = (30_000, 300, 20_000, 17)
 SETTINGS: dict[str, dict[str, Any]] = {
     "residuals": {},
@@ -112,19 +113,13 @@ class Plain(torch.optim.Optimizer):
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU to follow, and a rank of four that send it whatever they like."""
-    kernels = pytest.importorskip("lightning_topk.core.ops.kernels")
     followed = Gpu()
     followed.install(monkeypatch.setattr)
-    for name, value in vars(kernels).items():
-        if type(value).__module__.startswith("triton.runtime"):
-            monkeypatch.setattr(kernels, name, Launch(followed))
-    monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
-    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
-    monkeypatch.setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
+    replace_kernels(monkeypatch.setattr, lambda *_: Kernel(followed.launch))
     monkeypatch.setattr(ddp, "GradBucket", Bucket)
 
     def perform(request, group, background):
-        reply = reply_to(request, 0)
+        reply = reply_to(request, 0, WORLD, LOCAL)
         return reply if reply is None else reply.zero_(), None
 
     monkeypatch.setattr(drive, "perform", perform)
@@ -334,3 +329,80 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
     lines = [record.message.split(" of ")[1:] for record in caplog.records if "step 2, bucket 1" in record.message]
     assert [line[0] for line in lines] == ["4, step 2, bucket 1: AllToAll", "4, step 2, bucket 1: AllGather"]
     assert [line[1].split(" elements ")[1] for line in lines] == ["among all, uplink", "among all, downlink"]
+
+
+# ------------------------------------------------------------------------------------------------ lanes and groups
+
+
+def lane_of_a_gpu() -> lanes.StreamLane:
+    with mock.patch("torch.cuda.Stream") as stream:
+        lane = lanes.StreamLane(CUDA)
+    assert stream.call_args == mock.call(CUDA, priority=-1), "before the kernels of backward"
+    return lane
+
+
+@pytest.mark.parametrize("ends", [True, False, RuntimeError("device-side assert triggered")])
+def test_a_lane_of_a_gpu_says_whether_its_work_has_ended(monkeypatch, ends):
+    """Groups with work in flight are not destroyed: that would wait for ranks that have failed."""
+    monkeypatch.setattr(lanes, "PATIENCE", 0.1)
+    event = mock.Mock(query=mock.Mock(side_effect=ends if isinstance(ends, Exception) else lambda: ends))
+    monkeypatch.setattr("torch.cuda.Event", lambda: event)
+    lane = lane_of_a_gpu()
+    assert lane.close() is (ends is True)
+    event.record.assert_called_once_with(lane._stream)  # what a failed job has queued counts too
+
+
+def test_a_lane_of_a_gpu_takes_no_job_after_one_that_failed(monkeypatch):
+    """Other ranks wait in the exchange that failed: the next one would answer it."""
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
+    ran: list[str] = []
+
+    def job(name: str):
+        ran.append(name)
+        if name == "second":
+            raise MemoryError
+        return []
+        yield
+
+    lane, promised = lane_of_a_gpu(), mock.Mock()
+    lane.submit(job("first"), promised)
+    for go in (lambda each: lane.submit(each, promised), lambda each: lane.submit(each, promised), lane.run):
+        with pytest.raises(MemoryError):
+            go(job("third" if "second" in ran else "second"))
+    assert ran == ["first", "second"]
+
+
+def test_times_of_two_streams_are_read_once_both_marks_have_come():
+    begun, ended = mock.Mock(elapsed_time=mock.Mock(return_value=1000.0)), mock.Mock()
+    assert lanes.StreamLane.seconds(mock.Mock(), begun, ended) == 1.0
+    begun.synchronize.assert_called_once()
+    ended.synchronize.assert_called_once()
+
+
+def test_objects_are_sent_by_way_of_the_models_device():
+    """On every rank the current device is the first GPU, unless the user has set it."""
+    with mock.patch("torch.cuda.device") as device:
+        groups.device_of(mock.Mock(parameters=lambda: iter([mock.Mock(device=torch.device("cuda", 1))])))
+        assert device.call_args == mock.call(torch.device("cuda", 1))
+        device.reset_mock()
+        with groups.device_of(nn.Linear(2, 2)):
+            pass
+        assert not device.called
+
+
+def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all(monkeypatch):
+    """NCCL splits a bound group's communicator with all its ranks, and those that do not train the model never come."""
+    split = mock.Mock(side_effect=AssertionError("a split"))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", split)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        some = dist.new_group([0, 1], use_local_synchronization=True)
+        bound = dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        ours = Groups.make(some, None).divided(some, None, local=1, hierarchy=True)
+        made = [ours.all, ours.node, ours.peers]
+        assert [dist.get_process_group_ranks(each) for each in made] == [[0, 1], [0], [0, 1]]
+        assert [each.bound_device_id for each in made] == [bound] * 3
+        assert dist.group.WORLD.bound_device_id == bound
+    finally:
+        dist.destroy_process_group()
+    assert not split.called

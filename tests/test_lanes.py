@@ -1,0 +1,155 @@
+"""Lanes of a CPU: a thread that exchanges, in order, beside the backward pass. Those of a GPU: test_stream_order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_topk.runtime import lanes
+
+
+def result_of(future: torch.futures.Future) -> torch.Tensor:
+    """What a lane promised; to wait has no time limit of its own."""
+    end = time.monotonic() + 20
+    while not future.done():
+        assert time.monotonic() < end, "the lane hangs"
+        time.sleep(0.001)
+    return future.wait()
+
+
+def test_a_lane_of_a_cpu_says_whether_its_work_has_ended(monkeypatch):
+    monkeypatch.setattr(lanes, "PATIENCE", 0.1)
+    lane, go = lanes.ThreadLane(), threading.Event()
+    promised, future = lane.promise()
+
+    def wait():
+        yield
+        return torch.tensor(float(go.wait(20)))
+
+    lane.submit(wait(), promised)
+    assert not lane.close()
+    go.set()
+    assert result_of(future) == 1
+
+
+@pytest.mark.parametrize("abreast", [1, 2])
+def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(abreast):
+    """A third job begins when the first has ended; results come in the order of submission."""
+    lane, all_there, log = lanes.ThreadLane(abreast), threading.Event(), []
+
+    def job(name):
+        all_there.wait(20)
+        for step in range(3):
+            log.append(f"{name}{step}")
+            yield
+        return torch.tensor(float(ord(name)))
+
+    futures = []
+    for name in "abc":
+        promised, future = lane.promise()
+        lane.submit(job(name), promised)
+        futures.append(future)
+    all_there.set()
+    assert [int(result_of(future)) for future in futures] == [97, 98, 99]
+    assert lane.close()
+    alone = "a0 a1 a2 b0 b1 b2 c0 c1 c2"
+    assert log == (alone if abreast == 1 else "a0 b0 a1 a2 c0 b1 b2 c1 c2").split()
+
+
+def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
+    """Its groups are not destroyed: that would wait for the collective."""
+    lane, both_there, collective = lanes.ThreadLane(abreast=2), threading.Event(), mock.Mock()
+    collective.is_completed.return_value = False
+
+    def job(fails):
+        both_there.wait(20)
+        yield collective
+        if fails:
+            raise ValueError("first")
+        return torch.zeros(1)
+
+    promises = [lane.promise() for _ in range(2)]
+    for (promised, _), fails in zip(promises, (True, False), strict=True):
+        lane.submit(job(fails), promised)
+    both_there.set()
+    for _, future in promises:
+        with pytest.raises(RuntimeError, match="ValueError: first"):
+            result_of(future)
+    assert not lane.close()
+    collective.is_completed.return_value = True
+    assert lane.close()
+
+
+def test_a_lane_runs_no_job_after_one_that_failed_and_an_idle_one_has_no_thread(monkeypatch):
+    monkeypatch.setattr(lanes, "IDLE", 0.05)
+    lane, ran = lanes.ThreadLane(), []
+
+    def job(number):
+        ran.append(number)
+        yield
+        if number == 3:
+            raise ValueError("first")
+        return torch.tensor(number)
+
+    for number in range(6):
+        promised, future = lane.promise()
+        lane.submit(job(number), promised)
+        if number < 3:
+            assert result_of(future) == number
+            end = time.monotonic() + 20
+            while lane._thread is not None and time.monotonic() < end:
+                time.sleep(0.01)
+            assert lane._thread is None, "it works again when a job comes"
+        else:
+            with pytest.raises(RuntimeError, match="first"):
+                result_of(future)
+    assert ran == [0, 1, 2, 3]
+    assert lane.close()
+
+
+ENDS_WHILE_TORCH_CALLS_BACK = """
+import time
+import torch
+from lightning_topk.runtime.lanes import ThreadLane
+
+def job():
+    yield from ()
+    return torch.zeros(1)
+
+lane = lanes.ThreadLane()
+promised, _ = lane.promise()
+promised.then(lambda future: [time.sleep(0.001) for _ in range(500)])
+lane.submit(job(), promised)
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.process
+def test_a_process_ends_well_while_the_lane_is_at_work():
+    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_TORCH_CALLS_BACK], timeout=120)
+    assert ended.returncode == 0
+
+
+def test_the_thread_of_a_lane_that_is_left_open_can_be_stopped_and_the_lane_works_again():
+    """Lightning's tests stop daemon threads that have a ``stop``, and fail if any other is left."""
+    lane, before = lanes.ThreadLane(abreast=2), set(threading.enumerate())
+
+    def give(number):
+        yield
+        return torch.tensor(number)
+
+    for number in range(3):
+        promised, future = lane.promise()
+        lane.submit(give(number), promised)
+        assert int(future.wait()) == number
+        (thread,) = set(threading.enumerate()) - before
+        assert thread.daemon
+        thread.stop()
+        assert not thread.is_alive()
+    assert lane.close()
