@@ -109,8 +109,8 @@ def undelivered(cluster: Cluster) -> Tensor:
     for rank, end in enumerate(cluster.endpoints):
         mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
         mine = mine.expand(end.parts.numel).clone()
-        for served in () if end.downlink is None else end.downlink.memory.tensors().values():
-            mine += end.to_bucket(served)
+        for served in end.server_memory().values():
+            mine += served
         rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)
@@ -155,7 +155,8 @@ def simulate(
         planned.append({(rank, way): getattr(plans[rank], way) for rank, way in total})
         for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):
             codecs = cluster.plan.codecs(step, selector=end.uplink.selector)
-            room = [codecs.uplink.kept * end.layout.shards, codecs.reply.kept]
+            pieces = end.layout.pieces
+            room = [codecs.uplink.kept * end.layout.shards * pieces, codecs.reply.kept * pieces]
             for stats, most in zip((outcome.uplink, outcome.downlink), room, strict=True):
                 assert stats is None or stats.selected is None or 0 <= stats.selected <= most
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())

@@ -69,7 +69,9 @@ def test_mistaken_arguments_are_named_with_the_remedy(arguments, settings, messa
 
 def test_models_that_cannot_be_exchanged_are_refused_with_the_remedy():
     two_devices = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    assert "parameters are on cpu, meta: the exchange runs on one device a" in refusal(check_parameters, names_of(two_devices))
+    assert "parameters are on cpu, meta: the exchange runs on one device a" in refusal(
+        check_parameters, names_of(two_devices)
+    )
     two_devices[1].requires_grad_(False)
     check_parameters(names_of(two_devices))
     stepping = nn.Linear(3, 3)

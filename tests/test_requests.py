@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_topk import build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, Exchange, exchange
-from lightning_topk.core.requests import Request
+from lightning_topk.core.requests import Begin, Begun, Request
 from lightning_topk.core.select import SELECTORS
 from lightning_topk.core.wire import WIRES
 from lightning_topk.simulate import Cluster
@@ -45,15 +46,18 @@ def noted(path: Exchange, asked: list[Request]) -> Exchange:
     """The same exchange, which notes what it asks for."""
     request = next(path)
     while True:
-        asked.append(request)
+        if not isinstance(request, Begun):
+            asked.append(request.request if isinstance(request, Begin) else request)
         try:
             request = path.send((yield request))
         except StopIteration as end:
             return end.value
 
 
+@pytest.mark.parametrize("piece", [build.PIECE, 400])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_arithmetic_and_generator_ask_for_the_same(topology):
+def test_arithmetic_and_generator_ask_for_the_same(topology, piece, monkeypatch):
+    monkeypatch.setattr(build, "PIECE", piece)
     for config, (world, local), dtype, skipped, votes in cases(topology):
         skipped = skipped if config.compresses else ()
         cluster = Cluster(config, world, sum(SIZES), dtype, local, SIZES, skipped)
