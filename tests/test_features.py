@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 import warnings
 from typing import Any
 
 import laws
+import numpy as np
 import pytest
 import torch
 from groups import on_ranks
@@ -19,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainers import Module, fit, trainer_of
 
-from lightning_topk import TopKStrategy, presets
+from lightning_topk import CompressionMonitor, TopKStrategy, presets
 from lightning_topk.volume import volume
 
 
@@ -229,6 +232,29 @@ def test_laws_hold_in_a_trainer_for_every_preset(rank, world, settings):
 
 def test_laws_hold_in_forked_processes():
     fit(None, 2, strategy="topk_fork", callbacks=[Laws()], log_every_n_steps=1)
+
+
+class Dropped(Module):
+    def build(self):
+        return nn.Sequential(super().build(), nn.Dropout(0.5))
+
+
+@on_ranks(4, timeout=150)
+def test_random_states_are_those_of_ddp_with_every_topology_and_selector(rank, world, tmp_path):
+    """Those of torch, numpy and Python, with all that the monitor measures."""
+
+    def drawn(strategy: DDPStrategy, **options: Any) -> list[float]:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(1)
+        trainer, _ = fit(rank, world, Dropped(), strategy, max_steps=3, log_every_n_steps=1, **options)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return [float(torch.rand(())), np.random.random(), random.random()]
+
+    plain = drawn(DDPStrategy(), monitor=False)
+    for (topology, both), selector in zip([*laws.ROUTES, *laws.ON_NODES], itertools.cycle(laws.SELECTED)):
+        settings = {"topology": topology, "bidirectional": both, "selector": selector}
+        strategy = TopKStrategy(ratio=0.1, local_world_size=2, **settings)
+        assert drawn(strategy, callbacks=[CompressionMonitor(per_layer=True)], monitor=False) == plain, settings
 
 
 class Moving(Module):
