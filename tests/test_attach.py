@@ -134,6 +134,26 @@ def test_what_the_exchange_cannot_do_or_ranks_do_not_share_is_refused_with_the_r
     assert [f"{found!r} instead of {words!r}" for words, found in said if words not in found] == []
 
 
+@on_ranks(2)
+def test_functions_of_the_step_that_will_differ_are_refused_before_they_do(rank, world):
+    """Each is looked at some steps ahead, also in a run that goes on; payloads of other sizes abort gloo."""
+    said = []
+    for differs, start in ((3, 0), (6, 0), (103, 100)):
+        model = ddp(four_layers())
+        state = attach(model, ratio=lambda step, at=differs: 0.2 if (step, rank) == (at, 1) else 0.1)
+        state.residuals.progress.steps = start
+        with mock.patch.object(agreement, "AHEAD", 5):
+            for step in range(7):
+                message = refusal(loss_of(model, rank, step).backward)
+                if message:
+                    said.append((step, message))
+                    break
+        state.close()
+    assert [step for step, _ in said] == [0, 5, 0]
+    for at, (_, message) in zip((3, 6, 103), said, strict=True):
+        assert f"ratio at step {at} is 0.1 on rank 0 and 0.2 on rank 1. Pass a function of the step alone" in message
+
+
 @on_ranks(4)
 def test_torchruns_local_world_size_is_taken_where_nodes_are_equal(rank, world):
     for sizes, local in (([2] * 4, 2), ([4] * 4, 4), ([8] * 4, 1), ([3, 3, 3, 1], 1)):
