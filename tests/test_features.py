@@ -286,6 +286,23 @@ def test_momentum_in_the_optimizer_and_in_the_strategy_is_refused(rank, world):
         fit(rank, world, Moving(), TopKStrategy(momentum=0.9))
 
 
+class Unused(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(12, 1)
+
+
+@on_ranks(2)
+def test_the_error_for_unused_parameters_names_this_strategy(rank, world):
+    with pytest.raises(RuntimeError, match="parameters that were not used") as caught:
+        fit(rank, world, Unused(), TopKStrategy())
+    words = str(caught.value)
+    assert "strategy='topk_find_unused_parameters_true'" in words
+    assert "strategy=TopKStrategy(find_unused_parameters=True)" in words
+    assert "DDPStrategy" not in words
+    assert "'ddp_" not in words
+
+
 class Frozen(Module):
     """The first layer begins to learn in the second epoch."""
 
