@@ -32,9 +32,16 @@ class Adam(Module):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
 
+class Repeated(torch.optim.SGD):
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
 class Closures(Module):
     def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
+        return Repeated(self.parameters(), lr=self.lr)
 
 
 class Gan(Module):
@@ -284,6 +291,23 @@ def test_momentum_is_adapted_in_every_fit_and_checkpoints_hold_the_optimizers_ow
 def test_momentum_in_the_optimizer_and_in_the_strategy_is_refused(rank, world):
     with pytest.raises(ValueError, match=r"SGD has momentum 0.9 of its own.*momentum=0"):
         fit(rank, world, Moving(), TopKStrategy(momentum=0.9))
+
+
+class Newton(Module):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+
+@on_ranks(2)
+def test_lbfgs_is_refused_unless_whole_gradients_are_sent(rank, world):
+    with pytest.raises(ValueError, match=r"LBFGS evaluates its closure several times.*Pass topology='dense'"):
+        fit(rank, world, Newton(), TopKStrategy())
+    ends = []
+    for strategy in (DDPStrategy(), TopKStrategy(topology="dense")):
+        model = Newton()
+        fit(rank, world, model, strategy)
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
 class Unused(Module):

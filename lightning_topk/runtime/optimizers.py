@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checks import check_momentum
+from lightning_topk.runtime.checks import check_closures, check_momentum
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.runtime.skipped_steps import ScalerSteps, StepOutcome
 
@@ -89,9 +89,10 @@ class Optimizers:
             compressed: The parameters that are compressed; None if they are not known.
 
         Raises:
-            ValueError: An optimizer and the exchange would both apply momentum.
+            ValueError: An optimizer and the exchange would both apply momentum, or an optimizer is LBFGS.
         """
         now = self._now()
+        check_closures(self._config, now)
         check_momentum(self._config, now)  # also of those that are known: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._followed
         same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
