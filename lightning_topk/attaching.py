@@ -132,7 +132,7 @@ class Alone(Reporting):
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Ignores residuals, and says so."""
-        if entry.get("parameters"):
+        if isinstance(entry, Mapping) and entry.get("parameters"):
             self._say(
                 "lightning_topk: the checkpoint's residuals are ignored: a bare module in one process has no exchange "
                 "that could deliver them. Wrap it in DistributedDataParallel to apply them."

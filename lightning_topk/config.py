@@ -163,7 +163,7 @@ class TopKConfig:
         found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("ratio", "server_ratio"):
             if callable(found[name]):
-                found[name] = [_value_or_error(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]
+                found[name] = [value_or_error(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]
         if isinstance(self.selector, Selector):
             plain = {key: value for key, value in vars(self.selector).items() if isinstance(value, int | float | str)}
             found["selector"] = f"{type(self.selector).__qualname__} with {plain}"
@@ -237,8 +237,8 @@ def _check_combinations(config: TopKConfig) -> None:
         )
 
 
-def _value_or_error(ratio: Ratio, step: int) -> float | str:
-    """The ratio of a schedule at a step, which may lie beyond the steps that it is made for."""
+def value_or_error(ratio: Ratio, step: int) -> float | str:
+    """The ratio of a schedule at a step; in words, if the step lies beyond those that it is made for."""
     try:
         return ratio_at(ratio, step, step // 100)
     except Exception as error:

@@ -338,8 +338,9 @@ def _ddp_of(model: Any) -> DistributedDataParallel:
         )
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     raise TypeError(
-        f"attach takes a DistributedDataParallel model, and this is a bare {kind} on one of {ranks} ranks. Pass "
-        "attach(DistributedDataParallel(model), ...)."
+        f"attach takes a DistributedDataParallel model, and this is a bare {kind} on one of {ranks} ranks. Pass the "
+        "DistributedDataParallel model that training calls: with Hugging Face's Trainer trainer.model_wrapped, in a "
+        "loop of your own DistributedDataParallel(model)."
     )
 
 

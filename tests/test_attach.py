@@ -100,7 +100,7 @@ def test_what_the_exchange_cannot_do_or_ranks_do_not_share_is_refused_with_the_r
     by_epoch = ExponentialWarmup(0.2, epochs=2)
     state = attach(taken)
     cases = {
-        "a bare Linear on one of 2 ranks. Pass attach(DistributedDataParallel(model), ...)": (net, {}),
+        "a bare Linear on one of 2 ranks. Pass the DistributedDataParallel model that training calls": (net, {}),
         "is FSDP1, which has no hook": (FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), {}),
         "has a communication hook already, and DDP takes one only": (taken, {}),
         "skip_all_reduce_unused_params=True is not supported with top-k exchange": (
@@ -135,6 +135,26 @@ def test_what_the_exchange_cannot_do_or_ranks_do_not_share_is_refused_with_the_r
         attach(ddp(), ratio=ratio).close()
     state.close()
     assert [f"{found!r} instead of {words!r}" for words, found in said if words not in found] == []
+
+
+@on_ranks(2)
+def test_functions_of_the_step_that_will_differ_are_refused_before_they_do(rank, world):
+    """Each is looked at some steps ahead, also in a run that goes on; payloads of other sizes abort gloo."""
+    said = []
+    for differs, start in ((3, 0), (6, 0), (103, 100)):
+        model = ddp(four_layers())
+        state = attach(model, ratio=lambda step, at=differs: 0.2 if (step, rank) == (at, 1) else 0.1)
+        state.residuals.progress.steps = start
+        with mock.patch.object(agreement, "AHEAD", 5):
+            for step in range(7):
+                message = refusal(loss_of(model, rank, step).backward)
+                if message:
+                    said.append((step, message))
+                    break
+        state.close()
+    assert [step for step, _ in said] == [0, 5, 0]
+    for at, (_, message) in zip((3, 6, 103), said, strict=True):
+        assert f"ratio at step {at} is 0.1 on rank 0 and 0.2 on rank 1. Pass a function of the step alone" in message
 
 
 @on_ranks(4)
@@ -181,6 +201,27 @@ def test_what_a_user_should_know_is_said_on_one_rank_and_once(rank, world):
     assert all(words in found for words, found in zip(expected, said, strict=False)), said
     assert "SGD has momentum 0.95 of its own and would apply it again" in later
     assert "a scheduler such as OneCycleLR (cycle_momentum=False) has set it" in later
+
+
+@on_ranks(2)
+def test_steps_on_gradients_that_bypass_the_exchange_are_said_once(rank, world):
+    """The model was wrapped a second time for attach, and training goes on through the first wrapper."""
+    for wrapped_twice in (True, False):
+        said: list[str] = []
+        net = four_layers()
+        model, optimizer = ddp(net), SGD(net.parameters(), lr=0.1, momentum=0.9)
+        attached = ddp(net) if wrapped_twice else model
+        state = attach(attached, ratio=0.1, optimizer=optimizer, announce=said.append)
+        optimizer.step()  # without any gradient, as some do before they make a scheduler
+        for step in range(2):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        loss_of(attached, rank, 2).backward()
+        optimizer.step()
+        state.close()
+        found = [line for line in said if "SGD took a step, but no gradient was exchanged since attach" in line]
+        assert len(found) == wrapped_twice * (rank == 0)
+        assert all("it is trainer.model_wrapped" in line for line in found)
 
 
 @on_ranks(2)

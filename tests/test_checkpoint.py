@@ -191,25 +191,51 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     state = attach(ddp, ratio=0.05)
     loss_of(ddp, rank, 0).backward()
     good = shared(state.state_dict())
-    name, kept = next(iter(good["parameters"].items()))
-    unsound = {"residual": kept["residual"].index_fill(0, torch.tensor([0]), torch.nan)}
-    cases = {
-        "not written by lightning_topk": {"state": 1},
-        "converted from a folder": {"version": 1, "mode": "sharded"},
-        "version 99": {**good, "version": 99},
-        "parameters is missing": {key: value for key, value in good.items() if key != "parameters"},
-        "no parameter 'other.weight'": {**good, "parameters": {"other.weight": kept}},
-        "is (2, 3) instead of (": {**good, "parameters": {name: {"residual": torch.zeros(2, 3)}}},
-        "has a NaN or an infinity": {**good, "parameters": {name: unsound}},
-        "it was damaged": {**good, "parameters": [1, 2]},
-        "steps=None": {**good, "steps": None},
-        "of another rank than 0": {**good, "mode": "on rank 0", "parameters": {}},
-    }
-    said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases.items()]
+    state.close()
+    name = next(iter(good["parameters"]))
+    state = attach(DistributedDataParallel(four_layers()), ratio=0.05)
+
+    def changed(**changes):
+        return {**good, **changes}
+
+    def holding(part):
+        return changed(parameters={**good["parameters"], name: {"residual": part}})
+
+    unsound = good["parameters"][name]["residual"].clone()
+    unsound[0] = torch.nan
+    cases = [
+        ("not written by lightning_topk", {"state": 1}),
+        ("not written by lightning_topk", None),
+        ("converted from a folder", {"version": 1, "mode": "sharded"}),
+        ("version 99", changed(version=99)),
+        ("it was damaged", changed(version=torch.ones(2))),
+        ("parameters is missing", {k: v for k, v in good.items() if k != "parameters"}),
+        ("no parameter 'other.weight'", changed(parameters={"other.weight": good["parameters"][name]})),
+        ("is (2, 3) instead of (", holding(torch.zeros(2, 3))),
+        ("is None instead of (", holding(None)),
+        ("is of torch.int64", holding(torch.zeros(len(unsound), dtype=torch.int64))),
+        ("is of torch.float32 and torch.sparse_coo", holding(torch.zeros(len(unsound)).to_sparse())),
+        ("torch.strided on meta", holding(torch.zeros(len(unsound), device="meta"))),
+        ("has a NaN or an infinity", holding(unsound)),
+        ("it was damaged", changed(parameters=[1, 2])),
+        ("it was damaged", changed(parameters={name: None})),
+        ("steps=None", changed(steps=None)),
+        ("steps=-1", changed(steps=-1)),
+        ("world_size=0", changed(world_size=0)),
+        ("its mode is 'full'", changed(mode="full", world_size=0)),
+        ("its mode is None", changed(mode=None)),
+        ("its settings are None", changed(settings=None)),
+        ("its settings are {'ratio': tensor(", changed(settings={"ratio": torch.ones(2)})),
+        ("its settings are {'ratio': [tensor(", changed(settings={"ratio": [torch.ones(2)] * 6})),
+        ("of another rank than 0", changed(mode="on rank 0", parameters={})),
+    ]
+    said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases]
+    untouched = (state.residuals.progress.steps, state.residuals.held()) == (0, {})
     state.load_state_dict(good)
     state.close()
     assert [f"{found!r} instead of {words!r}" for words, found in said if words not in found] == []
     assert all("residual_checkpoint=False" in found for _, found in said)
+    assert untouched, "what there was before stays"
 
 
 @pytest.mark.parametrize("formats", [("contiguous_format", "channels_last"), ("channels_last", "contiguous_format")])

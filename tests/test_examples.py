@@ -19,6 +19,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.lab.papers.learning import METHODS, Task
 
 ROOT = Path(__file__).parent.parent
+CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"
 
 
 def example(*arguments: str) -> str:
@@ -155,6 +156,33 @@ def test_accelerate_under_torchrun(tmp_path):
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses[-1] < losses[0] / 2
     assert "instead of" in output
+
+
+TRANSFORMERS = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=64, n_layer=1, n_head=2))
+data = [{"input_ids": row, "labels": row} for row in torch.randint(50, (64, 16))]
+options = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+trainer = Trainer(model, TrainingArguments("out", max_steps=4, use_cpu=True, **options), train_dataset=data)
+CODE
+callback = trainer.callback_handler.callbacks[-1]
+trainer.train()
+sent = callback.state.report().bytes
+print("saved", sent["dense"] / (sent["uplink"] + sent["downlink"]))
+"""
+
+
+def test_the_recipe_for_the_trainer_of_transformers_compresses(tmp_path):
+    pytest.importorskip("transformers")
+    (code,) = re.findall(r"^```python\n(from transformers.*?)^```", CLUSTERS.read_text(), re.MULTILINE | re.DOTALL)
+    path = tmp_path / "script.py"
+    path.write_text(TRANSFORMERS.replace("CODE", code))
+    output = torchrun(path, logs=tmp_path / "logs")
+    saved = [float(found) for found in re.findall(r"saved (.*)", output)]
+    assert saved == [pytest.approx(50, rel=0.05)] * 2, output
 
 
 def test_the_gpt_trains_with_hsdp_and_with_ours_and_writes_what_it_measured(tmp_path):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 import warnings
 from typing import Any
 
 import laws
+import numpy as np
 import pytest
 import torch
 from groups import on_ranks
@@ -19,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainers import Module, fit, trainer_of
 
-from lightning_topk import TopKStrategy, presets
+from lightning_topk import CompressionMonitor, TopKStrategy, presets
 from lightning_topk.volume import volume
 
 
@@ -29,9 +32,16 @@ class Adam(Module):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
 
+class Repeated(torch.optim.SGD):
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
 class Closures(Module):
     def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
+        return Repeated(self.parameters(), lr=self.lr)
 
 
 class Gan(Module):
@@ -231,6 +241,29 @@ def test_laws_hold_in_forked_processes():
     fit(None, 2, strategy="topk_fork", callbacks=[Laws()], log_every_n_steps=1)
 
 
+class Dropped(Module):
+    def build(self):
+        return nn.Sequential(super().build(), nn.Dropout(0.5))
+
+
+@on_ranks(4, timeout=150)
+def test_random_states_are_those_of_ddp_with_every_topology_and_selector(rank, world, tmp_path):
+    """Those of torch, numpy and Python, with all that the monitor measures."""
+
+    def drawn(strategy: DDPStrategy, **options: Any) -> list[float]:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(1)
+        trainer, _ = fit(rank, world, Dropped(), strategy, max_steps=3, log_every_n_steps=1, **options)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return [float(torch.rand(())), np.random.random(), random.random()]
+
+    plain = drawn(DDPStrategy(), monitor=False)
+    for (topology, both), selector in zip([*laws.ROUTES, *laws.ON_NODES], itertools.cycle(laws.SELECTED)):
+        settings = {"topology": topology, "bidirectional": both, "selector": selector}
+        strategy = TopKStrategy(ratio=0.1, local_world_size=2, **settings)
+        assert drawn(strategy, callbacks=[CompressionMonitor(per_layer=True)], monitor=False) == plain, settings
+
+
 class Moving(Module):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), self.lr, 0.9, weight_decay=0.01, nesterov=True)
@@ -258,6 +291,40 @@ def test_momentum_is_adapted_in_every_fit_and_checkpoints_hold_the_optimizers_ow
 def test_momentum_in_the_optimizer_and_in_the_strategy_is_refused(rank, world):
     with pytest.raises(ValueError, match=r"SGD has momentum 0.9 of its own.*momentum=0"):
         fit(rank, world, Moving(), TopKStrategy(momentum=0.9))
+
+
+class Newton(Module):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+
+@on_ranks(2)
+def test_lbfgs_is_refused_unless_whole_gradients_are_sent(rank, world):
+    with pytest.raises(ValueError, match=r"LBFGS evaluates its closure several times.*Pass topology='dense'"):
+        fit(rank, world, Newton(), TopKStrategy())
+    ends = []
+    for strategy in (DDPStrategy(), TopKStrategy(topology="dense")):
+        model = Newton()
+        fit(rank, world, model, strategy)
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+class Unused(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(12, 1)
+
+
+@on_ranks(2)
+def test_the_error_for_unused_parameters_names_this_strategy(rank, world):
+    with pytest.raises(RuntimeError, match="parameters that were not used") as caught:
+        fit(rank, world, Unused(), TopKStrategy())
+    words = str(caught.value)
+    assert "strategy='topk_find_unused_parameters_true'" in words
+    assert "strategy=TopKStrategy(find_unused_parameters=True)" in words
+    assert "DDPStrategy" not in words
+    assert "'ddp_" not in words
 
 
 class Frozen(Module):

@@ -768,9 +768,18 @@ def test_residuals_of_a_ddp_run_go_on_in_a_sharded_one(rank, world):
     _, state = made(2, 2)
     state.load_state_dict(entry[0])
     found = state.full_state_dict()["parameters"]
-    message = refusal(state.load_state_dict, {**entry[0], "parameters": {"other": {}}})
+    one = next(iter(entry[0]["parameters"]))
+    damaged = {
+        "the model has no parameter 'other'": {**entry[0], "parameters": {"other": {}}},
+        "it was damaged (AttributeError": {**entry[0], "parameters": {one: {"residual": None}}},
+        "its mode is 'full'": {**entry[0], "mode": "full", "world_size": 0},
+        "it was damaged (JSONDecodeError": {"about": "{"},
+        "it was damaged (TypeError": {"about": "[1]", "residual": {}},
+        "'NoneType' object is not iterable": {"about": "{}", "residual": None},
+    }
+    said = {words: refusal(state.load_state_dict, each) for words, each in damaged.items()}
     state.close()
-    assert "the model has no parameter 'other'" in message
+    assert all(words in message and "To start with zero residuals" in message for words, message in said.items()), said
     if rank == 0:
         torch.testing.assert_close(found, entry[0]["parameters"])
 

@@ -100,6 +100,16 @@ def test_four_bits_share_a_byte_the_first_one_lowest():
     assert WIRES["int4"].read(written, 5).tolist() == [[7, -1, 0, -7, 3]]
 
 
+def test_a_payload_of_another_bucket_or_of_another_k_of_the_same_size_is_refused():
+    codec, *others = (Codec(WIRES["int4"], 1000, k, tag=tag) for k, tag in ((10, 0), (9, 0), (10, 1), (9, 1)))
+    payload, _ = codec.encode(positions(1000, 10), torch.ones(2, 10))
+    codec.check(payload)
+    for other in others:
+        assert other.nbytes == codec.nbytes
+        with pytest.raises(ValueError, match="of other parameters than this rank's, or of another ratio"):
+            other.check(payload)
+
+
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("universe", "k"), [(10, 3), (1000, 7), (5, 5)])
 def test_a_damaged_payload_is_refused_wherever_the_damage_is(wire, universe, k):

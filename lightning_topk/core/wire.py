@@ -162,9 +162,9 @@ WIRES: dict[str, Wire] = {
 
 WORD = torch.int32
 WORDS_SUM = 0x746F706B
-"""The sum of the words of an undamaged payload, modulo 2^32, less its tag."""
+"""The sum of the words of an undamaged payload, modulo 2^32, less what identifies its bucket and k."""
 
-DAMAGED = "was damaged in transit, or is of other parameters than this rank's"
+DAMAGED = "was damaged in transit, or is of other parameters than this rank's, or of another ratio"
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ class Codec:
 
     @property
     def _words_sum(self) -> int:
-        """The sum of the words of an undamaged payload, modulo 2^32."""
-        return WORDS_SUM + self.tag
+        """The sum of the words of an undamaged payload, modulo 2^32: another one for each k of a tag."""
+        return WORDS_SUM + (self.tag + 0x9E3779 * self.kept) % 2**24
 
     def encode(
         self, index: Tensor, value: Tensor, delivered: torch.dtype | None = None, finite: Tensor | None = None
@@ -316,8 +316,8 @@ class Codec:
         """Refuses damaged payloads ``[R, P]``.
 
         Raises:
-            ValueError: A payload was damaged in transit, or has another tag. On a GPU, a device-side assertion fails
-                instead, which needs no host synchronisation.
+            ValueError: A payload was damaged in transit, or has another tag or k. On a GPU, a device-side assertion
+                fails instead, which needs no host synchronisation.
         """
         whole = payload.view(WORD).sum(dim=1, dtype=WORD) == self._words_sum
         if payload.device.type != "cpu":

@@ -23,7 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.fsdp.param_groups import Unit
-from lightning_topk.runtime.checkpoint import memory_names, still_to_deliver, without_parameters
+from lightning_topk.runtime.checkpoint import (
+    memory_names,
+    still_to_deliver,
+    unusable_if_it_fails,
+    without_parameters,
+)
 from lightning_topk.runtime.residuals import Residuals
 
 
@@ -85,6 +90,7 @@ def _join(shards: DTensor) -> Tensor:
     return joined
 
 
+@unusable_if_it_fails()
 def of_this_rank(entry: Any, units: Sequence[Unit], frozen: Collection[str] = ()) -> Any:
     """The entry that is this rank's part of another one, sharded or whole; as it is where it is damaged.
 
@@ -92,6 +98,9 @@ def of_this_rank(entry: Any, units: Sequence[Unit], frozen: Collection[str] = ()
         entry: The entry.
         units: The model's.
         frozen: Names of its parameters that are not trained, for whose residuals there is no use.
+
+    Raises:
+        ValueError: It is damaged so that it has no parts.
     """
     if isinstance(entry, Mapping) and "about" in entry:
         kinds = {kind: parts for kind, parts in entry.items() if kind != "about"}

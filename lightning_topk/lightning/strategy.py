@@ -224,6 +224,19 @@ class TopKStrategy(DDPStrategy):
             self.topk_state.follow_optimizers()
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Names this strategy where Lightning tells what to do about unused parameters."""
+        super().on_exception(exception)
+        ours = {
+            "strategy='ddp_find_unused_parameters_true'": "strategy='topk_find_unused_parameters_true'",
+            "strategy=DDPStrategy(find_unused_parameters=True)": "strategy=TopKStrategy(find_unused_parameters=True)",
+        }
+        for theirs, name in ours.items():
+            exception.args = tuple(
+                argument.replace(theirs, name) if isinstance(argument, str) else argument for argument in exception.args
+            )
+
+    @override
     def teardown(self) -> None:
         """Releases the exchange's process group and thread, then the resources of DDPStrategy."""
         try:

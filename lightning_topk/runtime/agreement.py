@@ -9,8 +9,11 @@ from importlib.util import find_spec
 
 import torch.distributed as dist
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, value_or_error
 from lightning_topk.runtime.groups import Groups, check_agreement, gathered
+
+AHEAD = 1000
+"""Steps for which ranks compare functions of the step at a time."""
 
 
 def connect(
@@ -71,3 +74,32 @@ def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
             f"{len(told)} of {dist.get_world_size()} ranks. Pass local_world_size=, or topology='sharded'."
         )
     return 1
+
+
+def compare_functions(config: TopKConfig, step: int, group: dist.ProcessGroup) -> range:
+    """Compares what functions of the step return on all ranks; payloads of other sizes would hang or abort the run.
+
+    A collective, where there are such functions.
+
+    Args:
+        config: The settings.
+        step: The next step.
+        group: The ranks.
+
+    Returns:
+        The steps that were compared.
+
+    Raises:
+        ValueError: Two ranks have different functions; on all ranks.
+    """
+    steps, given = range(step, step + AHEAD), {"ratio": config.ratio, "server_ratio": config.server_ratio}
+    mine = {name: [value_or_error(ratio, s) for s in steps] for name, ratio in given.items() if callable(ratio)}
+    for rank, row in enumerate(everyones := gathered(mine, group) if mine else []):
+        for name, values in row.items():
+            for at, first, other in zip(steps, everyones[0][name], values, strict=True):
+                if first != other:
+                    raise ValueError(
+                        f"the ranks differ: {name} at step {at} is {first} on rank 0 and {other} on rank {rank}. Pass "
+                        "a function of the step alone, the same on every rank."
+                    )
+    return steps

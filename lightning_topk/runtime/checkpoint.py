@@ -16,7 +16,8 @@ A residual is the gradient that is still to be delivered: the mean of what the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -122,8 +123,14 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
 def settings_of(config: TopKConfig) -> dict[str, Any]:
     """The settings that matter, as what ``torch.load(weights_only=True)`` reads."""
     found = {**config.summary(), "wire": config.wire_name}
-    plain = (bool, int, float, str, list, type(None))
-    return {name: value if isinstance(value := found[name], plain) else repr(value) for name in SETTINGS}
+    return {name: value if _is_plain(value := found[name]) else repr(value) for name in SETTINGS}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value consists of numbers, words and lists of them."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def absent(reason: str) -> dict[str, Any]:
@@ -153,17 +160,32 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
     residuals.progress.steps = entry["steps"]
 
 
+@contextmanager
+def unusable_if_it_fails() -> Iterator[None]:
+    """Reads what may be damaged in any way.
+
+    Raises:
+        ValueError: Reading it failed. The message says how to start with zero residuals.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise _unusable(f"it was damaged ({error!r})") from error
+
+
+def _unusable(problem: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To start with zero "
+        "residuals, pass residual_checkpoint=False to the strategy, or leave load_state_dict out."
+    )
+
+
 def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
     """Raises ValueError if an entry cannot be used."""
-    try:
+    with unusable_if_it_fails():
         problem = _problem(entry, parameters)
-    except (AttributeError, KeyError, TypeError) as error:
-        problem = f"it was damaged ({error!r})"
     if problem:
-        raise ValueError(
-            f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To start with zero "
-            "residuals, pass residual_checkpoint=False to the strategy, or leave load_state_dict out."
-        )
+        raise _unusable(problem)
 
 
 def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
@@ -183,14 +205,23 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         return f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)"
-    if type(entry["steps"]) is not int or type(entry["world_size"]) is not int:
-        return f"steps={entry['steps']!r} and world_size={entry['world_size']!r} must be integers"
+    for count, least in (("steps", 0), ("world_size", 1)):
+        if type(entry[count]) is not int or entry[count] < least:
+            return f"{count}={entry[count]!r} must be an integer, and at least {least}"
+    settings = entry.get("settings", {})
+    if not isinstance(settings, Mapping) or not all(map(_is_plain, settings.values())):
+        return f"its settings are {settings!r} instead of numbers and words by name"
     for name, kept in entry["parameters"].items():
-        shape = (parameters[name].numel(),)
         for part in kept.values():
-            if not isinstance(part, Tensor) or part.shape != shape:
-                found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-                return f"the residual of {name!r} is {found} instead of {shape}"
-            if not part.isfinite().all():
-                return f"the residual of {name!r} has a NaN or an infinity"
+            problem = _problem_of(part, (parameters[name].numel(),))
+            if problem:
+                return f"the residual of {name!r} {problem}"
     return None
+
+
+def _problem_of(part: Any, shape: tuple[int, ...]) -> str | None:
+    if not isinstance(part, Tensor) or part.shape != shape:
+        return f"is {tuple(part.shape) if isinstance(part, Tensor) else part!r} instead of {shape}"
+    if not part.is_floating_point() or part.layout != torch.strided or part.is_meta:
+        return f"is of {part.dtype} and {part.layout} on {part.device} instead of floating-point numbers"
+    return None if part.isfinite().all() else "has a NaN or an infinity"

@@ -112,6 +112,20 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
                 )
 
 
+def check_closures(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:
+    """Refuses LBFGS, which compares gradients of one batch, where each backward pass delivers a part of one.
+
+    Raises:
+        ValueError: There is one, and gradients are compressed.
+    """
+    if config.compresses and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS evaluates its closure several times in a step and compares the gradients, and compression delivers "
+            "another part of the gradient each time: training would diverge. Pass topology='dense', which sends whole "
+            "gradients, or use another optimizer."
+        )
+
+
 def check_parameters(names: Mapping[Tensor, str]) -> None:
     """Refuses parameters whose gradients top-k cannot order, or that DDP would hand to another hook.
 

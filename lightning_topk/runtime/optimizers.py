@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checks import check_momentum
+from lightning_topk.runtime.checks import check_closures, check_momentum
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.runtime.skipped_steps import ScalerSteps, StepOutcome
 
@@ -59,6 +61,8 @@ class Optimizers:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._known: list[ref[Optimizer]] = []  # weakly: the user may drop one and make another
         self._parameters = 0  # that they update
+        self._exchanged = False  # whether any backward pass has come
+        self._watches: list[RemovableHandle] = []  # of steps before that
         self.outcome: StepOutcome | None = None
         """That of the step under way; None without a GradScaler."""
 
@@ -85,9 +89,10 @@ class Optimizers:
             compressed: The parameters that are compressed; None if they are not known.
 
         Raises:
-            ValueError: An optimizer and the exchange would both apply momentum.
+            ValueError: An optimizer and the exchange would both apply momentum, or an optimizer is LBFGS.
         """
         now = self._now()
+        check_closures(self._config, now)
         check_momentum(self._config, now)  # also of those that are known: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._followed
         same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
@@ -99,6 +104,9 @@ class Optimizers:
                 self._say(message)
         if self._scaler is not None:
             ScalerSteps.of(self._scaler).watch(now)
+        if not self._exchanged:
+            torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
+            self._watches = [each.register_step_post_hook(self._after_step) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
 
     def begin_pass(self, sums: bool) -> None:
@@ -109,12 +117,29 @@ class Optimizers:
         Args:
             sums: See :class:`lightning_topk.runtime.skipped_steps.StepOutcome`.
         """
+        self._exchanged = True
+        self._stop_watching()
         if self._scaler is not None and (self.outcome is None or self.outcome.skipped):
             if self.outcome is not None:
                 self.outcome.final = True
             self.outcome = StepOutcome(sums)
             ScalerSteps.of(self._scaler).outcomes.add(self.outcome)
 
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Says that a step was taken on gradients that were not exchanged."""
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            self._say(
+                f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since attach: "
+                "training calls another wrapper of the model, which exchanges whole gradients. Attach that one; with "
+                "Hugging Face's Trainer it is trainer.model_wrapped."
+            )
+            self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        while self._watches:
+            self._watches.pop().remove()
+
     def release(self) -> None:
-        """Leaves the optimizers' momentum to themselves again."""
+        """Leaves the optimizers to themselves again."""
         AdaptedMomentum.release(self._followed, self)
+        self._stop_watching()

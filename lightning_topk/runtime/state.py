@@ -20,7 +20,7 @@ from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
-from lightning_topk.runtime.agreement import connect
+from lightning_topk.runtime.agreement import compare_functions, connect
 from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed
 from lightning_topk.runtime.groups import Groups, timeout_of
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
@@ -79,6 +79,7 @@ class ExchangeState(Reporting):
         self._optimizers = Optimizers(optimizers, scaler, agreed, say)
         self._exchanger = Exchanger(residuals, groups, timeout)
         self._lane: Lane | None = None
+        self._compared = range(0)  # steps for which all ranks have the same functions of the step
         self._say_what_was_reset()
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
             for message in remarks(config, agreed, world, optimizers is not None, self.PEER):
@@ -118,8 +119,11 @@ class ExchangeState(Reporting):
         """A backward pass has its first gradients ready.
 
         Raises:
-            ValueError: An optimizer and the exchange would both apply momentum.
+            ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
+                the step.
         """
+        if self.residuals.progress.steps not in self._compared:
+            self._compared = compare_functions(self.config, self.residuals.progress.steps, self._open_groups().all)
         self._collect()
         self._say_what_was_reset()
         self.follow_optimizers()
