@@ -17,9 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk import TopKConfig
-from lightning_topk.lab.data import image_folder
-from lightning_topk.lab.models import MODELS
-from lightning_topk.lab.papers.learning import Method, Task
+from lightning_topk.lab.papers.learning import Method, Task, shapes_of
 from lightning_topk.lab.training import Optimizer, Problem, Run
 from lightning_topk.simulate import Cluster
 
@@ -115,8 +113,7 @@ class DeMo(Method):
 
     @override
     def cluster(self, task: Task) -> Callable[..., Cluster]:
-        shapes = [tuple(parameter.shape) for parameter in MODELS[task.model]().parameters()]
-        return partial(DecoupledMomentum, saving=self.saving, shapes=shapes)
+        return partial(DecoupledMomentum, saving=self.saving, shapes=shapes_of(task))
 
     @override
     def optimizer(self, task: Task) -> Optimizer:
@@ -148,7 +145,7 @@ class LocalSteps(Method):
 
     @override
     def train(self, task: Task, seed: int, data: Path | None) -> Run:
-        problem = Problem(task.model, seed, None if data is None else image_folder(data))
+        problem = Problem(task.model, seed, data)
         theta, given = problem.start, self.optimizer(task)
         sizes = tuple(parameter.numel() for parameter in problem.parameters)
         cluster = Cluster(self.config(task), task.workers, len(theta), sizes=sizes)
@@ -160,10 +157,7 @@ class LocalSteps(Method):
             batches = torch.randint(examples, (task.workers, task.batch), generator=generator)
             for copy, optimizer, batch in zip(copies, inner, batches, strict=True):
                 (copy.grad,) = problem.gradients(copy, batch[None], generator)
-                if given.clip_norm is not None:
-                    torch.nn.utils.clip_grad_norm_([copy], given.clip_norm)
-                optimizer.param_groups[0]["lr"] = given.rate(step, task.steps)
-                optimizer.step()
+                given.step(optimizer, copy, step, task.steps)
             if (step + 1) % self.every == 0 or step + 1 == task.steps:
                 theta.grad = cluster.step([theta - copy for copy in copies])[0]
                 outer.step()

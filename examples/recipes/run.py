@@ -15,7 +15,7 @@ from pathlib import Path
 from newer import Averaged, DeMo, LocalSteps
 from typing_extensions import override
 
-from lightning_topk.lab.commands import add_options, finish
+from lightning_topk.lab.commands import COMMANDS, add_options, finish
 from lightning_topk.lab.papers.learning import METHODS, Method, Task, run
 from lightning_topk.lab.training import Optimizer
 
@@ -52,13 +52,14 @@ TRIED: dict[str, Method] = {
 def main() -> None:
     """Runs the methods that were asked for, beside those of the package."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, run)
-    parser.add_argument("--out", type=Path, default=Path("reproduced"), help="folder for files (default: %(default)s)")
-    arguments, known = parser.parse_args(), METHODS | TRIED
+    add_options(parser, f"{COMMANDS['reproduce learning'][2]} out")
+    given = {"out": Path("reproduced"), **vars(parser.parse_args())}
+    given["out"].mkdir(parents=True, exist_ok=True)
     try:
-        finish(arguments, shlex.join(["python", *sys.argv]), out=arguments.out, known=known).write(arguments.out)
+        result = finish(run, {**given, "known": METHODS | TRIED}, shlex.join(["python", *sys.argv]))
     except ValueError as error:
         parser.error(str(error))
+    result.write(given["out"])
 
 
 if __name__ == "__main__":
