@@ -18,14 +18,13 @@ from typing import Any
 
 from lightning_topk.lab.bench import race, wire
 from lightning_topk.lab.bench.peers import PEERS
-from lightning_topk.lab.papers import learning, saving_curves
-from lightning_topk.lab.report import Result, Row, behind, draw, in_words, markdown
+from lightning_topk.lab.papers import saving_curves
+from lightning_topk.lab.report import Row, draw, in_words, markdown
 from lightning_topk.lab.training import Runs
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
-GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
-PAGES = [ROOT / "README.md", *GUIDES, ROOT / "examples" / "recipes" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
 WORDS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 WORDS |= {"ours": "`saving=50`", "ours, 0.001": "`ratio=0.001`"}
 LEARNERS = {each.name: each for each in (*saving_curves.LEARNERS, *saving_curves.IMAGES)}
@@ -94,46 +93,6 @@ def wires() -> str:
     return page(wire.run(ratios=(0.001, 0.01, 0.06)).tables["An entry, of 4 workers"])
 
 
-def peers() -> str:
-    """Final quality of the default, dense training and peers after 300 steps."""
-    result = Result("learning", "", "")
-    methods = {name: method for name, method in learning.METHODS.items() if name not in ("PowerSGD 2", "PowerSGD 4")}
-    tasks = [task for task in learning.TASKS if task.steps == 300]
-    learning.enter(result, Runs(RUNS / "learning.jsonl"), tasks, methods)
-    return page(result.tables["Final quality"])
-
-
-LOCAL = ("1, momentum 0", "0.7, momentum 0.9", "0.4, momentum 0.8")
-NEWER = {
-    "dense": ["dense"],
-    "`saving=50`": ["saving 50"],
-    "4 local steps with an outer optimizer, 50x": [f"4 local steps, outer lr {each}" for each in LOCAL],
-    "DeMo, 50x": [f"DeMo, lr {lr}" for lr in (0.003, 0.01, 0.03, 0.1)],
-    "EF21-SGDM, 50x": ["EF21-SGDM"],
-    "`saving=150`": ["saving 150"],
-    "15 local steps with an outer optimizer, 109x to 113x": [f"15 local steps, outer lr {each}" for each in LOCAL],
-}
-"""Newer methods, by the words for them; of several settings the best counts."""
-
-
-def newer() -> str:
-    """Held-out loss with newer methods after 300 steps."""
-    tasks = {task.model: task for task in learning.TASKS if (task.workers, task.steps) == (8, 300)}
-    held: dict[tuple[str, str], dict[int, float]] = {}
-    for run in Runs(RUNS / "learning.jsonl").values():
-        model, workers, length, lr, _, _, method, seed, _ = json.loads(run["key"])
-        if (workers, length) == (8, 300) and lr == tasks[model].lr:
-            held.setdefault((method, model), {})[seed] = run["held"]
-    rows = []
-    for title, methods in NEWER.items():
-        row = {"": title}
-        for model in ("wide mlp", "cnn", "char lstm", "gpt"):
-            tried = [[*held[method, model].values()] for method in methods if (method, model) in held]
-            row[model] = in_words(min(tried, key=mean), ".3f")
-        rows.append(row)
-    return page(rows)
-
-
 def gaps() -> list[Row]:
     """The gap to dense training, by model, optimizer, length and what is sent."""
     found = Runs(RUNS / "saving-curves.jsonl")
@@ -149,6 +108,12 @@ def momentum() -> str:
             cells = {"adapted": row["saving 50"], "not adapted": other["saving 50"]}
             rows.append({head: row[head] for head in ("model, optimizer", "steps", "dense")} | cells)
     return page(rows)
+
+
+def behind(gap: float, unit: str = "") -> str:
+    """A gap to dense training in words; in bold if it is above 1."""
+    words = f"{abs(gap):.2f}{unit} {'behind' if gap > 0 else 'ahead'}"
+    return f"**{words}**" if gap > 1 else words
 
 
 SHOWN: Sequence[tuple[str, str, int, float]] = (
@@ -193,11 +158,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "race": lambda: races("race.jsonl", [*race.RACERS]),
     "race-short": race_short,
     "race-images": lambda: races("race-images.jsonl", ["saving 50", "DDP"], "images"),
-    "learning": peers,
     "results": results,
     "momentum": momentum,
     "saving-curves": lambda: page(gaps()),
-    "newer": newer,
 }
 
 

@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "examples" / "guides").glob("*.md")),
-    ROOT / "examples" / "recipes" / "README.md",
 ]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 CALLS = {

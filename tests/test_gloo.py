@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 import copy
 import os
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from fnmatch import fnmatch
 from typing import Any

@@ -1,4 +1,4 @@
-"""The papers' claims and the learning experiment, on a small scale."""
+"""The papers' claims and the experiment on saving, on a small scale."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import kept_count
 from lightning_topk.lab import data, hosts, training
 from lightning_topk.lab.bench import steps
-from lightning_topk.lab.papers import counterexample, learning, saving, saving_curves, speedup, tuning, vectors
-from lightning_topk.lab.papers.learning import PowerSGD
+from lightning_topk.lab.papers import counterexample, saving, saving_curves, speedup, tuning, vectors
 from lightning_topk.lab.report import Panel, Result, write_report
 from lightning_topk.volume import volume
 
@@ -210,33 +209,6 @@ def test_an_exchange_of_every_system_is_timed_and_sends_what_is_predicted(groups
     assert all(each["seconds"] > 0 for each in found.values())
 
 
-def test_an_interrupted_experiment_goes_on_where_it_stopped(monkeypatch, tmp_path):
-    monkeypatch.setattr(learning, "TASKS", (learning.Task("mlp", 2, 10, 0.1),))
-    monkeypatch.setattr(training, "run_all", alone)
-    first = learning.run(out=tmp_path, seeds=1)
-    assert len((tmp_path / "learning.jsonl").read_text().splitlines()) == len(learning.METHODS)
-    monkeypatch.setattr(training, "run_all", lambda jobs, *_: {} if not jobs else pytest.fail(f"again: {list(jobs)}"))
-    assert learning.run(out=tmp_path, seeds=1).tables == first.tables
-    ((row,),) = first.tables.values()
-    assert [*row] == ["model", "dense", "saving 50", "difference", *[*learning.METHODS][2:]]
-    saving = [float(row[f"PowerSGD {rank}"].split("(")[-1].rstrip("x)")) for rank in (4, 2, 1)]
-    assert saving == sorted(saving)
-    assert saving[-1] < 49
-    for name in ("saving 50", "unidirectional", "all-gather"):
-        assert row[name].endswith("(1 seed)"), "at 50 times"
-    one = "PowerSGD 1"
-    only = partial(learning.run, out=tmp_path, models=["mlp"], methods=[one], seeds=1)
-    ((narrow,),) = only().tables.values()
-    assert narrow == {head: row[head] for head in ("model", "dense", one)}
-    monkeypatch.setattr(training, "run_all", alone)
-    other = only(known={**learning.METHODS, one: learning.Method(rank=3)})
-    assert [*other.tables.values()] != [[narrow]], "a run of other settings passed for this"
-    ((shorter,),) = only(steps=5).tables.values()
-    assert shorter["model"] == "mlp, 2 workers, 5 steps"
-    with pytest.raises(ValueError, match="there is no nothing here: models are mlp, methods dense"):
-        learning.run(out=tmp_path, methods=["nothing"])
-
-
 def test_saving_curves_go_on_where_they_stopped_and_show_what_there_is(monkeypatch, tmp_path):
     learners = tuple(saving_curves.Learner("mlp", kind, 0.05, 5) for kind in ("SGD", "AdamW"))
     monkeypatch.setattr(saving_curves, "LEARNERS", learners)
@@ -273,13 +245,6 @@ def test_no_run_begins_when_the_time_is_over():
     assert noted.keys() == found.keys()
 
 
-def test_invalid_options_of_the_experiment_are_refused_in_words(monkeypatch, tmp_path):
-    words = ["reproduce", "learning", "--out", str(tmp_path), "--models", "convnet"]
-    monkeypatch.setattr(sys, "argv", ["lightning_topk", *words])
-    with pytest.raises(SystemExit, match="reproduce learning: there is no convnet here: models are"):
-        __main__.main()
-
-
 @pytest.mark.parametrize("model", ["char lstm", "gpt"])
 def test_models_of_text_learn_from_pythons_documentation(monkeypatch, model):
     parts = (part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor))
@@ -301,27 +266,6 @@ def test_a_gpt_sees_no_future_characters():
     after = gpt.net(text)
     torch.testing.assert_close(before[:, :40], after[:, :40])
     assert not torch.allclose(before[:, 40:], after[:, 40:])
-
-
-def drawn(world, numel):
-    generator = torch.Generator().manual_seed(0)
-    return [[torch.randn(numel, generator=generator) for _ in range(world)] for _ in range(12)]
-
-
-def test_power_sgd_is_exact_on_matrices_of_its_rank_and_on_vectors():
-    torch.manual_seed(0)
-    cluster = PowerSGD(TopKConfig(topology="dense"), 2, 48 + 6, rank=2, shapes=[(8, 6), (6,)])
-    exact = torch.randn(8, 1) @ torch.randn(1, 6)
-    gradients = [torch.cat([exact.flatten() * (1 + rank), torch.full((6,), float(rank))]) for rank in range(2)]
-    for _ in range(3):
-        delivered = cluster.step(gradients)
-    torch.testing.assert_close(delivered[0], torch.stack(gradients).mean(0), atol=1e-4, rtol=1e-4)
-    assert cluster.sent_bytes["uplink"] == [3 * 4 * (2 * (8 + 6) + 6)] * 2
-    noise = drawn(2, 54)
-    lossy = PowerSGD(TopKConfig(topology="dense"), 2, 54, rank=1, shapes=[(8, 6), (6,)])
-    total = sum(lossy.step(gradients)[0] for gradients in noise)
-    given = sum(torch.stack(gradients).mean(0) for gradients in noise)
-    torch.testing.assert_close(total + lossy.residual.mean(0), given, atol=1e-4, rtol=1e-4)  # error feedback
 
 
 def alone(jobs, title, note, *_):

@@ -61,7 +61,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {"type": float, "help": "seconds of training after which a run is given up (default: 300)"},
     "data": {"type": Path, "help": "folder of images to learn, train/<class>/* and test/<class>/*; takes long"},
     "models": {"nargs": "+", "help": "only these models"},
-    "methods": {"nargs": "+", "help": "only these methods, and dense training"},
     "optimizers": {"nargs": "+", "help": 'only these, such as SGD, AdamW, "SGD not adapted" (adapt_momentum=False)'},
     "savings": {"type": float, "nargs": "+", "help": "what to send; below 1 it is a ratio (default: 50 150 0.001)"},
     "lengths": {"type": count, "nargs": "+", "help": "steps of a run (default: 300 1000 3000)"},
@@ -108,11 +107,6 @@ COMMANDS = {
     "reproduce convergence": ("papers.tuning:convergence", "every system, with tuned learning rates", "data steps"),
     "reproduce tuning": ("papers.tuning:tuning", "one-way against two-way, at equal k and at equal bytes", ""),
     "reproduce speedup": ("papers.speedup:run", "the time of an exchange on links of three speeds", ""),
-    "reproduce learning": (
-        "papers.learning:run",
-        "saving=50 against dense training and its peers, with the user's hyper-parameters; resumable",
-        "data models methods steps seeds",
-    ),
     "reproduce saving-curves": (
         "papers.saving_curves:run",
         "final quality over saving, by length, model and optimizer; resumable",
@@ -134,8 +128,8 @@ def make_parser() -> argparse.ArgumentParser:
     claims = groups[""].add_parser("reproduce", help=about, description=f"Measures {about}, and writes a report.")
     claims.set_defaults(command="reproduce")
     add_options(claims, "all out strict")
-    groups |= {"bench": bench.add_subparsers(required=True, metavar="NAME")}
-    groups |= {"reproduce": claims.add_subparsers(metavar="NAME")}
+    groups["bench"] = bench.add_subparsers(required=True, metavar="NAME")
+    groups["reproduce"] = claims.add_subparsers(metavar="NAME")
     more = {"": "", "bench": " json plot strict", "reproduce": " out strict"}
     for name, (_, about, options) in COMMANDS.items():
         group, _, last = name.rpartition(" ")

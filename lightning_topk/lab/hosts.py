@@ -128,12 +128,9 @@ def local(count: int) -> Hosts:
 
 @contextmanager
 def emulate(count: int, rate: str, ranks: int = 1) -> Iterator[Hosts]:
-    """Makes hosts whose links have a rate in both directions, and removes them at the end.
+    """Makes hosts whose links have a rate in both directions, such as ``100mbit``, and removes them at the end.
 
-    Args:
-        count: Hosts, 1 to 200.
-        rate: As tc writes it, such as ``100mbit`` or ``1gbit``.
-        ranks: Processes on each host; they reach each other without that link.
+    The ranks of a host, processes, reach each other without that link.
     """
     check_available()
     if not 1 <= count <= 200:

@@ -147,12 +147,6 @@ def standard_error(values: Sequence[float]) -> float:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def behind(gap: float, unit: str = "") -> str:
-    """A gap to dense training in words; in bold if it is above 1."""
-    words = f"{abs(gap):.2f}{unit} {'behind' if gap > 0 else 'ahead'}"
-    return f"**{words}**" if gap > 1 else words
-
-
 def _finite(value: Any) -> Any:
     """The value with infinity and NaN, which JSON does not have, as strings."""
     if isinstance(value, dict):

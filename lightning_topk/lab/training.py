@@ -114,20 +114,6 @@ class Run:
     union: list[int] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
 
-    def conclude(self, problem: Problem, theta: Tensor, ranks: Cluster, steps: int) -> None:
-        """Enters the final quality of parameters ``[d]``, and the bytes of all steps."""
-        if theta.isfinite().all():
-            self.loss, self.held_loss, self.accuracy = problem.evaluate(theta)
-        workers = len(ranks.endpoints)
-        sent = (sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink"))
-        self.uplink_bytes, self.downlink_bytes = sent
-        self.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
-
-    @property
-    def quality(self) -> dict[str, float]:
-        """The final losses and accuracy as JSON has them."""
-        return {"loss": min(self.loss, 1e3), "held": min(self.held_loss, 1e3), "accuracy": self.accuracy}
-
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -174,7 +160,6 @@ def train(
     batch: int = 10,
     observe: Callable[[Cluster, list[Tensor]], Any] | None = None,
     data: Path | None = None,
-    cluster: Callable[..., Cluster] = Cluster,
 ) -> Run:
     """Trains a model of :data:`lightning_topk.lab.models.MODELS` by simulated workers.
 
@@ -188,12 +173,11 @@ def train(
         batch: Examples of each worker in a step, drawn from all training data.
         observe: Called before each exchange with the cluster and the workers' gradients.
         data: A folder of images. Default: the data of :class:`Problem`.
-        cluster: Makes the workers; called like :class:`lightning_topk.simulate.Cluster`.
     """
     problem = Problem(model, seed, data)
     theta = problem.start
     stepped = optimizer.make(theta)
-    ranks = cluster(config, workers, len(theta), sizes=tuple(parameter.numel() for parameter in problem.parameters))
+    ranks = Cluster(config, workers, len(theta), sizes=tuple(parameter.numel() for parameter in problem.parameters))
     if config.adapts_momentum:
         adapt_momentum([stepped], ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
@@ -207,7 +191,11 @@ def train(
         theta.grad = ranks.step(gradients, epoch=step // epoch_steps)[0]
         run.union.append(int(theta.grad.count_nonzero()))
         optimizer.step(stepped, theta, step, steps)
-    run.conclude(problem, theta, ranks, steps)
+    if theta.isfinite().all():
+        run.loss, run.held_loss, run.accuracy = problem.evaluate(theta)
+    sent = (sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink"))
+    run.uplink_bytes, run.downlink_bytes = sent
+    run.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
     return run
 
 

@@ -88,11 +88,7 @@ def bucket_cap(peer: str, megabytes: float) -> float:
 def prepared(
     ranks: int, ratio: float | None, saving: float | None, peers: Sequence[str], nodes: bool = False
 ) -> tuple[dict[str, Any], list[str], str]:
-    """The settings that are set, the peers to time and the settings in words; refuses what cannot be timed.
-
-    Raises:
-        ValueError: There is one rank only, a setting is impossible, or there is no such peer.
-    """
+    """The settings that are set, the peers to time and the settings in words; refuses what cannot be timed."""
     if ranks < 2:
         raise ValueError("it takes 2 ranks or more: one exchanges nothing.")
     settings: dict[str, Any] = {

@@ -40,10 +40,8 @@ def run(numel: int = 25_000_000, ratios: Sequence[float] = (0.001, 0.01)) -> Res
             row = {"workers": world, "index bits an entry": index, "of entropy": index / bits, "bytes sent": nbytes}
             rows.append(row | {"of the bound": nbytes / bound, "dense bytes": sent.dense})
             if world == 4:
-                words: Row = {
-                    "density": f"{ratio:g}",
-                    "bits a position": f"{index:.1f} ({index / bits:.2f}x its entropy)",
-                }
+                position = f"{index:.1f} ({index / bits:.2f}x its entropy)"
+                words: Row = {"density": f"{ratio:g}", "bits a position": position}
                 sizes = {name: Codec(wire, up.universe, up.kept).nbytes / up.kept for name, wire in WIRES.items()}
                 entries.append(words | {f"bytes an entry, {name}": f"{size:.2f}" for name, size in sizes.items()})
         curves[str(ratio)] = (WORLDS, [row["of the bound"] for row in rows])

@@ -5,4 +5,4 @@ Each trains, measures or counts through the exchange that a cluster runs, and re
 """
 
 CLAIMS = ("counterexample", "saving", "bound", "distribution", "operators", "convergence", "tuning", "speedup")
-"""The claims of the papers; ``learning`` and ``saving-curves`` are our own experiments, which take long."""
+"""The claims of the papers; ``saving-curves`` is an experiment of our own, which takes long."""

@@ -181,7 +181,9 @@ def run_key(learner: Learner, steps: int, saving: float, seed: int) -> str:
 def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | None) -> dict[str, float]:
     given: dict[str, Any] = {"batch": learner.batch, "data": data}
     ended = train(learner.model, learner.config(saving), learner.workers, steps, learner.stepped(), seed, **given)
-    return ended.quality | {"saving": ended.dense_bytes / (ended.uplink_bytes + ended.downlink_bytes)}
+    saving = ended.dense_bytes / (ended.uplink_bytes + ended.downlink_bytes)
+    found = {"loss": min(ended.loss, 1e3), "held": min(ended.held_loss, 1e3), "accuracy": ended.accuracy}
+    return found | {"saving": saving}
 
 
 Found = Mapping[str, Mapping[str, float]]
