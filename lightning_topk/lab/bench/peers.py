@@ -67,15 +67,14 @@ def ours(**own: Any) -> Register:
     return register
 
 
-A_THOUSANDTH = 0.001
 PEERS: dict[str, Register] = {
     "ours": ours(),
-    "ours, 0.001": ours(ratio=A_THOUSANDTH),
+    "ours, 0.001": ours(ratio=0.001),
     "ours, hierarchical": ours(topology="hierarchical"),
     "DDP": lambda model, settings: None,
     "fp16 hook": hook(default_hooks.fp16_compress_hook),
     **{f"PowerSGD {rank}": _power_sgd(rank) for rank in (1, 2, 4)},
-    "naive top-k": hook(naive_topk_hook, lambda settings: (settings.get("ratio") or A_THOUSANDTH, {})),
+    "naive top-k": hook(naive_topk_hook, lambda settings: (settings.get("ratio") or 0.001, {})),
 }
 """By name. Naive top-k sends the ratio that was set, or a thousandth."""
 

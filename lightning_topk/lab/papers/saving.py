@@ -57,8 +57,9 @@ def run() -> Result:
         claim = f"union / k at N = {n}, ratio 0.001, within 10 percent"
         result.check(claim, f"{low:g}-{high:g}", f"{seen:.1f}", 0.9 * low <= seen <= 1.1 * high)
     few, many = (_sent(25_000_000, n, ratio=0.001) for n in (16, 256))
-    claim = "sharded bidirectional volume does not grow from 16 to 256 workers"
-    claim += " (predicted for d = 25,000,000, ratio 0.001)"
+    claim = (
+        "sharded bidirectional volume does not grow from 16 to 256 workers (predicted for d = 25,000,000, ratio 0.001)"
+    )
     result.check(claim, "", f"{many / few:.2f}x", many / few < 1.1)
     return result
 

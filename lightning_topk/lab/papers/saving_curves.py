@@ -186,18 +186,14 @@ def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | 
     return found | {"saving": saving}
 
 
-Found = Mapping[str, Mapping[str, float]]
-"""Runs by their key."""
-
-
-def ends(found: Found, learner: Learner, steps: int, amount: float, seeds: int = 3) -> dict[int, float]:
+def ends(found: Runs, learner: Learner, steps: int, amount: float, seeds: int = 3) -> dict[int, float]:
     """What the runs of a learner end with, by seed: the loss on held-out text, or accuracy in percent."""
     held = learner if amount else baseline(learner)
     keys = {seed: run_key(held, steps, amount, seed) for seed in range(seeds)}
     return {seed: found[key]["held" if learner.text else "accuracy"] for seed, key in keys.items() if key in found}
 
 
-def gaps(found: Found, learner: Learner, steps: int, amount: float, seeds: int = 3) -> list[float]:
+def gaps(found: Runs, learner: Learner, steps: int, amount: float, seeds: int = 3) -> list[float]:
     """The distances to dense training of each seed, positive is worse: percent of the loss, or points of accuracy."""
     ours, dense = (ends(found, learner, steps, each, seeds) for each in (amount, 0.0))
     both = [(ours[seed], dense[seed]) for seed in ours if seed in dense]
@@ -205,7 +201,7 @@ def gaps(found: Found, learner: Learner, steps: int, amount: float, seeds: int =
 
 
 def table(
-    found: Found, learners: Sequence[Learner], lengths: Sequence[int], amounts: Sequence[float], seeds: int = 3
+    found: Runs, learners: Sequence[Learner], lengths: Sequence[int], amounts: Sequence[float], seeds: int = 3
 ) -> list[Row]:
     """The gaps by learner and length, as far as there are runs."""
     rows = []
@@ -221,7 +217,7 @@ def table(
 
 
 def panels(
-    found: Found, learners: Sequence[Learner], lengths: Sequence[int], amount: float = SAVING, seeds: int = 3
+    found: Runs, learners: Sequence[Learner], lengths: Sequence[int], amount: float = SAVING, seeds: int = 3
 ) -> list[Panel]:
     """The gaps over the length of the run, of images and of text."""
     drawn = []
