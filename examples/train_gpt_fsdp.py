@@ -12,8 +12,6 @@ import argparse
 import importlib
 import math
 import os
-import shlex
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,10 +26,9 @@ from tqdm import tqdm
 
 from lightning_topk import attach
 from lightning_topk.lab import hosts
-from lightning_topk.lab.bench.ddp import sent_bytes
 from lightning_topk.lab.data import documentation
 from lightning_topk.lab.models import GPT
-from lightning_topk.lab.report import Result, markdown
+from lightning_topk.lab.report import markdown
 
 
 def train(options: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
@@ -56,7 +53,7 @@ def _train(options: dict[str, Any], rank: int, way: str) -> dict[str, Any]:
     drawn = torch.Generator().manual_seed(rank)
     for step in tqdm(range(steps), desc=way, unit="step", disable=rank > 0):
         if step == 3:  # connections are there, and so are residuals
-            begin, sent = time.perf_counter(), sent_bytes()
+            begin, sent = time.perf_counter(), hosts.sent_bytes()
         chosen = torch.randint(len(data.labels), (options["batch"],), generator=drawn)
         optimizer.zero_grad()
         _loss(model, data.examples[chosen].to(device), data.labels[chosen].to(device)).backward()
@@ -64,7 +61,7 @@ def _train(options: dict[str, Any], rank: int, way: str) -> dict[str, Any]:
         optimizer.step()
         schedule.step()
     dist.barrier()
-    seconds, sent = (time.perf_counter() - begin) / (steps - 3), (sent_bytes() - sent) / (steps - 3)
+    seconds, sent = (time.perf_counter() - begin) / (steps - 3), (hosts.sent_bytes() - sent) / (steps - 3)
     losses = []
     with torch.no_grad():
         for examples, labels in zip(data.held_examples.split(50), data.held_labels.split(50), strict=True):
@@ -93,7 +90,6 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2, help="blocks (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="pieces of text a rank and step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.01, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the result to")
     options = parser.parse_args()
     if options.steps <= 3:
         parser.error(f"--steps {options.steps}: the first 3 are not timed; take more.")
@@ -104,14 +100,10 @@ def main() -> None:
     module = importlib.import_module(Path(__file__).stem)
     emulated = hosts.emulate(options.nodes, options.rate, options.ranks) if options.rate else None
     with emulated or nullcontext(hosts.local(world)) as group:
-        given = {**vars(options), "json": None, "device": "cuda" if gpus else "cpu"}
+        given = {**vars(options), "device": "cuda" if gpus else "cpu"}
         rows = group.run(module.train, given, timeout=24 * 3600, shown=True)[0]
     parameters = sum(parameter.numel() for parameter in GPT(options.width, options.depth).parameters())
     setting = f"{parameters:,} parameters, {options.nodes} nodes of {options.ranks} ranks, {options.steps} steps"
-    if options.json:
-        command = shlex.join(["python", *sys.argv])
-        result = Result("fsdp", "top-k between nodes of FSDP2", setting, {setting: rows}, command=command)
-        options.json.write_text(result.json())
     print(f"{setting}\n\n{markdown(rows)}")
 
 

@@ -14,13 +14,13 @@ from groups import script
 
 import lightning_topk
 import lightning_topk.fabric
-from lightning_topk import TopKConfig, __main__
+from lightning_topk import TopKConfig
+from lightning_topk.lab import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "examples" / "guides").glob("*.md")),
-    ROOT / "examples" / "recipes" / "README.md",
 ]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 CALLS = {
@@ -47,7 +47,7 @@ def code_of(page: Path) -> list[str]:
 
 @every_page
 def test_commands_have_the_options_that_are_written(page, capsys):
-    parser = __main__.make_parser()
+    parser = commands.make_parser()
     for line in "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
         found = re.search(r"python -m lightning_topk (?!--)(.*)", line)
         words = shlex.split(found[1], comments=True) if found else []
@@ -59,11 +59,11 @@ def test_commands_have_the_options_that_are_written(page, capsys):
 
 
 def test_plans_that_are_written_can_be_made(capsys):
-    parser, lines = __main__.make_parser(), "\n".join(block for page in PAGES for block in blocks(page, "sh"))
+    parser, lines = commands.make_parser(), "\n".join(block for page in PAGES for block in blocks(page, "sh"))
     made = [line for line in re.findall(r"lightning_topk (plan .*)", lines) if "mine.models.Net" not in line]
     for line in made:
         arguments = parser.parse_args(shlex.split(line, comments=True))
-        arguments.main(arguments)
+        commands.run(arguments)
         assert re.search(r"\| sharded +\|", capsys.readouterr().out), line
     assert len(made) >= 2
 
@@ -107,7 +107,8 @@ def test_links_lead_to_files_and_headings_that_are_there(page):
 
 def test_every_command_is_described_on_a_page():
     text = "\n".join(page.read_text() for page in PAGES)
-    assert [name for name in __main__.bench.BENCHES if f"bench {name}" not in text] == []
+    names = [name for name in commands.COMMANDS if name.rpartition(" ")[2] not in commands.CLAIMS]
+    assert [name for name in names if name not in text] == []
 
 
 def test_every_public_name_is_in_the_reference():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -11,12 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from groups import script, torchrun
 from PIL import Image
-
-from lightning_topk.config import TopKConfig
-from lightning_topk.lab.papers.learning import METHODS, Task
 
 ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"
@@ -73,67 +68,11 @@ def test_presets_train_the_classifier_one_after_the_other():
     assert min(accuracy.values()) > 40, accuracy
 
 
-def loaded(monkeypatch, folder: str, name: str):
-    """A module of an example, imported from its folder as its script does."""
-    monkeypatch.syspath_prepend(ROOT / folder)
-    return importlib.import_module(name)
-
-
 def test_a_folder_without_images_is_refused_in_words(monkeypatch, tmp_path):
-    classifier = loaded(monkeypatch, "examples", "train_classifier")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    classifier = importlib.import_module("train_classifier")
     with pytest.raises(SystemExit, match=f"--data {tmp_path}: there is no folder {tmp_path / 'train'}"):
         classifier.datasets(str(tmp_path), download=False)
-
-
-def drawn(world, numel):
-    """Twelve steps' gradients of each worker."""
-    generator = torch.Generator().manual_seed(0)
-    return [[torch.randn(numel, generator=generator) for _ in range(world)] for _ in range(12)]
-
-
-def test_every_rejected_method_is_documented(monkeypatch):
-    tried = loaded(monkeypatch, "examples/recipes", "run").TRIED
-    page = (ROOT / "examples" / "recipes" / "README.md").read_text()
-    assert [name for name in tried if f"`{name}`" not in page] == []
-    assert not {*tried} & {*METHODS}
-
-
-def test_demo_keeps_what_it_does_not_send_and_sends_what_it_says(monkeypatch):
-    newer = loaded(monkeypatch, "examples/recipes", "newer")
-    shapes = [(96, 50), (7,)]
-    numel, world = 96 * 50 + 7, 3
-    cluster = newer.DecoupledMomentum(
-        TopKConfig().dense, world, numel, sizes=(4800, 7), saving=10, shapes=shapes, decay=1.0
-    )
-    for gradients in drawn(world, numel):
-        before = [gradient + kept for gradient, kept in zip(gradients, cluster.momenta or 3 * [0], strict=True)]
-        (delivered, *_), sent = cluster.step(gradients), sum(before) - sum(cluster.momenta)
-        assert torch.equal(delivered, sent.sign())
-        for whole, kept in zip(before, cluster.momenta, strict=True):  # a projection
-            torch.testing.assert_close(whole.square().sum(), kept.square().sum() + (whole - kept).square().sum())
-    dense = 12 * 2 * (world - 1) * 4 * numel / world
-    assert 10 < dense / cluster.sent_bytes["uplink"][0] < 11
-
-
-def test_local_steps_without_loss_are_dense_training_and_send_what_they_say(monkeypatch):
-    newer = loaded(monkeypatch, "examples/recipes", "newer")
-    task = Task("mlp", 2, 12, 0.1)
-    dense = METHODS["dense"].train(task, 0, None)
-    with monkeypatch.context() as patched:
-        patched.setattr(newer.LocalSteps, "config", lambda self, task: TopKConfig(ratio=1.0, wire="fp32"))
-        every_step = newer.LocalSteps(every=1, lr=1.0, momentum=0.0).train(task, 0, None)
-    assert every_step.held_loss == pytest.approx(dense.held_loss, rel=1e-4)
-    few = newer.LocalSteps(saving=50, every=4).train(task, 0, None)
-    assert few.dense_bytes / (few.uplink_bytes + few.downlink_bytes) == pytest.approx(50, rel=0.05)
-
-
-def test_ef21_with_all_entries_delivers_the_averaged_gradient(monkeypatch):
-    newer = loaded(monkeypatch, "examples/recipes", "newer")
-    cluster = newer.Differences(TopKConfig(ratio=1.0, wire="fp32"), 2, 500, new=0.25)
-    average = torch.zeros(500)
-    for gradients in drawn(2, 500):
-        average += 0.25 * (torch.stack(gradients).mean(0) - average)
-        torch.testing.assert_close(cluster.step(gradients)[0], average, atol=1e-5, rtol=1e-4)
 
 
 def test_plain_fsdp_under_torchrun_learns_with_fewer_bytes_between_nodes(tmp_path):
@@ -185,10 +124,9 @@ def test_the_recipe_for_the_trainer_of_transformers_compresses(tmp_path):
     assert saved == [pytest.approx(50, rel=0.05)] * 2, output
 
 
-def test_the_gpt_trains_with_hsdp_and_with_ours_and_writes_what_it_measured(tmp_path):
-    arguments = ["--steps", "5", "--width", "16", "--depth", "1", "--batch", "1", "--json", "fsdp.json"]
+def test_the_gpt_trains_with_hsdp_and_with_ours_and_prints_what_it_measured(tmp_path):
+    arguments = ["--steps", "5", "--width", "16", "--depth", "1", "--batch", "1"]
     said = script(ROOT / "examples" / "train_gpt_fsdp.py", *arguments, log=tmp_path / "log", folder=tmp_path)
-    ((setting, ways),) = json.loads((tmp_path / "fsdp.json").read_text())["tables"].items()
-    assert setting in said
-    assert [way["between nodes"] for way in ways] == ["HSDP", "saving=50"]
-    assert all(0 < way["held-out loss"] < 6 for way in ways)
+    ways = [[cell.strip() for cell in line.split("|")] for line in said.splitlines() if line.startswith("| ")][1:]
+    assert [way[1] for way in ways] == ["HSDP", "saving=50"]
+    assert all(0 < float(way[2]) < 6 for way in ways)

@@ -1,11 +1,10 @@
-"""The papers' claims and the learning experiment, on a small scale."""
+"""The papers' claims and the experiment on saving, on a small scale."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from functools import partial
@@ -19,22 +18,9 @@ from lightning_topk import __main__
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import kept_count
 from lightning_topk.lab import data, hosts, training
-from lightning_topk.lab.papers import (
-    CLAIMS,
-    bound,
-    convergence,
-    counterexample,
-    curves,
-    distribution,
-    learning,
-    saving,
-    speedup,
-    tuning,
-    write_report,
-)
-from lightning_topk.lab.papers.powersgd import PowerSGD
-from lightning_topk.lab.report import Panel, Result
-from lightning_topk.lab.timing import TRIALS
+from lightning_topk.lab.bench import steps
+from lightning_topk.lab.papers import counterexample, saving, saving_curves, speedup, tuning, vectors
+from lightning_topk.lab.report import Panel, Result, write_report
 from lightning_topk.volume import volume
 
 
@@ -51,11 +37,11 @@ def test_parallel_runs_come_back_by_name_and_their_errors_are_raised(monkeypatch
 
 
 def test_a_learning_rate_at_the_edge_of_its_grid_is_marked():
-    tried = {lr: [training.Run(loss, 90.0, 0, 0)] for lr, loss in ((0.1, 3.0), (0.3, 1.0), (1.0, 2.0))}
+    tried = {lr: [training.Run(loss, accuracy=90.0)] for lr, loss in ((0.1, 3.0), (0.3, 1.0), (1.0, 2.0))}
     middle = tuning.Tuned(tried)
-    assert (middle.lr, middle.lr_in_words, middle.loss, middle.accuracy) == (0.3, "0.3", 1.0, 90.0)
+    assert (middle.lr, middle.lr_in_words, middle.accuracy) == (0.3, "0.3", 90.0)
     del tried[0.3]
-    assert middle.lr_in_words == "1 (edge of the grid)"
+    assert tuning.Tuned(tried).lr_in_words == "1 (edge of the grid)"
 
 
 def test_equal_bytes_are_not_more_bytes():
@@ -84,7 +70,7 @@ def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
 @pytest.mark.parametrize("model", ["mlp", "wide mlp", "cnn", "lstm"])
 def test_simulated_training_learns(model):
     start = training.Problem(model, seed=0)
-    before, _ = start.evaluate(start.start)
+    before, *_ = start.evaluate(start.start)
     run = training.train(model, TopKConfig(ratio=0.1), 2, 30, training.Optimizer(0.3), seed=0)
     assert run.loss < before
     assert len(run.union) == 30
@@ -118,8 +104,8 @@ def test_a_resnet_learns_from_a_folder_of_images(images):
     folder = data.image_folder(images)
     assert folder.examples.shape == folder.held_examples.shape == (10, 3, 32, 32)
     resnet = training.Problem("resnet20", 0, folder)
-    before, _ = resnet.evaluate(resnet.start)
-    run = training.train("resnet20", TopKConfig(ratio=0.1), 2, 25, training.Optimizer(0.05), 0, 5, images=images)
+    before, *_ = resnet.evaluate(resnet.start)
+    run = training.train("resnet20", TopKConfig(ratio=0.1), 2, 25, training.Optimizer(0.05), 0, 5, data=images)
     assert run.loss < before
 
 
@@ -152,11 +138,10 @@ def test_every_batch_of_an_evaluation_is_of_all_classes(monkeypatch):
 @pytest.mark.slow
 def test_convergence_runs_on_a_folder_of_images(images, monkeypatch):
     systems = ("dense", "topk", "bidirectional_topk", "randk")
-    for name, value in {"GRID": (0.1,), "SEEDS": 1, "SYSTEMS": systems}.items():
-        monkeypatch.setattr(convergence, name, value)
-    monkeypatch.setattr(convergence, "COMPARED", ("topk", "bidirectional_topk"))
-    monkeypatch.setattr(convergence, "_thesis_rows", lambda result: None)
-    result = convergence.run(images, steps=2)
+    for name, value in {"WIDE_GRID": (0.1,), "SEEDS": 1, "ALL": systems, "COMPARED": systems[1:3]}.items():
+        monkeypatch.setattr(tuning, name, value)
+    monkeypatch.setattr(tuning, "_thesis_rows", lambda result: None)
+    result = tuning.convergence(images, steps=2)
     assert "Images, resnet20 (d = 269,722)" in result.setting
     rows = result.tables["Every system at its best learning rate"]
     assert [row["system"] for row in rows] == [*systems]
@@ -181,8 +166,8 @@ def test_the_toys_gap_is_the_papers_objective_minus_its_least_value():
 
 
 def test_the_error_of_sign_vectors_is_the_general_bound():
-    assert bound.error(torch.ones(1000), 0.1) == pytest.approx(0.9)
-    assert bound.error(torch.tensor([3.0, 4.0]), 0.5) == pytest.approx(9 / 25)
+    assert vectors.error(torch.ones(1000), 0.1) == pytest.approx(0.9)
+    assert vectors.error(torch.tensor([3.0, 4.0]), 0.5) == pytest.approx(9 / 25)
 
 
 def test_the_union_of_two_selections_is_at_most_twice_one():
@@ -192,16 +177,11 @@ def test_the_union_of_two_selections_is_at_most_twice_one():
 
 
 def test_the_shape_of_known_vectors():
-    normal = distribution.statistics(torch.randn(100_000, generator=torch.Generator().manual_seed(0)).double())
+    normal = vectors.statistics(torch.randn(100_000, generator=torch.Generator().manual_seed(0)).double())
     assert normal["kurtosis"] == pytest.approx(3, abs=0.1)
     assert normal["π² below the line"] > 0.999
-    signs = distribution.statistics(torch.ones(1000).double() * torch.arange(1000).remainder(2).mul(2).sub(1))
+    signs = vectors.statistics(torch.ones(1000).double() * torch.arange(1000).remainder(2).mul(2).sub(1))
     assert signs["π² below the line"] < 0.01
-
-
-def test_dense_systems_are_timed_as_torchs_all_reduce():
-    """Not as an exchange of all entries, which takes several times as long."""
-    assert {TopKConfig(**speedup.SYSTEMS[name]).topology for name in speedup.DENSE} == {"dense"}
 
 
 def test_speedups_are_modelled_where_hosts_cannot_be_made(monkeypatch):
@@ -214,79 +194,47 @@ def test_speedups_are_modelled_where_hosts_cannot_be_made(monkeypatch):
     )
 
 
-@pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
-def test_predicted_bytes_are_those_that_leave_the_interface():
-    numel, world, steps = 400_000, 3, TRIALS
-    try:
-        with hosts.emulate(world, "1gbit") as group:
-            before = group.sent_bytes()
-            ranks = group.run(speedup.timed, {"numel": numel, "systems": ["bidirectional_topk"]}, timeout=120)
-            sent = [now - then for now, then in zip(group.sent_bytes(), before, strict=True)]
-    except RuntimeError as error:  # a container may be root without the right to make namespaces
-        pytest.skip(f"no network namespaces here: {error}")
-    plan = volume(TopKConfig(0.001, wire="bf16"), [numel], world)
-    for found, seen in zip(ranks, sent, strict=True):
-        assert found["bidirectional_topk"]["bytes"] == plan.uplink + plan.downlink
-        payload = steps * (plan.uplink + plan.downlink)
-        assert payload < seen < payload * 1.1 + 60_000  # gloo's set-up and TCP's headers
-    left = subprocess.check_output(["ip", "netns", "list"], text=True).split()
-    assert not {*group.names, f"ltk{os.getpid() % 100000}s"} & set(left)
+def timed(rank: int, world: int) -> dict[str, dict[str, float]]:
+    return speedup.timed(
+        {"numel": 100_000, "peers": [*speedup.DENSE, *speedup.SYSTEMS], "settings": {}, "seconds": 0}, rank, world
+    )
 
 
-def test_an_interrupted_experiment_goes_on_where_it_stopped(monkeypatch, tmp_path):
-    monkeypatch.setattr(learning, "TASKS", (learning.Task("mlp", 2, 10, 0.1),))
-    monkeypatch.setattr(training, "run_all", alone)
-    first = learning.run(out=tmp_path, seeds=1)
-    assert len((tmp_path / "learning.jsonl").read_text().splitlines()) == len(learning.METHODS)
-    monkeypatch.setattr(training, "run_all", lambda jobs, *_: {} if not jobs else pytest.fail(f"again: {list(jobs)}"))
-    assert learning.run(out=tmp_path, seeds=1).tables == first.tables
-    (rows,) = first.tables.values()
-    saving = {row["method"]: float(row["saving"].rstrip("x")) for row in rows}
-    assert saving["dense"] == 1 < saving["PowerSGD 4"] < saving["PowerSGD 1"] < saving["saving 50"]
-    for name in ("saving 50", "unidirectional", "all-gather"):
-        assert saving[name] == pytest.approx(50, rel=0.02), name
-    one = "PowerSGD 1"
-    only = learning.run(out=tmp_path, models=["mlp"], methods=[one], seeds=1)
-    assert [row["method"] for row in next(iter(only.tables.values()))] == ["dense", one]
-    monkeypatch.setattr(training, "run_all", alone)
-    known = {**learning.METHODS, one: learning.Method(rank=3)}
-    other = learning.run(out=tmp_path, models=["mlp"], methods=[one], seeds=1, known=known)
-    assert other.tables != only.tables, "a run of other settings passed for this"
-    titles = learning.run(out=tmp_path, methods=[one], seeds=1, steps=5, lr=0.2, workers=[3, 4]).tables
-    assert [words in title for title in titles for words in ("5 steps", "lr 0.2")] == 4 * [True]
-    assert [title.split(", ")[1] for title in titles] == ["3 workers", "4 workers"]
-    with pytest.raises(ValueError, match="there is no nothing here: models are mlp, methods dense"):
-        learning.run(out=tmp_path, methods=["nothing"])
+@pytest.mark.gloo
+def test_an_exchange_of_every_system_is_timed_and_sends_what_is_predicted(groups):
+    found = steps.worst(groups(2).run(timed))
+    assert [*found] == [*speedup.DENSE, *speedup.SYSTEMS]
+    for name in speedup.SYSTEMS:
+        assert found[name]["counted"] == found[name]["predicted"] > 0
+    assert all(each["seconds"] > 0 for each in found.values())
 
 
 def test_saving_curves_go_on_where_they_stopped_and_show_what_there_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(curves, "LEARNERS", tuple(curves.Learner("mlp", kind, 0.05, 5) for kind in ("SGD", "AdamW")))
+    learners = tuple(saving_curves.Learner("mlp", kind, 0.05, 5) for kind in ("SGD", "AdamW"))
+    monkeypatch.setattr(saving_curves, "LEARNERS", learners)
     monkeypatch.setattr(training, "run_all", alone)
-    few = partial(curves.run, savings=(200, 10), lengths=(8, 4), out=tmp_path)
+    few = partial(saving_curves.run, savings=(200, 10), lengths=(8, 4), out=tmp_path)
     first = few(seeds=1)
     lines = (tmp_path / "saving-curves.jsonl").read_text().splitlines()
     assert len(lines) == 2 * 2 * 3, "each learner and length, dense and with two savings"
     assert "4 steps" in lines[0], "short runs come first"
-    table = next(iter(first.tables.values()))
-    assert [row["steps"] for row in table] == [4, 8]
+    (table,) = first.tables.values()
+    assert [row["steps"] for row in table] == ["4", "8", "4", "8"]
     assert table[0]["saving 10"].endswith("(1 seed)")
-    assert list(first.panels[0].curves) == list(first.panels[0].errors) == ["4 steps", "8 steps"]
+    (panel,) = first.panels
+    assert list(panel.curves) == list(panel.errors) == ["mlp, SGD", "mlp, AdamW"]
     monkeypatch.setattr(training, "run_all", lambda jobs, *_: {})
     assert few(seeds=3).tables == first.tables, "what is missing is left out"
-    (mine,) = curves.run(models=["mlp"], optimizers=["SGD"], lengths=(4,), savings=(10,), out=tmp_path).tables.values()
-    assert mine == [{key: table[0][key] for key in ("steps", "dense", "saving 10")}]
+    (mine,) = few(models=["mlp"], optimizers=["SGD"], lengths=(4,), savings=(10,)).tables.values()
+    assert mine == [{head: cell for head, cell in table[0].items() if head != "saving 200"}]
     with pytest.raises(ValueError, match="there is no Adam here: there are AdamW, SGD, mlp"):
-        curves.run(optimizers=["Adam"])
+        few(optimizers=["Adam"])
     for wrong in (-0.5, 0.0):
         with pytest.raises(ValueError, match=f"ratio={wrong} must be in"):
             few(savings=(10, wrong))
-    monkeypatch.setattr(
-        curves, "LEARNERS", (curves.Learner("mlp", "SGD", 0.05, 5), curves.Learner("cnn", "AdamW", 1, 5))
-    )
-    with pytest.raises(
-        ValueError, match="no run has such a model with such an optimizer: there are mlp, SGD; cnn, AdamW"
-    ):
-        curves.run(models=["mlp"], optimizers=["AdamW"])
+    monkeypatch.setattr(saving_curves, "LEARNERS", (learners[0], saving_curves.Learner("cnn", "AdamW", 1, 5)))
+    with pytest.raises(ValueError, match=r"no run has .* such an optimizer: there are mlp, SGD; cnn, AdamW"):
+        few(models=["mlp"], optimizers=["AdamW"])
 
 
 def test_no_run_begins_when_the_time_is_over():
@@ -297,20 +245,6 @@ def test_no_run_begins_when_the_time_is_over():
     assert noted.keys() == found.keys()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lr", "-1"], "lr=-1.0 must be positive"),
-        (["--workers", "8", "1"], r"workers=\[8, 1\] must be at least 2 each"),
-        (["--models", "vgg"], "there is no vgg here: models are"),
-    ],
-)
-def test_invalid_options_of_the_experiment_are_refused_in_words(monkeypatch, tmp_path, words, message):
-    monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce", "learning", "--out", str(tmp_path), *words])
-    with pytest.raises(SystemExit, match=f"reproduce learning: {message}"):
-        __main__.main()
-
-
 @pytest.mark.parametrize("model", ["char lstm", "gpt"])
 def test_models_of_text_learn_from_pythons_documentation(monkeypatch, model):
     parts = (part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor))
@@ -319,7 +253,7 @@ def test_models_of_text_learn_from_pythons_documentation(monkeypatch, model):
     start = training.Problem(model, seed=0)
     assert start.data.examples.shape[1:] == start.data.labels.shape[1:] == (64,)
     assert torch.equal(start.data.examples[0, 1:], start.data.labels[0, :-1])
-    before = start.held_loss(start.start)
+    _, before, _ = start.evaluate(start.start)
     optimizer = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0)
     assert training.train(model, TopKConfig(ratio=0.1), 2, 15, optimizer, seed=0, batch=4).held_loss < before
 
@@ -334,36 +268,13 @@ def test_a_gpt_sees_no_future_characters():
     assert not torch.allclose(before[:, 40:], after[:, 40:])
 
 
-def drawn(world, numel):
-    generator = torch.Generator().manual_seed(0)
-    return [[torch.randn(numel, generator=generator) for _ in range(world)] for _ in range(12)]
-
-
-def test_power_sgd_is_exact_on_matrices_of_its_rank_and_on_vectors():
-    torch.manual_seed(0)
-    cluster = PowerSGD(TopKConfig(topology="dense"), 2, 48 + 6, rank=2, shapes=[(8, 6), (6,)])
-    exact = torch.randn(8, 1) @ torch.randn(1, 6)
-    gradients = [torch.cat([exact.flatten() * (1 + rank), torch.full((6,), float(rank))]) for rank in range(2)]
-    for _ in range(3):
-        delivered = cluster.step(gradients)
-    torch.testing.assert_close(delivered[0], torch.stack(gradients).mean(0), atol=1e-4, rtol=1e-4)
-    assert cluster.sent_bytes["uplink"] == [3 * 4 * (2 * (8 + 6) + 6)] * 2
-    noise = drawn(2, 54)
-    lossy = PowerSGD(TopKConfig(topology="dense"), 2, 54, rank=1, shapes=[(8, 6), (6,)])
-    total = sum(lossy.step(gradients)[0] for gradients in noise)
-    given = sum(torch.stack(gradients).mean(0) for gradients in noise)
-    torch.testing.assert_close(total + lossy.residual.mean(0), given, atol=1e-4, rtol=1e-4)  # error feedback
-
-
 def alone(jobs, title, note, *_):
     """Runs jobs in this process, where a test's patches are in force."""
     for key, job in jobs.items():
         note(key, job())
 
 
-def test_reproduce_wants_the_name_of_a_claim(monkeypatch, capsys):
+def test_reproduce_wants_the_name_of_a_claim(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce"])
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match=r"name a claim \(counterexample, saving, .*\) or pass --all"):
         __main__.main()
-    said = capsys.readouterr().err
-    assert all(name in said for name in CLAIMS)

@@ -1,112 +1,28 @@
-"""A function as a command: its signature gives the options, its docstring their help.
+"""The command line: ``python -m lightning_topk`` ``plan``, ``bench NAME`` or ``reproduce NAME``.
 
-``def run(numel: int = 1000, ratios: Sequence[float] = (0.001,))`` takes ``--numel 1e3 --ratios 0.001 0.01``. Parameters
-without a default are required. Keyword-only parameters are no options.
+A command calls a function of the lab with the options that were given. The function is imported only then, since torch
+takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
-import inspect
-import math
 import re
 import shlex
+import signal
 import sys
 import time
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-import torch
+from lightning_topk._version import __version__
+from lightning_topk.lab.papers import CLAIMS
 
-from lightning_topk.lab.report import Result
-
-
-def add_command(commands: Any, name: str, function: Callable[..., Any]) -> argparse.ArgumentParser:
-    """Declares a command that calls a function, see :func:`add_options`; its help is the docstring's first line.
-
-    Args:
-        commands: What ``ArgumentParser.add_subparsers`` returned.
-        name: The command's name.
-        function: The function.
-    """
-    about = _plain(inspect.getdoc(function) or "").partition("\n")[0]
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
-    add_options(parser, function)
-    return parser
-
-
-def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Declares an option for each parameter of a function, which :func:`call` then calls."""
-    parser.set_defaults(function=function, prog=parser.prog)
-    kinds, helps = get_type_hints(function), _helps(function)
-    for parameter in _parameters(function):
-        default, words = parameter.default, helps.get(parameter.name, "")
-        if default not in (None, (), parameter.empty):
-            words += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
-        given = {"required": True} if default is parameter.empty else {"default": default}
-        flag = f"--{parameter.name.replace('_', '-')}"
-        parser.add_argument(flag, help=words.replace("%", "%%"), **given, **_reader(kinds[parameter.name]))
-
-
-def call(arguments: argparse.Namespace, **others: Any) -> Any:
-    """Calls the command's function with its options.
-
-    Args:
-        arguments: What was parsed.
-        **others: Keyword-only arguments; those that the function does not have are left out.
-    """
-    names = {parameter.name for parameter in _parameters(arguments.function)}
-    known = inspect.signature(arguments.function).parameters
-    options = {name: value for name, value in vars(arguments).items() if name in names}
-    return arguments.function(**options, **{name: value for name, value in others.items() if name in known})
-
-
-def finish(arguments: argparse.Namespace, command: str = "", **others: Any) -> Result:
-    """Calls the command's function on one thread, and prints its result, with the time and the command that it took.
-
-    Args:
-        arguments: What was parsed.
-        command: The command. Default: what this process was given, after ``python -m lightning_topk``.
-        **others: See :func:`call`.
-    """
-    torch.set_num_threads(1)  # many small tensors; and one core is what every reader has
-    begin = time.perf_counter()
-    result: Result = call(arguments, **others)
-    result.seconds = time.perf_counter() - begin
-    result.command = command or f"python -m lightning_topk {shlex.join(sys.argv[1:])}"
-    print(f"{result.text()}\n", flush=True)
-    return result
-
-
-def add_strict(parser: argparse.ArgumentParser) -> None:
-    """Declares ``--strict``, which :func:`judge` obeys."""
-    words = "exit with status 1 if anything is a FAIL"
-    parser.add_argument("--strict", action="store_true", default=argparse.SUPPRESS, help=words)
-
-
-def judge(arguments: argparse.Namespace, results: Sequence[Result]) -> None:
-    """Ends with status 1 if ``--strict`` was given and a statement does not hold."""
-    if getattr(arguments, "strict", False) and any(not check.holds for each in results for check in each.checks):
-        raise SystemExit(1)
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that are options."""
-    return [each for each in inspect.signature(function).parameters.values() if each.kind is not each.KEYWORD_ONLY]
-
-
-def _reader(kind: Any) -> dict[str, Any]:
-    """How argparse reads a value of a type: ``T``, ``T | None``, a Literal, or a Sequence of those."""
-    if get_origin(kind) in (Union, types.UnionType):
-        (kind,) = (each for each in get_args(kind) if each is not type(None))
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    if get_origin(kind) in (tuple, Sequence):
-        return {"nargs": "+", **_reader(get_args(kind)[0])}
-    return {"type": {int: count, float: number}.get(kind, kind), "metavar": kind.__name__.upper()}
+if TYPE_CHECKING:
+    from lightning_topk.lab.report import Result
 
 
 def count(text: str) -> int:
@@ -118,66 +34,196 @@ def count(text: str) -> int:
     return int(value)
 
 
-def number(text: str) -> float:
-    """A finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
-    return value
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nodes": {"type": count, "required": True, "help": "number of nodes"},
+    "gpus_per_node": {"type": count, "help": "ranks on each node (default: 1)"},
+    "model": {"help": "a model of torchvision, such as resnet50"},
+    "module": {"help": "a class such as mine.models.Net, called without arguments"},
+    "params": {"type": count, "help": "parameters of the model, such as 25e6"},
+    "inter": {"help": "speed of a node's network (default: 1gbit)"},
+    "saving": {"type": float, "help": "how many times fewer bytes than all-reduce to send (default: 50)"},
+    "ratio": {"type": float, "help": "fraction of the entries to send, instead"},
+    "wire": {"help": "format of values (default: int4)"},
+    "bucket_cap_mb": {"type": float, "help": "size of DDP's buckets, MiB (default: 25)"},
+    "device": {"choices": ("cpu", "cuda"), "help": "where the gradient lives (default: cpu)"},
+    "numel": {"type": count, "help": "elements of the gradient (default: 25e6)"},
+    "ratios": {"type": float, "nargs": "+", "help": "fractions of the entries to send (default: 0.001 0.01)"},
+    "hosts": {"type": count, "help": "emulated hosts (default: 4; of a race 2)"},
+    "ranks": {"type": count, "help": "processes on each host (default: 1)"},
+    "rates": {"nargs": "+", "help": "speeds of their links, such as 100mbit 1gbit (default: three)"},
+    "rate": {"help": "speed of the links of emulated hosts, such as 1gbit (default: the workers share this host)"},
+    "seconds": {"type": float, "help": "time for each peer; slow ones take more (default: 10)"},
+    "peers": {"nargs": "+", "help": "what to time (default: all that make a difference)"},
+    "workers": {"type": count, "help": "processes, or emulated hosts of one process (default: 2)"},
+    "batch_size": {"type": count, "help": "images of each worker in a step (default: 4)"},
+    "image_size": {"type": count, "help": "height and width of an image, pixels (default: 64)"},
+    "racers": {"nargs": "+", "help": "who takes part (default: all)"},
+    "budget": {"type": float, "help": "seconds of training after which a run is given up (default: 300)"},
+    "data": {"type": Path, "help": "folder of images to learn, train/<class>/* and test/<class>/*; takes long"},
+    "models": {"nargs": "+", "help": "only these models"},
+    "optimizers": {"nargs": "+", "help": 'only these, such as SGD, AdamW, "SGD not adapted" (adapt_momentum=False)'},
+    "savings": {"type": float, "nargs": "+", "help": "what to send; below 1 it is a ratio (default: 50 150 0.001)"},
+    "lengths": {"type": count, "nargs": "+", "help": "steps of a run (default: 300 1000 3000)"},
+    "steps": {"type": count, "help": "steps of a run; bench train leaves four out (default: each model's own, 12)"},
+    "seeds": {"type": count, "help": "runs of each (default: 3; of a race 1)"},
+    "minutes": {"type": float, "help": "time after which no run is begun; the result has what there is"},
+    "json": {"type": Path, "metavar": "FILE", "help": "file to write the result to"},
+    "plot": {"type": Path, "metavar": "FILE", "help": "picture to draw"},
+    "out": {"type": Path, "help": "folder for files (default: reproduced); of a race, the file of its runs"},
+    "all": {"action": "store_true", "help": "all claims of the papers, one after the other"},
+    "strict": {"action": "store_true", "help": "exit with status 1 if anything is a FAIL"},
+}
+"""What argparse is told of each option. Those that are not given are left to the function."""
+
+
+COMMANDS = {
+    "plan": (
+        "plan:run",
+        "what a step sends with each topology, and about how long that takes",
+        "nodes gpus_per_node model module params inter saving ratio wire bucket_cap_mb device",
+    ),
+    "bench select": ("bench.select:run", "the compress step, in passes over memory; its memory", "numel device ratios"),
+    "bench wire": ("bench.wire:run", "bits and bytes of payloads, against entropy", "numel ratios"),
+    "bench hosts": (
+        "bench.steps:hosts",
+        "an exchange alone, on emulated hosts, with bytes counted at their interfaces",
+        "hosts ranks rates numel ratio saving seconds peers",
+    ),
+    "bench train": (
+        "bench.steps:train",
+        "whole steps of a torchvision model, on this host or on emulated ones",
+        "model workers rate ratio saving batch_size image_size steps peers",
+    ),
+    "bench race": (
+        "bench.race:run",
+        "whole trainings on emulated hosts, until they are as good as dense training is at its end; resumable",
+        "hosts rates racers data seeds budget out",
+    ),
+    "reproduce counterexample": ("papers.counterexample:run", "where compressing the downlink too helps", ""),
+    "reproduce saving": ("papers.saving:run", "the union of the workers' selections, as their number grows", ""),
+    "reproduce bound": ("papers.vectors:bound", "how much top-k loses, against two bounds", ""),
+    "reproduce distribution": ("papers.vectors:distribution", "the shape of gradients, alone and with residuals", ""),
+    "reproduce operators": ("papers.operators:run", "the selectors: their time, and how much they keep", ""),
+    "reproduce convergence": ("papers.tuning:convergence", "every system, with tuned learning rates", "data steps"),
+    "reproduce tuning": ("papers.tuning:tuning", "one-way against two-way, at equal k and at equal bytes", ""),
+    "reproduce speedup": ("papers.speedup:run", "the time of an exchange on links of three speeds", ""),
+    "reproduce saving-curves": (
+        "papers.saving_curves:run",
+        "final quality over saving, by length, model and optimizer; resumable",
+        "data models optimizers savings lengths seeds minutes",
+    ),
+}
+"""The function, the help and the options of each command."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser of all commands."""
+    about = "Plans and measures top-k gradient exchange, and reproduces the papers' claims."
+    parser = argparse.ArgumentParser(prog="python -m lightning_topk", description=about)
+    parser.add_argument("--version", action="version", version=f"lightning_topk {__version__}")
+    groups = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
+    about = "speed, against memory, links and the alternatives"
+    bench = groups[""].add_parser("bench", help=about, description=f"Measures {about}.")
+    about = "the claims of the papers, reproduced or refuted"
+    claims = groups[""].add_parser("reproduce", help=about, description=f"Measures {about}, and writes a report.")
+    claims.set_defaults(command="reproduce")
+    add_options(claims, "all out strict")
+    groups["bench"] = bench.add_subparsers(required=True, metavar="NAME")
+    groups["reproduce"] = claims.add_subparsers(metavar="NAME")
+    more = {"": "", "bench": " json plot strict", "reproduce": " out strict"}
+    for name, (_, about, options) in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        one = groups[group].add_parser(last, help=about, description=f"Measures {about}.")
+        add_options(one, options + more[group])
+        one.set_defaults(command=name)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, names: str) -> None:
+    """Adds some of the :data:`OPTIONS`; those that are not given are not set."""
+    for name in names.split():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **OPTIONS[name])
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the command that was parsed, and ends with status 1 if ``--strict`` was given and a statement fails.
+
+    Raises:
+        ValueError: An option has a value that is not allowed, or a package is missing.
+    """
+    given = dict(vars(arguments))
+    group, _, name = given.pop("command").partition(" ")
+    strict = given.pop("strict", False)
+    if group == "plan":
+        print(function_of("plan")(**given))
+        return
+    results = _bench(name, given) if group == "bench" else _reproduce(name, given)
+    if strict and any(not check.holds for result in results for check in result.checks):
+        raise SystemExit(1)
+
+
+def _bench(name: str, given: dict[str, Any]) -> list[Result]:
+    """Runs one bench, and writes its result."""
+    from lightning_topk.lab.report import draw
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that emulated hosts are removed
+    json, plot = given.pop("json", None), given.pop("plot", None)
+    if plot is not None:
+        need("matplotlib")
+        if plot.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"{plot} must end in .png, .svg, .pdf.")
+    for path in filter(None, (json, plot)):
+        path.touch()  # an error now is better than one after the work
+    result = finish(function_of(f"bench {name}"), given)
+    if json is not None:
+        json.write_text(result.json())
+    if plot is not None:
+        draw(result.panels, plot)
+    return [result]
+
+
+def _reproduce(name: str, given: dict[str, Any]) -> list[Result]:
+    """Runs one claim or all, and writes their results and the report."""
+    from lightning_topk.lab.report import write_report
+
+    whole, out = given.pop("all", False), given.pop("out", Path("reproduced"))
+    if not whole and not name:
+        raise ValueError(f"name a claim ({', '.join(CLAIMS)}) or pass --all.")
+    need("matplotlib")  # the pictures
+    need("sklearn", "scikit-learn")  # the digits
+    out.mkdir(parents=True, exist_ok=True)
+    results = []
+    for each in CLAIMS if whole else [name]:
+        options = given if each in CLAIMS else {**given, "out": out}
+        command = f"python -m lightning_topk reproduce {each}" if whole else ""
+        results.append(finish(function_of(f"reproduce {each}"), options, command))
+        results[-1].write(out)
+    write_report(out)
+    print(f"report: {out / 'report.md'}")
+    return results
+
+
+def finish(function: Callable[..., Result], given: Mapping[str, Any], command: str = "") -> Result:
+    """Calls a function on one thread, and prints its result, with its time and the command (default: this one)."""
+    import torch
+
+    torch.set_num_threads(1)  # many small tensors; and one core is what every reader has
+    begin = time.perf_counter()
+    result = function(**given)
+    result.seconds = time.perf_counter() - begin
+    result.command = command or f"python -m lightning_topk {shlex.join(sys.argv[1:])}"
+    print(f"{result.text()}\n", flush=True)
+    return result
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Imports the function of a command."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"lightning_topk.lab.{module}"), function)
+    return found
 
 
 def need(module: str, package: str | None = None) -> None:
-    """Says that an optional package is missing, before any work is done.
-
-    Args:
-        module: What is imported.
-        package: What pip calls it. Default: the same.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Says that an optional package is missing, before any work is done; ``package`` is what pip calls it."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"this needs {module}, which is not installed: pip install {package or module}.")
-
-
-def check_folder(path: Path) -> None:
-    """Makes a folder for results, before any work is done.
-
-    Raises:
-        ValueError: That is not possible.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be a folder for results: {error.strerror}.") from error
-
-
-def check_file(path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Refuses a file that could not be written, before any work is done.
-
-    Args:
-        path: The file; None if none is wanted.
-        suffixes: Those that it may have. Default: any.
-
-    Raises:
-        ValueError: Its folder does not exist, or its suffix is another.
-    """
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}.")
-    if path is not None and suffixes and path.suffix not in suffixes:
-        raise ValueError(f"{path} must end in {', '.join(suffixes)}.")
-
-
-def _helps(function: Callable[..., Any]) -> dict[str, str]:
-    """The description of each parameter in a Google-style docstring."""
-    _, _, section = (inspect.getdoc(function) or "").partition("Args:\n")
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section.partition("\n\n")[0], re.MULTILINE)
-    return {name: re.sub(r"\.$", "", _plain(re.sub(r"\s+", " ", words))) for name, words in found}
-
-
-def _plain(text: str) -> str:
-    """Text without reStructuredText's marks."""
-    return re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "")

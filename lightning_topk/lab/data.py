@@ -76,15 +76,7 @@ def image_folder(folder: Path) -> Data:
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Images moved by up to four pixels each way, every second one mirrored (He et al. 2016, section 4.2).
-
-    Args:
-        images: ``[N, C, H, W]`` float32.
-        generator: Source of the random numbers.
-
-    Returns:
-        Images of the same shape, channels last.
-    """
+    """Images ``[N, C, H, W]`` moved by up to four pixels each way, every second one mirrored (He et al. 2016, 4.2)."""
     count, _, height, width = images.shape
     padded = nn.functional.pad(images, (4, 4, 4, 4))
     down, right = torch.randint(0, 9, (2, count, 1), generator=generator)
@@ -96,11 +88,6 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 
 def folders(root: Path, transform: Any, held_transform: Any) -> tuple[Any, Any]:
     """The images of ``root/train/<class>/*``, to train on, and of ``root/test/<class>/*``, held out.
-
-    Args:
-        root: The folder.
-        transform: Transform of the images to train on.
-        held_transform: Transform of the held-out images.
 
     Raises:
         ValueError: One of the two folders is missing.

@@ -1,10 +1,12 @@
 """Several hosts on one machine: a network namespace for each, joined by a bridge, with links of a given rate.
 
 Needs root and iproute2 (``ip``, ``tc``). Addresses exist inside the namespaces only; everything is removed on exit.
+As a program, this module is one rank: see :func:`main`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -15,14 +17,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 PORT = 29400
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 def available() -> bool:
     """Whether hosts can be emulated here."""
     return os.name == "posix" and os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
+
+
+def check_available() -> None:
+    """Refuses to go on where hosts cannot be emulated, with a RuntimeError."""
+    if not available():
+        raise RuntimeError("Emulated hosts need root, and ip and tc of iproute2. Only bench train can do without.")
 
 
 def bits_per_second(rate: str) -> float:
@@ -35,6 +46,11 @@ def bits_per_second(rate: str) -> float:
     if not found or float(found[1]) == 0:
         raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit, 1gbit or 2.5gbit.")
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
+
+def sent_bytes() -> int:
+    """Bytes that left this host's interface so far, of all its ranks; zero where hosts are not emulated."""
+    return int(COUNTER.read_text()) if os.environ.get("GLOO_SOCKET_IFNAME") == "eth0" else 0
 
 
 class Hosts:
@@ -56,18 +72,13 @@ class Hosts:
         timeout: float = 600.0,
         shown: bool = False,
     ) -> list[Any]:
-        """Calls ``function(options, rank, world)`` in a process for every rank, see :mod:`lightning_topk.lab.ranks`.
-
-        The processes are joined by ``torch.distributed`` and have torchrun's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
+        """Calls ``function(options, rank, world)`` in a process for every rank, joined by ``torch.distributed``.
 
         Args:
-            function: A function of an importable module. What it returns must be JSON.
-            options: What it is called with, as JSON.
+            function: A function of an importable module. Options and what it returns, for each rank, must be JSON.
+            options: What it is called with. ``"device": "cuda"`` gives each rank a GPU, if there are enough.
             timeout: Seconds after which all processes are killed.
             shown: Whether rank 0's standard error, such as a progress bar, is this process's.
-
-        Returns:
-            What each rank returned.
 
         Raises:
             RuntimeError: One of them failed.
@@ -76,7 +87,7 @@ class Hosts:
         path, world, started = f"{function.__module__}:{function.__qualname__}", len(self.names) * self.ranks, []
         for rank in range(world):
             place = [str(rank), str(world), self.address]
-            command = [sys.executable, "-m", "lightning_topk.lab.ranks", *place, path, json.dumps(options)]
+            command = [sys.executable, "-m", "lightning_topk.lab.hosts", *place, path, json.dumps(options)]
             local = {"LOCAL_WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(rank % self.ranks)}
             started.append(self.start(rank // self.ranks, command, local, shown and rank == 0))
         try:
@@ -95,14 +106,7 @@ class Hosts:
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str], shown: bool = False
     ) -> subprocess.Popen[str]:
-        """Starts a process on a host, with its output in pipes.
-
-        Args:
-            host: Its number, from 0.
-            command: What to run there.
-            environment: Variables to add to those of this process.
-            shown: Whether its standard error is this process's.
-        """
+        """Starts a process on a host, with its output in pipes; ``shown`` leaves its standard error this process's."""
         name = self.names[host]
         enter = ["ip", "netns", "exec", name] if name else []
         interface = {"GLOO_SOCKET_IFNAME": "eth0"} if name else {}
@@ -114,11 +118,6 @@ class Hosts:
             env={**os.environ, **interface, "OMP_NUM_THREADS": "1", **environment},
         )
 
-    def sent_bytes(self) -> list[int]:
-        """Bytes that left the interface of each emulated host so far."""
-        path = "/sys/class/net/eth0/statistics/tx_bytes"
-        return [int(_ip("netns", "exec", name, "cat", path)) for name in self.names if name]
-
 
 def local(count: int) -> Hosts:
     """``count`` processes on this host, joined by its loopback."""
@@ -129,44 +128,63 @@ def local(count: int) -> Hosts:
 
 @contextmanager
 def emulate(count: int, rate: str, ranks: int = 1) -> Iterator[Hosts]:
-    """Makes hosts whose links have a rate in both directions, and removes them at the end.
+    """Makes hosts whose links have a rate in both directions, such as ``100mbit``, and removes them at the end.
 
-    Args:
-        count: Hosts, 1 to 200.
-        rate: As tc writes it, such as ``100mbit`` or ``1gbit``.
-        ranks: Processes on each host; they reach each other without that link.
-
-    Raises:
-        RuntimeError: The namespaces or links could not be made.
-        ValueError: Invalid rate or number of hosts.
+    The ranks of a host, processes, reach each other without that link.
     """
+    check_available()
     if not 1 <= count <= 200:
         raise ValueError(f"Invalid number of hosts {count}; emulate 1 to 200.")
     tag = f"ltk{os.getpid() % 100000}"
     switch, names = f"{tag}s", [f"{tag}h{number}" for number in range(count)]
     # The bucket holds 2 ms of traffic, at least 32 KiB: a smaller one throttles dense traffic below the rate.
     burst = max(1 << 15, math.ceil(bits_per_second(rate) / 8 * 0.002))
-    shape = ["root", "tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
+    shape = f"root tbf rate {rate} burst {burst} latency 50ms"
     with ExitStack() as stack:
         for name in (switch, *names):
-            _ip("netns", "add", name)
-            stack.callback(_ip, "netns", "del", name)
-        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        _ip("-n", switch, "link", "set", "br0", "up")
+            _ip(f"netns add {name}")
+            stack.callback(_ip, f"netns del {name}")
+        _ip(f"-n {switch} link add br0 type bridge")
+        _ip(f"-n {switch} link set br0 up")
         for number, name in enumerate(names):
             port = f"p{number}"
-            _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
-            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
-            _ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            _ip(f"-n {name} link add eth0 type veth peer name {port} netns {switch}")
+            _ip(f"-n {switch} link set {port} master br0 up")
+            _ip(f"-n {name} addr add 10.77.0.{number + 1}/24 dev eth0")
             for interface in ("lo", "eth0"):
-                _ip("-n", name, "link", "set", interface, "up")
-            _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shape)
-            _ip("netns", "exec", switch, "tc", "qdisc", "add", "dev", port, *shape)
+                _ip(f"-n {name} link set {interface} up")
+            _ip(f"netns exec {name} tc qdisc add dev eth0 {shape}")
+            _ip(f"netns exec {switch} tc qdisc add dev {port} {shape}")
         yield Hosts(names, f"10.77.0.1:{PORT}", ranks)
 
 
-def _ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+def _ip(arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments.split()], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)} failed: {done.stderr.strip()}")
-    return done.stdout
+        raise RuntimeError(f"ip {arguments} failed: {done.stderr.strip()}")
+
+
+def main() -> None:
+    """Is one rank: ``python -m lightning_topk.lab.hosts RANK WORLD ADDRESS:PORT MODULE:FUNCTION OPTIONS``.
+
+    It joins the others, calls the function on one thread, and prints what that returns as a line of JSON.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, world, address, path, options = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], json.loads(sys.argv[5])
+    torch.set_num_threads(1)
+    module, _, name = path.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    gpus = torch.cuda.device_count() if options.get("device") == "cuda" else 0
+    if gpus:
+        torch.cuda.set_device(rank % gpus)
+    backend, late = "nccl" if gpus >= world else "gloo", timedelta(minutes=10)
+    dist.init_process_group(backend, f"tcp://{address}", rank=rank, world_size=world, timeout=late)
+    print(json.dumps(function(options, rank, world)))
+    dist.barrier()  # others may still need the store
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_topk.lab.commands import need
 from lightning_topk.lab.data import CHARACTERS, LENGTH
 
 Shape = tuple[int, int, int]
@@ -45,10 +46,7 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
 class Block(nn.Module):
     """Two convolutions beside a shortcut that drops pixels and pads channels (He et al. 2016, option A).
 
-    Args:
-        inputs: Channels.
-        outputs: Channels, once or twice as many; if twice, the image is halved.
-        norm: Makes the normalisation of a number of channels.
+    There are once or twice as many output channels as inputs; if twice, the image is halved.
     """
 
     def __init__(self, inputs: int, outputs: int, norm: Norm) -> None:
@@ -76,20 +74,14 @@ def resnet20(shape: Shape, classes: int, norm: Norm = nn.BatchNorm2d) -> nn.Modu
     )  # fmt: skip
 
 
-def small_vgg() -> nn.Module:
-    """Six convolutions with group norm, 1.1 million parameters, for 32 x 32 colour images in ten classes."""
+def convnet(
+    widths: Sequence[int] = (24, 48, 96, 192), pools: Sequence[int] = (1, 1, 1, 1), norm: Norm = GROUP_NORM
+) -> nn.Module:
+    """Convolutions with norms for 32 x 32 colour images in ten classes; 0.2 million parameters by default."""
     layers: list[nn.Module] = []
-    for a, b, pool in [(3, 32, 1), (32, 64, 1), (64, 128, 0), (128, 128, 1), (128, 256, 0), (256, 256, 1)]:
-        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.GroupNorm(8, b), nn.ReLU(), *[nn.MaxPool2d(2)] * pool]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
-
-
-def convnet(norm: Norm = GROUP_NORM) -> nn.Module:
-    """Four convolutions with norms, 0.2 million parameters, for 32 x 32 colour images in ten classes: fast."""
-    layers: list[nn.Module] = []
-    for a, b in itertools.pairwise([3, 24, 48, 96, 192]):
-        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), norm(b), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(192, 10))
+    for a, b, pool in zip((3, *widths), widths, pools, strict=False):
+        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), norm(b), nn.ReLU(), *[nn.MaxPool2d(2)] * pool]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
 
 
 class RowLSTM(nn.Module):
@@ -120,12 +112,7 @@ class CharLSTM(nn.Module):
 
 
 class GPT(nn.Module):
-    """A transformer that predicts the next character: pre-norm blocks of four heads, GELU, no dropout.
-
-    Args:
-        width: Width of the states, a multiple of four.
-        depth: Number of blocks.
-    """
+    """A transformer that predicts the next character: pre-norm blocks of four heads, GELU, no dropout."""
 
     def __init__(self, width: int = 64, depth: int = 2) -> None:
         super().__init__()
@@ -170,14 +157,29 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "cnn": partial(cnn, DIGIT, 10),
     "lstm": RowLSTM,
     "resnet20": partial(resnet20, (3, 32, 32), 10, GROUP_NORM),
-    "vgg": small_vgg,
+    "vgg": partial(convnet, (32, 64, 128, 128, 256, 256), (1, 1, 0, 1, 0, 1)),
     "convnet": convnet,
-    "batch-norm convnet": partial(convnet, BATCH_NORM),
+    "batch-norm convnet": partial(convnet, norm=BATCH_NORM),
     "char lstm": CharLSTM,
     "gpt": GPT,
     "gpt2": GPT2,
 }
 """What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), four of
-32 x 32 colour images, three of text."""
+32 x 32 colour images (``vgg`` has 1.1 million parameters), three of text."""
 TEXT = ("char lstm", "gpt", "gpt2")
 """The models of text."""
+
+
+def torchvision_model(name: str) -> nn.Module:
+    """A model of torchvision, untrained.
+
+    Raises:
+        ValueError: There is none of that name, or torchvision is missing.
+    """
+    need("torchvision")
+    import torchvision
+
+    if name not in torchvision.models.list_models():
+        raise ValueError(f"torchvision has no model {name!r}; torchvision.models.list_models() names them.")
+    net: nn.Module = torchvision.models.get_model(name, weights=None)
+    return net

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from typing import Any, Literal
 
@@ -12,25 +11,13 @@ from torch import nn
 from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.wire import WireName
 from lightning_topk.lab.bench.select import step_seconds
-from lightning_topk.lab.commands import add_command, call, need
 from lightning_topk.lab.hosts import bits_per_second
-from lightning_topk.lab.report import markdown
-from lightning_topk.volume import Volume, format_bytes, volume
+from lightning_topk.lab.models import torchvision_model
+from lightning_topk.lab.report import Row, markdown
+from lightning_topk.volume import format_bytes, volume
 
 MEASURED = 4_000_000
 """Most elements of the gradient that is compressed to measure computing."""
-
-
-def declare(commands: Any) -> None:
-    """Declares ``plan``."""
-    add_command(commands, "plan", run).set_defaults(main=show)
-
-
-def show(arguments: argparse.Namespace) -> None:
-    """Prints the plan."""
-    if arguments.model is not None:
-        need("torchvision")
-    print(call(arguments))
 
 
 def run(
@@ -46,26 +33,9 @@ def run(
     bucket_cap_mb: float = 25,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> str:
-    """Says what a step sends with each topology, and about how long that takes on a link.
-
-    Args:
-        nodes: Number of nodes.
-        gpus_per_node: Ranks on each node.
-        model: A name of torchvision's, such as resnet50.
-        module: A class such as mine.models.Net, called without arguments.
-        params: Parameters of the model, such as 25e6.
-        inter: Speed of a node's network.
-        saving: How many times fewer bytes than all-reduce to send. Default: 50.
-        ratio: Fraction that workers send, instead.
-        wire: Format of values. Default: int4.
-        bucket_cap_mb: Size of DDP's buckets, MiB.
-        device: Where compressing is measured, on this machine.
-
-    Raises:
-        ValueError: A setting is invalid, or there is one rank only.
-    """
+    """Says what a step sends with each topology, and about how long that takes on a link."""
     sizes, world = parameter_sizes(model, module, params), nodes * gpus_per_node
-    if nodes < 1 or gpus_per_node < 1 or world < 2:
+    if world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
     if not bucket_cap_mb > 0:
         raise ValueError(f"--bucket-cap-mb {bucket_cap_mb:g} must be positive.")
@@ -79,10 +49,18 @@ def run(
         if topology == "hierarchical" and not 1 < gpus_per_node < world:
             continue
         config = TopKConfig(**amount, topology=topology, bidirectional=topology != "allgather")
-        busiest = volume(config, buckets, world, local=gpus_per_node)
+        sent = volume(config, buckets, world, local=gpus_per_node)  # of rank 0, the busiest
         elements = sum(sizes) / (gpus_per_node if topology == "hierarchical" else 1)
         computing = second * elements if config.compresses else 0.0
-        rows.append(_row(topology, busiest, computing, speed))
+        row: Row = {"topology": "dense (DDP)" if topology == "dense" else topology}
+        row |= {
+            "a rank sends": format_bytes(sent.uplink + sent.downlink),
+            "a node sends": format_bytes(sent.inter_node),
+        }
+        row |= {"saving": f"{sent.node_saving:.1f}x", "ms a step": 1000 * (computing + sent.inter_node / speed)}
+        pays = 8 * (sent.dense_inter_node - sent.inter_node) / computing if computing else 0.0  # bits a second
+        words = f"{pays / 1e9:.3g} Gbit/s" if pays >= 1e9 else f"{pays / 1e6:.3g} Mbit/s" if pays > 0 else "never"
+        rows.append(row | {"pays below": words if computing else ""})
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between them; "
         f"{'saving' if ratio is None else 'ratio'} {ratio or saving:g}.\n\n{markdown(rows)}\n\n"
@@ -91,33 +69,8 @@ def run(
     )
 
 
-def _row(topology: str, sent: Volume, computing: float, speed: float) -> dict[str, object]:
-    """One topology: bytes, the time of its exchanges in a step, and the speed of link below which it pays."""
-    gained, pays = sent.dense_inter_node - sent.inter_node, ""
-    if topology != "dense":
-        pays = "never" if gained <= 0 else _rate(gained / computing)
-    return {
-        "topology": "dense (DDP)" if topology == "dense" else topology,
-        "a rank sends": format_bytes(sent.uplink + sent.downlink),
-        "a node sends": format_bytes(sent.inter_node),
-        "saving": f"{sent.node_saving:.1f}x",
-        "ms a step": 1000 * (computing + sent.inter_node / speed),
-        "pays below": pays,
-    }
-
-
-def _rate(speed: float) -> str:
-    """Bytes a second as a rate of a link."""
-    return f"{8e-9 * speed:.3g} Gbit/s" if speed >= 1.25e8 else f"{8e-6 * speed:.3g} Mbit/s"
-
-
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
-    """Elements of each trainable parameter; of a number of parameters, one large one.
-
-    Args:
-        model: A name of torchvision's, such as ``resnet50``.
-        module: A class, or a function that gives a module, such as ``mine.models.Net``; called without arguments.
-        params: A number of elements, for one large parameter.
+    """Elements of each trainable parameter: of a model of torchvision, of a class, or of one large parameter.
 
     Raises:
         ValueError: Not exactly one is given, or it does not exist.
@@ -129,17 +82,8 @@ def parameter_sizes(model: str | None = None, module: str | None = None, params:
             raise ValueError(f"--params {params:.3g} must be at least 1 and at most 1e14.")
         return [params]
     with torch.device("meta"):  # no memory, no initialisation
-        net = _torchvision(model) if model is not None else _imported(str(module))
+        net = torchvision_model(model) if model is not None else _imported(str(module))
     return [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
-
-
-def _torchvision(name: str) -> nn.Module:
-    import torchvision
-
-    if name not in torchvision.models.list_models():
-        raise ValueError(f"torchvision has no model {name!r}; torchvision.models.list_models() names them.")
-    net: nn.Module = torchvision.models.get_model(name, weights=None)
-    return net
 
 
 def _imported(path: str) -> nn.Module:
@@ -156,12 +100,7 @@ def _imported(path: str) -> nn.Module:
 def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:
     """How DDP groups parameters, whose gradients come in the opposite order: 1 MiB first, then ``cap_mb`` a bucket.
 
-    Args:
-        sizes: Elements of each parameter, in the model's order.
-        cap_mb: DDP's ``bucket_cap_mb``.
-
-    Returns:
-        Elements of each parameter of each bucket.
+    Parameters are given by their elements.
     """
     buckets: list[list[int]] = [[]]
     for size in reversed(sizes):

@@ -12,11 +12,13 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from statistics import mean, stdev
+from typing import Any
 
 import torch
 
 from lightning_topk._version import __version__
+from lightning_topk.lab.papers import CLAIMS
 
 Row = dict[str, Any]
 Curve = tuple[Sequence[float], Sequence[float]]
@@ -25,14 +27,7 @@ Curve = tuple[Sequence[float], Sequence[float]]
 
 @dataclass
 class Check:
-    """A statement and what was measured.
-
-    Args:
-        statement: The claim, in one sentence.
-        expected: The target; of a paper's claim the published figure, empty if there is none.
-        measured: The measured figure.
-        holds: Whether the measurement confirms the claim.
-    """
+    """A statement, the target or the published figure, what was measured, and whether that confirms the statement."""
 
     statement: str
     expected: str
@@ -42,18 +37,7 @@ class Check:
 
 @dataclass
 class Panel:
-    """One pair of axes.
-
-    Args:
-        title: Title; without ``ylabel`` it names the vertical axis too.
-        xlabel: Label of the horizontal axis.
-        curves: Curves by their label.
-        xlog: Whether the horizontal axis is logarithmic.
-        ylog: Whether the vertical axis is logarithmic.
-        ylabel: Label of the vertical axis, with its unit.
-        level: A height to mark, such as an aim.
-        errors: Standard errors of a curve's heights, by its label.
-    """
+    """One pair of axes: curves, and standard errors of their heights, by label; ``level`` is a height to mark."""
 
     title: str
     xlabel: str
@@ -65,42 +49,21 @@ class Panel:
     errors: dict[str, Sequence[float]] = field(default_factory=dict)
 
 
-METHODS = {
-    "#0072b2": ("PowerSGD 2", "topk", "uni"),
-    "#d55e00": ("saving 50", "ours", "bidirectional_topk", "bi"),
-    "#009e73": ("fp16 hook", "gaussiank"),
-    "#cc79a7": ("ratio 0.001", "dgc"),
-    "#e69f00": ("saving 150", "trimmed"),
-    "#56b4e9": ("PowerSGD 1",),
-    "#3b3b98": ("PowerSGD 4",),
-    "#999999": ("saving 400", "randk"),
-    "#222222": ("DDP", "dense"),
-}
-"""Who has which colour in every picture; told apart by colour-blind people too (after Okabe and Ito)."""
-COLOURS = {method: colour for colour, methods in METHODS.items() for method in methods}
+COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#3b3b98", "#999999", "#222222")
+"""Told apart by colour-blind people too (after Okabe and Ito)."""
 
 
 def _versions() -> dict[str, str]:
-    machine = f"{os.cpu_count()} {platform.machine()} cores"
     versions = {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return versions | {"machine": machine}
+    return versions | {"machine": f"{os.cpu_count()} {platform.machine()} cores"}
 
 
 @dataclass
 class Result:
-    """What a command measured.
+    """What a command of this name measured.
 
-    Args:
-        name: Name of the command.
-        claim: What was tested.
-        setting: Model, data, workers, steps: all that is needed to judge the figures.
-        tables: Rows by the table's title.
-        checks: The verdicts.
-        panels: The curves.
-        seconds: Wall time, seconds.
-        command: The command.
-        versions: Versions of the packages, and the machine.
-        against: What is expected: ``"target"``, or ``"published"`` for the claims of the papers.
+    ``setting`` is all that is needed to judge the figures: model, data, workers, steps. ``tables`` are rows by title,
+    ``checks`` hold what was measured against a target, or what was published. ``seconds`` is the wall time.
     """
 
     name: str
@@ -112,26 +75,27 @@ class Result:
     seconds: float = 0.0
     command: str = ""
     versions: dict[str, str] = field(default_factory=_versions)
-    against: Literal["target", "published"] = "target"
 
     def check(self, statement: str, expected: str, measured: str, holds: bool) -> None:
         """Adds a verdict, see :class:`Check`."""
         self.checks.append(Check(statement, expected, measured, holds))
 
+    def panel(self, title: str, xlabel: str, **others: Any) -> dict[str, Curve]:
+        """Adds a :class:`Panel`, and returns its curves."""
+        self.panels.append(Panel(title, xlabel, **others))
+        return self.panels[-1].curves
+
     def text(self) -> str:
         """Tables and verdicts as Markdown that reads well in a terminal."""
         parts = [f"## {self.name}: {self.claim}", self.setting]
-        for title, rows in self.tables.items():
-            parts.append(f"**{title}**\n\n{markdown(rows)}")
-        marks = ("FAIL", "pass")
+        parts += [f"**{title}**\n\n{markdown(rows)}" for title, rows in self.tables.items()]
+        against = "published" if self.name in CLAIMS else "target"
         rows = [
-            {"": marks[each.holds], "claim": each.statement, self.against: each.expected, "measured": each.measured}
-            for each in self.checks
+            {"": ("FAIL", "pass")[c.holds], "claim": c.statement, against: c.expected, "measured": c.measured}
+            for c in self.checks
         ]
-        if rows:
-            parts.append(markdown(rows))
         words = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts.append(f"{self.seconds:.0f} s: `{self.command}` ({words})")
+        parts += [markdown(rows)] * bool(rows) + [f"{self.seconds:.0f} s: `{self.command}` ({words})"]
         return "\n\n".join(parts)
 
     @staticmethod
@@ -148,16 +112,39 @@ class Result:
 
     def write(self, folder: Path) -> None:
         """Writes ``NAME.json``, ``NAME.png`` and ``NAME.svg`` into a folder."""
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.name}.json").write_text(self.json())
         if self.panels:
             for suffix in ("png", "svg"):
                 draw(self.panels, folder / f"{self.name}.{suffix}")
 
 
-def spread(values: list[float], style: str) -> str:
+def write_report(folder: Path) -> None:
+    """Writes the claims' results that a folder has as one page, ``report.md``."""
+    results = [Result.read(path) for path in (folder / f"{name}.json" for name in CLAIMS) if path.exists()]
+    checks = [check for result in results for check in result.checks]
+    head = [
+        "# The papers' claims, reproduced or refuted",
+        f"{sum(check.holds for check in checks)} of {len(checks)} statements hold. Each table says how it was made.",
+    ]
+    pages = [f"{result.text()}\n\n![{result.name}]({result.name}.png)" for result in results]
+    (folder / "report.md").write_text("\n\n".join(head + pages) + "\n")
+
+
+def spread(values: Sequence[float], style: str) -> str:
     """Mean and half the range."""
-    return f"{sum(values) / len(values):{style}} ± {(max(values) - min(values)) / 2:{style}}"
+    return f"{mean(values):{style}} ± {(max(values) - min(values)) / 2:{style}}"
+
+
+def in_words(values: Sequence[float], style: str, unit: str = "") -> str:
+    """Mean and standard error of several seeds, or the value of one; empty if there is none."""
+    if len(values) < 2:
+        return "".join(f"{value:{style}}{unit} (1 seed)" for value in values)
+    return f"{mean(values):{style}} ± {standard_error(values):{style.lstrip('+')}}{unit}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of a mean; zero of a single value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _finite(value: Any) -> Any:
@@ -169,27 +156,19 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     """Rows as a Markdown table with aligned columns."""
     heads = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [heads, *([_cell(row.get(head, "")) for head in heads] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
-    ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    found = [[row.get(head, "") for head in heads] for row in rows]
+    cells = [heads, *([f"{each:.4g}" if isinstance(each, float) else str(each) for each in row] for row in found)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 
 
 def draw(panels: Sequence[Panel], path: str | Path) -> None:
-    """Draws panels, three in a row, with each curve's label at its end.
-
-    Args:
-        panels: The panels.
-        path: The picture to write; its suffix decides the format.
+    """Draws panels, three in a row, into a picture; the path's suffix decides its format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -198,7 +177,7 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
 
     matplotlib.use("Agg")  # draws to files: needs no display
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -206,56 +185,24 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     for axis, panel in zip(axes.flat, panels, strict=False):
-        taken = {COLOURS[label] for label in panel.curves if label in COLOURS}
-        others = iter([colour for colour in METHODS if colour not in taken] * len(panel.curves))
-        lines = []
+        axis.set_prop_cycle(color=COLOURS)
         for label, (x, y) in panel.curves.items():
-            colour = COLOURS.get(label) or next(others)
-            lines += axis.plot(x, y, color=colour, linewidth=1.6, marker="." if len(x) < 12 else None)
-            if label in panel.errors:
-                axis.errorbar(x, y, panel.errors[label], color=colour, linestyle="", linewidth=0.8, capsize=2)
+            marker = "." if len(x) < 12 else None
+            axis.errorbar(x, y, panel.errors.get(label), label=label, marker=marker, elinewidth=0.8, capsize=2)
         axis.set_title(panel.title, loc="left", fontsize="medium")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
-        for scale, name, room in ((axis.xaxis, "x" * panel.xlog, 2), (axis.yaxis, "y" * panel.ylog, 5)):
-            if name:
-                (axis.set_xscale if name == "x" else axis.set_yscale)("log")
-                low, high = scale.get_view_interval()
-                scale.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 10**room else (1,)))
-                scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-                scale.set_minor_formatter(NullFormatter())
+        axis.set(xscale="log" if panel.xlog else "linear", yscale="log" if panel.ylog else "linear")
+        for along in (axis.xaxis, axis.yaxis):
+            if along.get_scale() == "log":
+                low, high = along.get_view_interval()
+                along.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1000 else (1,)))
+                along.set_major_formatter("{x:g}")
+                along.set_minor_formatter(NullFormatter())
         if panel.level is not None:
             axis.axhline(panel.level, color="#999999", linewidth=0.8, linestyle="--")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e5e5e5", linewidth=0.6)
         axis.set_axisbelow(True)
-        _label_ends(axis, panel, lines)
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-GAP = 0.065
-"""Least distance of two labels beside a panel, as a share of its height."""
-
-
-def _label_ends(axis: Any, panel: Panel, lines: Sequence[Any]) -> None:
-    """Writes the label of each curve beside the panel, as near to the height of its end as others allow."""
-    to_axes = axis.transScale + axis.transLimits
-    ends = []
-    for line, label in zip(lines, panel.curves, strict=True):
-        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
-        height = to_axes.transform((x, y))[1]
-        axis.plot(x, y, "o", color=line.get_color(), markersize=3.5)
-        ends.append((height if math.isfinite(height) else 0.0, (x, y), label, line.get_color()))
-    ends.sort(key=lambda end: end[0])
-    places: list[float] = []
-    for height, *_ in ends:
-        places.append(max(height, places[-1] + GAP) if places else height)
-    over = max(0.0, places[-1] - 1) if places else 0.0
-    for number in reversed(range(len(places))):  # down again from the top
-        places[number] = min(places[number], 1 - GAP * (len(places) - 1 - number)) if over else places[number]
-    for place, (_, end, label, colour) in zip(places, ends, strict=True):
-        axis.annotate(
-            label, end, (1.04, place), textcoords="axes fraction", color=colour, fontsize="small", va="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkB": 0},
-            annotation_clip=False,
-        )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
@@ -35,31 +34,28 @@ class Problem:
     Args:
         model: A key of :data:`lightning_topk.lab.models.MODELS`.
         seed: Seed of the initial parameters.
-        data: What it learns. Default: Python's documentation for models of text, else digits.
+        data: What it learns, or a folder of images, see :func:`lightning_topk.lab.data.folders`. Default: Python's
+            documentation for models of text, else digits.
     """
 
-    def __init__(self, model: str, seed: int, data: Data | None = None) -> None:
-        self.data = data or (documentation() if model in TEXT else digits())
+    def __init__(self, model: str, seed: int, data: Data | Path | None = None) -> None:
+        own = documentation if model in TEXT else digits
+        self.data = image_folder(data) if isinstance(data, Path) else data or own()
         torch.manual_seed(seed)
         self.net = MODELS[model]()
         self.parameters = list(self.net.parameters())
         self.start = torch.cat([p.detach().flatten() for p in self.parameters])
         # vmap does not support LSTMs, and is slower for large models.
-        large = len(self.start) > 200_000 or model in TEXT
-        self._vectorised = (
-            data is None and not large and not any(isinstance(part, nn.LSTM) for part in self.net.modules())
-        )
+        large = len(self.start) > 200_000 or model in TEXT or data is not None
+        self._vectorised = not large and not any(isinstance(part, nn.LSTM) for part in self.net.modules())
 
     def gradients(self, theta: Tensor, batches: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """The gradient of each worker.
+        """The gradient ``[d]`` of each worker.
 
         Args:
             theta: The parameters, ``[d]`` float32.
             batches: The numbers of each worker's training examples, ``[W, B]`` int64.
             generator: Source of the random numbers of the data's augmentation.
-
-        Returns:
-            W tensors ``[d]`` float32.
         """
         images, labels = self.data.examples, self.data.labels
         if self._vectorised:
@@ -72,15 +68,11 @@ class Problem:
             found.append(torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, weights)]))
         return found
 
-    def evaluate(self, theta: Tensor) -> tuple[float, float]:
-        """Training loss, of about 5,000 examples where there are more, and accuracy in percent on held-out data."""
+    def evaluate(self, theta: Tensor) -> tuple[float, float, float]:
+        """Loss on about 5,000 training examples, loss on held-out data, and accuracy in percent on that."""
         some = slice(None, None, max(1, len(self.data.labels) // 5000))
         loss, _ = self._quality(theta, self.data.examples[some], self.data.labels[some])
-        return loss, self._quality(theta, self.data.held_examples, self.data.held_labels)[1]
-
-    def held_loss(self, theta: Tensor) -> float:
-        """Loss on held-out data."""
-        return self._quality(theta, self.data.held_examples, self.data.held_labels)[0]
+        return loss, *self._quality(theta, self.data.held_examples, self.data.held_labels)
 
     @torch.no_grad()
     def _quality(self, theta: Tensor, examples: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -108,61 +100,27 @@ class Problem:
 
 @dataclass
 class Run:
-    """A training run.
+    """A training run: final losses, infinite if it diverged, and accuracy in percent; bytes of a rank and step.
 
-    Attributes:
-        loss: Final loss on training data; infinite if it diverged.
-        accuracy: Final accuracy on held-out data, percent.
-        held_loss: Final loss on held-out data; infinite if it diverged.
-        uplink_bytes: Bytes from a worker to the servers in a step, mean over workers and steps.
-        downlink_bytes: Bytes from a server to the workers in a step, likewise.
-        dense_bytes: Bytes that a ring all-reduce would send from a rank in a step.
-        union: Nonzero entries that were delivered, step by step.
-        seen: What ``observe`` returned, step by step.
-        curve: Step, training loss and accuracy in percent, at the ``points``.
+    ``union`` has the number of nonzero entries that were delivered, ``seen`` what ``observe`` returned, step by step.
     """
 
-    loss: float = float("inf")
+    loss: float = math.inf
+    held_loss: float = math.inf
     accuracy: float = 0.0
     uplink_bytes: float = 0.0
     downlink_bytes: float = 0.0
     dense_bytes: float = 0.0
-    held_loss: float = float("inf")
     union: list[int] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
-    curve: list[tuple[int, float, float]] = field(default_factory=list)
-
-    def conclude(self, problem: Problem, theta: Tensor, ranks: Cluster, steps: int) -> None:
-        """Enters final qualities and the bytes of all steps.
-
-        Args:
-            problem: What was trained.
-            theta: Its parameters at the end, ``[d]``.
-            ranks: The workers.
-            steps: Steps of the run.
-        """
-        if theta.isfinite().all():
-            self.loss, self.accuracy = problem.evaluate(theta)
-            self.held_loss = problem.held_loss(theta)
-        workers = len(ranks.endpoints)
-        self.uplink_bytes, self.downlink_bytes = (
-            sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink")
-        )
-        self.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer, its learning rate and clipping.
+    """SGD or AdamW, whose first beta is ``momentum``, and which has torch's weight decay.
 
-    Args:
-        lr: Learning rate.
-        momentum: Momentum of SGD, or the first beta of AdamW.
-        adamw: AdamW with torch's weight decay; else SGD.
-        cosine: Whether the learning rate falls to zero along half a cosine; else it is constant, as in the thesis.
-        clip_norm: Norm to which the mean gradient is clipped after the exchange, as ``gradient_clip_val`` does.
-        weight_decay: SGD's.
-        warmup: Steps in which the learning rate rises from zero.
+    The learning rate falls to zero along half a ``cosine``, or is constant, as in the thesis, after a warm-up of some
+    steps. The mean gradient is clipped to a norm after the exchange, as ``gradient_clip_val`` does.
     """
 
     lr: float
@@ -179,11 +137,17 @@ class Optimizer:
             return torch.optim.AdamW([theta], self.lr, (self.momentum, 0.999))
         return torch.optim.SGD([theta], self.lr, self.momentum, weight_decay=self.weight_decay)
 
-    def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step of a run of ``steps``."""
+    def step(self, made: torch.optim.Optimizer, theta: Tensor, step: int, steps: int) -> None:
+        """Clips the gradient, sets the learning rate of a step of a run of ``steps``, and takes the step."""
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([theta], self.clip_norm)
+        rate = self.lr
         if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        return self.lr * (1 + math.cos(math.pi * step / steps)) / 2 if self.cosine else self.lr
+            rate = self.lr * (step + 1) / self.warmup
+        elif self.cosine:
+            rate = self.lr * (1 + math.cos(math.pi * step / steps)) / 2
+        made.param_groups[0]["lr"] = rate
+        made.step()
 
 
 def train(
@@ -195,15 +159,12 @@ def train(
     seed: int,
     batch: int = 10,
     observe: Callable[[Cluster, list[Tensor]], Any] | None = None,
-    images: Path | None = None,
-    local: int = 1,
-    points: int = 0,
-    cluster: Callable[..., Cluster] = Cluster,
+    data: Path | None = None,
 ) -> Run:
-    """Trains a model by simulated workers.
+    """Trains a model of :data:`lightning_topk.lab.models.MODELS` by simulated workers.
 
     Args:
-        model: A key of :data:`lightning_topk.lab.models.MODELS`.
+        model: Its name.
         config: Settings of the exchange.
         workers: Simulated workers.
         steps: Steps of the run.
@@ -211,38 +172,30 @@ def train(
         seed: Seed of the parameters and the batches.
         batch: Examples of each worker in a step, drawn from all training data.
         observe: Called before each exchange with the cluster and the workers' gradients.
-        images: A folder of images, see :func:`lightning_topk.lab.data.folders`. Default: the data of :class:`Problem`.
-        local: Workers on each simulated node.
-        points: How many times to evaluate during the run.
-        cluster: Makes the workers; called like :class:`lightning_topk.simulate.Cluster`.
+        data: A folder of images. Default: the data of :class:`Problem`.
     """
-    problem = Problem(model, seed, None if images is None else image_folder(images))
+    problem = Problem(model, seed, data)
     theta = problem.start
     stepped = optimizer.make(theta)
-    sizes = tuple(parameter.numel() for parameter in problem.parameters)
-    names = [name for name, _ in problem.net.named_parameters()]
-    skipped = [n for n, name in enumerate(names) if any(fnmatch.fnmatchcase(name, p) for p in config.dense_parameters)]
-    ranks = cluster(config, workers, len(theta), local=local, sizes=sizes, uncompressed=skipped)
-    if config.on(workers, local).adapts_momentum:
+    ranks = Cluster(config, workers, len(theta), sizes=tuple(parameter.numel() for parameter in problem.parameters))
+    if config.adapts_momentum:
         adapt_momentum([stepped], ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run()
-    for step in tqdm(range(steps), desc=f"{workers} workers", unit="step", leave=False, disable=not points):
+    for step in range(steps):
         batches = torch.randint(examples, (workers, batch), generator=generator)
         gradients = problem.gradients(theta, batches, generator)
         if observe is not None:
             run.seen.append(observe(ranks, gradients))
-        rate = optimizer.rate(step, steps)
         theta.grad = ranks.step(gradients, epoch=step // epoch_steps)[0]
         run.union.append(int(theta.grad.count_nonzero()))
-        if optimizer.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_([theta], optimizer.clip_norm)
-        stepped.param_groups[0]["lr"] = rate
-        stepped.step()
-        if points and (step + 1) % max(1, steps // points) == 0:
-            run.curve.append((step + 1, *problem.evaluate(theta)))
-    run.conclude(problem, theta, ranks, steps)
+        optimizer.step(stepped, theta, step, steps)
+    if theta.isfinite().all():
+        run.loss, run.held_loss, run.accuracy = problem.evaluate(theta)
+    sent = (sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink"))
+    run.uplink_bytes, run.downlink_bytes = sent
+    run.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
     return run
 
 
@@ -252,16 +205,10 @@ def run_all(
     note: Callable[[K, T], None] = lambda key, result: None,
     minutes: float = math.inf,
 ) -> dict[K, T]:
-    """Runs jobs in processes of one thread each, as many at a time as there are cores.
+    """Runs jobs in processes of one thread each, as many at a time as there are cores, and returns their results.
 
-    Args:
-        jobs: What to run, by name. Jobs travel by pickle: use :func:`functools.partial`.
-        title: Title of the progress bar.
-        note: Called in this process with each name and result, as they come.
-        minutes: Time after which no job is begun.
-
-    Returns:
-        The results by name, in the order of ``jobs``; without those that were not begun.
+    Jobs travel by pickle: use :func:`functools.partial`. ``note`` is called in this process with each name and result,
+    as they come. After ``minutes`` no job is begun; those have no result.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     end = time.monotonic() + 60 * minutes
@@ -282,28 +229,20 @@ def run_all(
     return {name: found[name] for name in jobs if name in found}
 
 
-def resume(
-    jobs: Mapping[str, Callable[[], dict[str, float]]], title: str, path: Path, minutes: float = math.inf
-) -> dict[str, dict[str, float]]:
-    """Runs the jobs that a file does not have, and appends to it what they measured, as they end.
+class Runs(dict[Any, dict[str, Any]]):
+    """What was measured, by key, and the file of JSON lines that it stands in: an entry is appended as it is set."""
 
-    Args:
-        jobs: What to run, by key.
-        title: Title of the progress bar.
-        path: A file of one JSON object a line, with its ``"key"``.
-        minutes: Time after which no job is begun.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for entry in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            key = entry["key"]
+            super().__setitem__(tuple(key) if isinstance(key, list) else key, entry)
 
-    Returns:
-        What was measured, by key, also by other jobs of the file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = {entry["key"]: entry for entry in map(json.loads, lines)}
+    def __setitem__(self, key: Any, measured: dict[str, Any]) -> None:
+        super().__setitem__(key, {"key": key, **measured})
+        with self.path.open("a") as file:
+            file.write(json.dumps(self[key]) + "\n")
 
-    def note(key: str, measured: dict[str, float]) -> None:
-        found[key] = {"key": key, **measured}
-        with path.open("a") as file:
-            file.write(json.dumps(found[key]) + "\n")
-
-    run_all({key: job for key, job in jobs.items() if key not in found}, title, note, minutes)
-    return found
+    def complete(self, jobs: Mapping[str, Callable[[], dict[str, Any]]], title: str, minutes: float = math.inf) -> None:
+        """Runs the jobs that are missing, see :func:`run_all`."""
+        run_all({key: job for key, job in jobs.items() if key not in self}, title, self.__setitem__, minutes)

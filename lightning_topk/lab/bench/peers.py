@@ -5,7 +5,7 @@ Each registers its exchange with a wrapped model. Settings are :class:`lightning
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.config import SAVING, TopKConfig
+from lightning_topk.config import SAVING, TopKConfig, check_name
 from lightning_topk.core.layout import kept_count
 from lightning_topk.ddp import TopKState, attach
 from lightning_topk.runtime.collectives import all_gather
@@ -46,20 +46,14 @@ Register = Callable[[DistributedDataParallel, Settings], TopKState | None]
 """Registers an exchange with a wrapped model; ours returns its state."""
 
 
-def _fp16(model: DistributedDataParallel, settings: Settings) -> None:
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+def hook(function: Callable[..., Any], state: Callable[[Settings], Any] = lambda settings: None) -> Register:
+    """Registers one of torch's kind, with a state that is made of the settings."""
+    return lambda model, settings: model.register_comm_hook(state(settings), function)
 
 
 def _power_sgd(rank: int) -> Register:
-    def register(model: DistributedDataParallel, settings: Settings) -> None:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    return register
-
-
-def _naive(model: DistributedDataParallel, settings: Settings) -> None:
-    model.register_comm_hook((settings.get("ratio") or A_THOUSANDTH, {}), naive_topk_hook)
+    given: dict[str, Any] = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
+    return hook(powerSGD_hook.powerSGD_hook, lambda settings: powerSGD_hook.PowerSGDState(None, **given))
 
 
 def ours(**own: Any) -> Register:
@@ -73,40 +67,34 @@ def ours(**own: Any) -> Register:
     return register
 
 
-A_THOUSANDTH = 0.001
 PEERS: dict[str, Register] = {
     "ours": ours(),
-    "ours, 0.001": ours(ratio=A_THOUSANDTH),
+    "ours, 0.001": ours(ratio=0.001),
     "ours, hierarchical": ours(topology="hierarchical"),
     "DDP": lambda model, settings: None,
-    "fp16 hook": _fp16,
-    "PowerSGD 1": _power_sgd(1),
-    "PowerSGD 2": _power_sgd(2),
-    "PowerSGD 4": _power_sgd(4),
-    "naive top-k": _naive,
+    "fp16 hook": hook(default_hooks.fp16_compress_hook),
+    **{f"PowerSGD {rank}": _power_sgd(rank) for rank in (1, 2, 4)},
+    "naive top-k": hook(naive_topk_hook, lambda settings: (settings.get("ratio") or 0.001, {})),
 }
 """By name. Naive top-k sends the ratio that was set, or a thousandth."""
 
-ON_NODES = {"ours, hierarchical"}
-"""Peers that differ from the others only where a host has several ranks."""
 
-ONE_BUCKET = {"PowerSGD 1", "PowerSGD 2", "PowerSGD 4"}
-"""PowerSGD's hook hangs on gloo with several buckets (torch 2.15): it gets one."""
+def bucket_cap(peer: str, megabytes: float) -> float:
+    """The size of a peer's buckets, MiB: PowerSGD's hook hangs on gloo with several (torch 2.15), so it gets one."""
+    return 10_000 if peer.startswith("PowerSGD") else megabytes
 
 
-def checked(ranks: int, settings: Settings) -> dict[str, Any]:
-    """The settings that are set; refuses what cannot be timed, before anything is started.
-
-    Raises:
-        ValueError: There is one rank only, or a setting is impossible.
-    """
+def prepared(
+    ranks: int, ratio: float | None, saving: float | None, peers: Sequence[str], nodes: bool = False
+) -> tuple[dict[str, Any], list[str], str]:
+    """The settings that are set, the peers to time and the settings in words; refuses what cannot be timed."""
     if ranks < 2:
         raise ValueError("it takes 2 ranks or more: one exchanges nothing.")
-    given = {name: value for name, value in settings.items() if value is not None}
-    TopKConfig(**given)
-    return given
-
-
-def named(settings: Settings) -> str:
-    """Settings, as a user writes them."""
-    return ", ".join(f"{name}={value}" for name, value in settings.items()) or f"saving={SAVING:g}"
+    settings: dict[str, Any] = {
+        name: value for name, value in (("ratio", ratio), ("saving", saving)) if value is not None
+    }
+    TopKConfig(**settings)
+    for peer in peers:
+        check_name("peer", peer, PEERS)
+    words = ", ".join(f"{name}={value}" for name, value in settings.items()) or f"saving={SAVING:g}"
+    return settings, [*peers] or [peer for peer in PEERS if nodes or peer != "ours, hierarchical"], words

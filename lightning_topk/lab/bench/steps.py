@@ -1,20 +1,194 @@
-"""``bench hosts``: DDP steps that are exchanges and nothing else, with ours and with each peer."""
+"""``bench hosts`` and ``bench train``: DDP steps with ours and with each peer.
+
+``hosts`` times a model whose backward pass costs nothing, on emulated hosts; ``train`` whole steps of a torchvision
+model on made-up images: forward, backward, and SGD's step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from statistics import median_high
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+from typing_extensions import override
 
-from lightning_topk.config import check_name
+from lightning_topk.ddp import TopKState
 from lightning_topk.lab import hosts as emulated
-from lightning_topk.lab.bench import ddp
-from lightning_topk.lab.bench.peers import ON_NODES, PEERS, checked, named
-from lightning_topk.lab.report import Panel, Result
+from lightning_topk.lab.bench.peers import PEERS, Register, bucket_cap, prepared
+from lightning_topk.lab.models import torchvision_model
+from lightning_topk.lab.report import Result
 
-TARGETS = {"100mbit": 60, "1gbit": 10, "10gbit": 3}
-"""How many times faster than dense a step shall be, with 25 million parameters, 4 hosts and a ratio of 0.001."""
+COLUMNS = 1024
+WARMUP = 4
+"""Steps that are not counted: DDP regroups its buckets after the first, PowerSGD starts with the third, ours may
+measure, residuals fill up."""
+WARMUPS = {"DDP": 1, "fp16 hook": 1, "naive top-k": 1}
+"""Where fewer do. A step of noise is a whole exchange, and may take seconds."""
+Measured = dict[str, dict[str, Any]]
+"""What :func:`measured` returned, by peer."""
+
+
+class _Given(torch.autograd.Function):
+    """Zero, with a given gradient."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, parameter: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return parameter.new_zeros(())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+class Noise(nn.Module):
+    """Matrices whose gradients are noise: a backward pass that costs next to nothing, so nothing hides an exchange."""
+
+    def __init__(self, numel: int, seed: int) -> None:
+        super().__init__()
+        rows, rest = divmod(numel, COLUMNS)
+        shapes = [(min(COLUMNS, rows - row), COLUMNS) for row in range(0, rows, COLUMNS)]
+        self.weights = nn.ParameterList([torch.zeros(shape) for shape in (*shapes, *([(rest,)] if rest else []))])
+        generator = torch.Generator().manual_seed(seed)
+        self.gradients = [torch.randn(weight.shape, generator=generator) for weight in self.weights]
+
+    @override
+    def forward(self) -> Tensor:
+        """A sum of zeros."""
+        pairs = zip(self.weights, self.gradients, strict=True)
+        return torch.stack([_Given.apply(*pair) for pair in pairs]).sum()
+
+
+def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Register] = PEERS) -> Measured:
+    """Times one rank's steps of :class:`Noise` with each peer, which are exchanges and nothing else; the least counts.
+
+    ``"no exchange"`` is a peer that exchanges nothing.
+    """
+    found = {}
+    for peer in options["peers"]:
+        net = Noise(options["numel"], rank)  # its weights are the same everywhere: no need to send them
+        model = DistributedDataParallel(
+            net, bucket_cap_mb=bucket_cap(peer, 128), gradient_as_bucket_view=True, init_sync=False
+        )
+        model.require_backward_grad_sync = peer != "no exchange"
+
+        def step(model: DistributedDataParallel = model) -> None:
+            model().backward()
+
+        state = known.get(peer, PEERS["DDP"])(model, options["settings"])
+        found[peer] = measured(model, state, step, min, WARMUPS.get(peer, WARMUP), 21, options["seconds"])
+    return found
+
+
+def images(options: dict[str, Any], rank: int, world: int) -> Measured:
+    """Times one rank's steps of a torchvision model with each peer; the median counts."""
+    found, counted = {}, options["steps"] - WARMUP
+    examples = torch.randn(options["batch"], 3, options["size"], options["size"])
+    labels = torch.randint(0, 1000, (options["batch"],))
+    for peer in options["peers"]:
+        model = DistributedDataParallel(torchvision_model(options["model"]), bucket_cap_mb=bucket_cap(peer, 25))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(model: DistributedDataParallel = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            nn.functional.cross_entropy(model(examples), labels).backward()
+            optimizer.step()
+
+        found[peer] = measured(model, PEERS[peer](model, options["settings"]), step, median_high, WARMUP, counted)
+    return found
+
+
+def measured(
+    model: DistributedDataParallel,
+    state: TopKState | None,
+    step: Callable[[], None],
+    reduced: Callable[[list[float]], float],
+    warmup: int,
+    most: int,
+    seconds: float = math.inf,
+) -> dict[str, Any]:
+    """Times steps of a wrapped model, after some that are not counted; a collective.
+
+    ``reduced`` makes the time of a step from those of all; ``state`` is ours, and is closed at the end. One step is
+    counted at least, and ``most`` at most; after ``seconds`` no further one begins.
+
+    Returns:
+        ``seconds`` of a step, and means over the steps: ``cpu``, seconds of this process, and ``sent``, bytes that left
+        this host's emulated interface. Of ours also ``exchange``, its seconds; ``hidden``, the share of it beside the
+        backward pass; ``counted`` bytes and ``predicted`` ones, and those ``leaving`` the node.
+    """
+    times: list[float] = []
+    cpu, sent, go_on, reports, begin = 0.0, 0, torch.ones(()), [], time.perf_counter()
+    while go_on:
+        if state is not None:
+            state.timing = True
+        model.zero_grad()
+        dist.barrier()
+        wire, used, start = emulated.sent_bytes(), time.process_time(), time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+        dist.barrier()
+        counted = len(times) - warmup
+        if counted > 0:
+            cpu, sent = cpu + time.process_time() - used, sent + emulated.sent_bytes() - wire
+        if state is not None:
+            reports.append(state.report())
+        go_on.fill_(counted < 1 or (counted < most and time.perf_counter() - begin < seconds))
+        dist.broadcast(go_on, 0)
+    found = {"seconds": reduced(times[warmup:]), "cpu": cpu / counted, "sent": sent / counted}
+    if state is not None:
+        last, plan = reports[warmup:], state.predicted()
+        found["exchange"] = min(report.seconds for report in last)
+        found["hidden"] = 1 - sum(r.exposed_seconds for r in last) / max(sum(r.seconds for r in last), 1e-9)
+        found["counted"] = sum(r.bytes["uplink"] + r.bytes["downlink"] for r in last) / counted
+        found |= {"predicted": plan.uplink + plan.downlink, "leaving": plan.inter_node}
+        state.close()
+    return found
+
+
+def worst(ranks: list[Measured]) -> Measured:
+    """The most that any rank measured, but the least hidden share; for each peer."""
+    return {
+        peer: {key: (min if key == "hidden" else max)(rank[peer][key] for rank in ranks) for key in values}
+        for peer, values in ranks[0].items()
+    }
+
+
+def enter(result: Result, link: str, found: Measured) -> None:
+    """Enters what :func:`worst` found on one kind of link, and who is faster; bytes if nothing else was exchanged."""
+    idle, ours = found.get("no exchange"), found.get("ours")
+    rows = result.tables[link] = []
+    for peer, values in found.items():
+        times = values["seconds"] / ours["seconds"] if ours else math.nan
+        row = {"peer": peer, "ms a step": 1000 * values["seconds"], "over ours": times if ours else ""}
+        row["CPU ms a rank"] = 1000 * values["cpu"]
+        if idle:
+            row["of them exchange"] = 1000 * (values["cpu"] - idle["cpu"])
+        row["exchange ms"] = 1000 * values["exchange"] if "exchange" in values else ""
+        row["bytes a host sends"] = f"{values['sent']:,.0f}" if values["sent"] else ""
+        rows.append(row | {"hidden": f"{values['hidden']:.0%}" if "hidden" in values else ""})
+        if ours and not peer.startswith(("ours", "no exchange")):
+            result.check(f"a step faster than with {peer}, {link}", ">= 1x", f"{times:.2f}x", times >= 1)
+        if idle and "predicted" in values:
+            counted, predicted, leaving = values["counted"], values["predicted"], values["leaving"]
+            statement = f"bytes counted are bytes predicted, {peer}, {link}"
+            result.check(statement, f"{predicted:,}", f"{counted:,.0f}", counted == predicted)
+            if values["sent"] and leaving:
+                more = values["sent"] - idle["sent"] - leaving  # headers, and acknowledgements of what comes in
+                near, statement = (
+                    0 <= more <= 0.15 * leaving + 8192,
+                    f"the interface counts little more, {peer}, {link}",
+                )
+                result.check(statement, "<= 1.15 x + 8 KiB", f"{1 + more / leaving:.3f} x", near)
 
 
 def hosts(
@@ -24,106 +198,57 @@ def hosts(
     numel: int = 25_000_000,
     ratio: float | None = None,
     saving: float | None = None,
-    wire: str | None = None,
-    bucket_cap_mb: float = 128,
     seconds: float = 10,
     peers: Sequence[str] = (),
 ) -> Result:
-    """Times DDP steps with each of the peers on emulated hosts, and counts bytes at their interfaces.
-
-    Args:
-        hosts: Number of hosts.
-        ranks: Processes on each host.
-        rates: Rates of their links, as tc writes them.
-        numel: Parameters of the model.
-        ratio: Kept fraction.
-        saving: How many times fewer bytes than all-reduce, instead. Default: 50.
-        wire: Format of the values.
-        bucket_cap_mb: Size of DDP's buckets, MiB. By default the model is one bucket.
-        seconds: Time for each peer, about; slow ones take what five steps take.
-        peers: What to time. Default: all that make a difference.
-
-    Raises:
-        RuntimeError: Hosts cannot be emulated here.
-        ValueError: A rate or a peer is unknown, there is one rank only, or a setting is impossible.
-    """
-    settings = checked(hosts * ranks, {"ratio": ratio, "saving": saving, "wire": wire})
+    """Times DDP steps with each of the peers on emulated hosts, and counts bytes at their interfaces."""
+    settings, chosen, words = prepared(hosts * ranks, ratio, saving, peers, ranks > 1)
     bits = [emulated.bits_per_second(rate) for rate in rates]
-    if not emulated.available():
-        raise RuntimeError("Network namespaces need root, and ip and tc of iproute2. Without them: bench train.")
-    peers = peers or [peer for peer in PEERS if ranks > 1 or peer not in ON_NODES]
-    for peer in peers:
-        check_name("peer", peer, PEERS)
     result = Result(
         "hosts",
         "a step is faster than with what a user would pick instead, at any speed of link",
         f"{hosts} emulated hosts of {ranks} ranks (network namespaces, tbf), gloo, one thread each; a DDP model of "
-        f"{numel:,} float32 parameters whose backward pass costs nothing, so nothing hides an exchange; "
-        f"{named(settings)}, buckets of {bucket_cap_mb} MiB that gradients are views of; least of several steps, the "
-        "slowest rank's.",
+        f"{numel:,} float32 parameters whose backward pass costs nothing, so nothing hides an exchange; {words}, "
+        "buckets of 128 MiB that gradients are views of; least of several steps, the slowest rank's.",
     )
-    options = {"numel": numel, "settings": settings, "bucket_cap_mb": bucket_cap_mb, "seconds": seconds}
-    published = (numel, ratio, hosts, ranks) == (25_000_000, 0.001, 4, 1)
+    options = {"numel": numel, "settings": settings, "seconds": seconds, "peers": ["no exchange", *chosen]}
     timed = []
     for rate in tqdm(rates, desc="hosts", leave=False):
         with emulated.emulate(hosts, rate, ranks) as group:
-            measured = group.run(ddp.noise, {**options, "peers": ["no exchange", *peers]}, timeout=3600)
-        timed.append(ddp.worst(measured))
-        judge(result, rate, timed[-1], published)
-    panel = Panel("seconds of a step", "bit/s", xlog=True, ylog=True)
-    panel.curves = {peer: (bits, [found[peer]["seconds"] for found in timed]) for peer in timed[0]}
-    result.panels.append(panel)
+            timed.append(worst(group.run(noise, options, timeout=3600)))
+        enter(result, rate, timed[-1])
+    curves = result.panel("seconds of a step", "bit/s", xlog=True, ylog=True)
+    curves |= {peer: (bits, [found[peer]["seconds"] for found in timed]) for peer in timed[0]}
     return result
 
 
-def judge(result: Result, link: str, found: dict[str, dict[str, Any]], published: bool = False) -> None:
-    """Enters what was measured on one kind of link, and who is faster.
-
-    Args:
-        result: Where to.
-        link: The link's name.
-        found: What :func:`lightning_topk.lab.bench.ddp.worst` returned. Bytes are judged if it has ``"no exchange"``.
-        published: Whether the setting is that of the :data:`TARGETS`.
-    """
-    idle, ours = found.get("no exchange"), found.get("ours")
-    result.tables[link] = [
-        {
-            "peer": peer,
-            "ms a step": 1000 * values["seconds"],
-            "over ours": values["seconds"] / ours["seconds"] if ours else "",
-            "CPU ms a rank": 1000 * values["cpu"],
-            **({"of them exchange": 1000 * (values["cpu"] - idle["cpu"])} if idle else {}),
-            "exchange ms": 1000 * values["exchange"] if "exchange" in values else "",
-            "bytes a host sends": f"{values['sent']:,.0f}" if values["sent"] else "",
-            "hidden": f"{values['hidden']:.0%}" if "hidden" in values else "",
-        }
-        for peer, values in found.items()
-    ]
-    if not ours:
-        return
-    for peer, values in found.items():
-        if not peer.startswith(("ours", "no exchange")):
-            target = TARGETS.get(link, 1) if published and peer == "DDP" else 1
-            seen = values["seconds"] / ours["seconds"]
-            result.check(f"a step faster than with {peer}, {link}", f">= {target}x", f"{seen:.2f}x", seen >= target)
-    if not idle:
-        return
-    if published:
-        seen = 1000 * (ours["cpu"] - idle["cpu"])
-        result.check(f"CPU time of the exchange a rank, {link}", "<= 30 ms", f"{seen:.0f} ms", seen <= 30)
-    for peer, values in found.items():
-        if "predicted" in values:
-            _judge_bytes(result, f"{peer}, {link}", values, idle["sent"])
-
-
-def _judge_bytes(result: Result, where: str, values: dict[str, Any], idle: float) -> None:
-    """Holds the bytes of ours that were counted against those predicted, and against those that left the interface."""
-    counted, predicted, leaving = values["counted"], values["predicted"], values["leaving"]
-    statement = f"bytes counted are bytes predicted, {where}"
-    result.check(statement, f"{predicted:,}", f"{counted:,.0f}", counted == predicted)
-    if values["sent"] and leaving:
-        # Headers of gloo and TCP, and acknowledgements of what comes in: the more, the more and smaller the buckets.
-        more = values["sent"] - idle - leaving
-        near = 0 <= more <= 0.15 * leaving + 8192
-        statement = f"the interface counts little more, {where}"
-        result.check(statement, "<= 1.15 x + 8 KiB", f"{1 + more / leaving:.3f} x", near)
+def train(
+    model: str = "resnet18",
+    workers: int = 2,
+    rate: str | None = None,
+    ratio: float | None = None,
+    saving: float | None = None,
+    batch_size: int = 4,
+    image_size: int = 64,
+    steps: int = 12,
+    peers: Sequence[str] = (),
+) -> Result:
+    """Times whole training steps of a torchvision model, on this host or on emulated ones."""
+    settings, chosen, words = prepared(workers, ratio, saving, peers)
+    with torch.device("meta"):
+        torchvision_model(model)
+    if steps <= WARMUP:
+        raise ValueError(f"steps={steps}: the first {WARMUP} are not counted; take more.")
+    link = rate or "loopback"
+    result = Result(
+        "train",
+        "a whole training step",
+        f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({link}), {batch_size} images "
+        f"of {image_size} pixels a worker and step, SGD, {words}, buckets of 25 MiB; median of {steps - WARMUP} "
+        "steps.",
+    )
+    options = {"model": model, "settings": settings, "batch": batch_size, "size": image_size, "steps": steps}
+    with emulated.emulate(workers, rate) if rate else nullcontext(emulated.local(workers)) as group:
+        found = worst(group.run(images, {**options, "peers": chosen}, timeout=3600))
+    enter(result, link, found)
+    return result

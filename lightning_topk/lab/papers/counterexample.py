@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.report import Panel, Result
+from lightning_topk.lab.report import Result
 from lightning_topk.lab.training import run_all
 from lightning_topk.simulate import Cluster
 
@@ -36,12 +36,9 @@ LENGTHS = {0.01: 20_000, 0.03: 10_000, 0.1: 6000, 0.3: 6000}
 
 @dataclass(frozen=True)
 class Quadratics:
-    """Workers that minimise the mean of f_i(x) = Σ (h x² / 2 - b_i x) together.
+    """Workers that minimise the mean of f_i(x) = Σ (h x² / 2 - b_i x) together, from a start ``[d]`` in float64.
 
-    Args:
-        curvature: h, ``[d]`` float64.
-        pulls: b, ``[W, d]`` float64.
-        start: ``[d]`` float64.
+    The curvature is h ``[d]``, the pulls are b ``[W, d]``.
     """
 
     curvature: Tensor
@@ -81,11 +78,7 @@ PROBLEMS = {"opposites": opposites, "toy": toy, "control": control}
 
 
 def descend(problem: str, seed: int, system: str, lr: float, steps: int) -> Tensor:
-    """Gradient descent in float64, one entry kept in each compressed direction.
-
-    Returns:
-        ``[steps]``, the gap after each step.
-    """
+    """The gap after each step, ``[steps]``, of gradient descent with one entry kept in each compressed direction."""
     task = PROBLEMS[problem](seed)
     x, numel = task.start, len(task.start)
     settings: dict[str, Any] = {"ratio": 1 / numel, "wire": "fp32", "topology": "single_server"} | SYSTEMS[system]
@@ -106,7 +99,6 @@ def run() -> Result:
         "compressing the downlink too can improve convergence",
         "Error feedback on both sides unless a column says otherwise, k = 1 entry each way, exact gradients, fp32 "
         "wire, single server, simulator.",
-        against="published",
     )
     shapes: dict[str, tuple[dict[float, int], tuple[str, ...], range]] = {
         "opposites": (LENGTHS, ("uni", "bi"), range(3)),
@@ -162,7 +154,6 @@ def run() -> Result:
         ("opposite workers, lr 0.1: the last 100 steps", range(5900, 6000), last),
         ("the thesis's toy, lr 0.01, one seed", range(0, 1000, 5), whole),
     ):
-        panel = Panel(title, "step", ylog=True, ylabel="gap to the least loss")
-        panel.curves = {system: (list(steps), path) for system, path in curves.items()}
-        result.panels.append(panel)
+        panel = result.panel(title, "step", ylog=True, ylabel="gap to the least loss")
+        panel |= {system: (list(steps), path) for system, path in curves.items()}
     return result

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from statistics import linear_regression
+from statistics import linear_regression, mean
 from typing import Any
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import kept_count
-from lightning_topk.lab.report import Panel, Result
+from lightning_topk.lab.report import Result
 from lightning_topk.lab.training import Optimizer, Problem, run_all, train
 from lightning_topk.volume import volume
 
@@ -32,21 +32,19 @@ def run() -> Result:
         "Digits, 10 examples a worker, SGD lr 0.1, IID data, single server; bytes of the bf16 wire; union of the "
         "selections as delivered, mean of the last 20 of 60 steps. Where k < N, every shard still sends one entry. The "
         "union cannot pass d / k.",
-        against="published",
     )
-    panel = Panel("what one server delivers", "workers", xlog=True, ylog=True, ylabel="union of selections / k")
     jobs = {(r, n): partial(_union, model, r, n) for r, (model, counts) in RUNS.items() for n in reversed(counts)}
     sizes = run_all(jobs, "saving")
-    unions: dict[float, dict[int, float]] = {}
+    labels = {"xlog": True, "ylog": True, "ylabel": "union of selections / k"}
+    unions, curves = {}, result.panel("what one server delivers", "workers", **labels)
     for ratio, (model, counts) in RUNS.items():
         numel = len(Problem(model, 0).start)
         k = kept_count(numel, ratio)
         found = unions[ratio] = {n: sizes[ratio, n] / k for n in counts}
         title = f"{model}, d = {numel:,}, k = {k} (ratio {ratio:g}); bytes of the busiest rank in a step"
         result.tables[title] = [{"N": n, "union / k": found[n], **_bytes(numel, ratio, n)} for n in counts]
-        panel.curves[f"ratio {ratio:g}"] = (counts, list(found.values()))
-    panel.curves["N"] = (COUNTS, COUNTS)
-    result.panels.append(panel)
+        curves[f"ratio {ratio:g}"] = (counts, list(found.values()))
+    curves["N"] = (COUNTS, COUNTS)
     for ratio, found in unions.items():
         few, many = _slope(found, up_to=16), _slope(found, start=16)
         claim = f"almost linear up to 16 workers (ratio {ratio:g}; d / k = {1 / ratio:.0f})"
@@ -58,12 +56,11 @@ def run() -> Result:
         seen = unions[0.001][n]
         claim = f"union / k at N = {n}, ratio 0.001, within 10 percent"
         result.check(claim, f"{low:g}-{high:g}", f"{seen:.1f}", 0.9 * low <= seen <= 1.1 * high)
-    sixteen, most = (volume(TopKConfig(ratio=0.001, wire="bf16"), [25_000_000], n) for n in (16, 256))
-    growth = (most.uplink + most.downlink) / (sixteen.uplink + sixteen.downlink)
+    few, many = (_sent(25_000_000, n, ratio=0.001) for n in (16, 256))
     claim = (
         "sharded bidirectional volume does not grow from 16 to 256 workers (predicted for d = 25,000,000, ratio 0.001)"
     )
-    result.check(claim, "", f"{growth:.2f}x", growth < 1.1)
+    result.check(claim, "", f"{many / few:.2f}x", many / few < 1.1)
     return result
 
 
@@ -73,24 +70,26 @@ def _union(model: str, ratio: float, workers: int) -> float:
     config = TopKConfig(
         ratio=ratio, bidirectional=False, topology="single_server", wire="fp32", error_feedback="worker"
     )
-    last = train(model, config, workers, steps=60, optimizer=Optimizer(0.1), seed=0).union[-20:]
-    return sum(last) / len(last)
+    return mean(train(model, config, workers, steps=60, optimizer=Optimizer(0.1), seed=0).union[-20:])
 
 
-def _bytes(numel: int, ratio: float, workers: int) -> dict[str, Any]:
+def _sent(numel: int, workers: int, **settings: Any) -> int:
     """Predicted bytes of rank 0: with one server it is the busiest."""
+    sent = volume(TopKConfig(wire="bf16", **settings), [numel], workers)
+    return sent.uplink + sent.downlink
+
+
+def _bytes(numel: int, ratio: float, workers: int) -> dict[str, str]:
+    """Cells of the bytes by topology."""
     cells = {}
     for topology in ("single_server", "sharded"):
-        for bidirectional in (False, True):
-            config = TopKConfig(ratio=ratio, bidirectional=bidirectional, topology=topology, wire="bf16")
-            sent = volume(config, [numel], workers)
-            name = f"{topology.replace('_', ' ')}, {'bi' if bidirectional else 'uni'}"
-            cells[name] = f"{sent.uplink + sent.downlink:,}"
+        for two_way in (False, True):
+            sent = _sent(numel, workers, ratio=ratio, bidirectional=two_way, topology=topology)
+            cells[f"{topology.replace('_', ' ')}, {'bi' if two_way else 'uni'}"] = f"{sent:,}"
     return cells | {"dense": f"{volume(TopKConfig(), [numel], workers).dense:,}"}
 
 
 def _slope(found: dict[int, float], start: int = 0, up_to: float = math.inf) -> float:
     """Least-squares slope in log-log coordinates, over a range of the keys."""
     points = [(math.log(n), math.log(value)) for n, value in found.items() if start <= n <= up_to]
-    slope, _ = linear_regression(*zip(*points, strict=True))
-    return slope
+    return linear_regression(*zip(*points, strict=True)).slope
