@@ -120,9 +120,8 @@ def test_with_everything_sent_nodes_learn_as_one_process_from_the_weights_of_the
 
 def learned(rank: int, world: int, folder: str) -> dict:
     """A fit with the monitor, one that goes on, and what goes wrong; asserts come last."""
-    trainer, model = fit(
-        rank, world, ratio=0.05, max_steps=4, callbacks=[CompressionMonitor(per_layer=True)], log_every_n_steps=2
-    )
+    monitor = CompressionMonitor(per_layer=True, details=True)
+    trainer, model = fit(rank, world, ratio=0.05, max_steps=4, callbacks=[monitor], log_every_n_steps=2)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     strategy = trainer.strategy
     before, steps = strategy._last.full_state_dict(), strategy._last.residuals.progress.steps
