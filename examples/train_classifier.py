@@ -129,7 +129,7 @@ def fit(options: argparse.Namespace, name: str) -> tuple[bool, dict[str, float],
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             strategy=plugin,
-            callbacks=[CompressionMonitor()] if compress else [],
+            callbacks=[CompressionMonitor(details=True)] if compress else [],
             accelerator="gpu" if torch.cuda.is_available() else "cpu",
             devices=options.devices,
             num_nodes=options.num_nodes,

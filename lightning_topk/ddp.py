@@ -115,6 +115,11 @@ class TopKState(ExchangeState):
         if index == 0:
             self._buckets.clear()  # what a backward pass that failed has left
             self.begin_pass()
+        if buffer.is_sparse:
+            self._say(
+                "lightning_topk: sparse gradients are exchanged as dense ones, and what is saved counts against an "
+                "all-reduce of all rows. DDP would send only the rows that a batch touches, which may be less."
+            )
         promised, future = lane.promise()
         self._buckets.append(parameters)
         ready = lane.mark() if self.timing and last else None

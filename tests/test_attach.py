@@ -225,6 +225,17 @@ def test_steps_on_gradients_that_bypass_the_exchange_are_said_once(rank, world):
 
 
 @on_ranks(2)
+def test_what_is_saved_of_sparse_gradients_is_said_to_count_against_dense_ones(rank, world):
+    said: list[str] = []
+    model = ddp(nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1)), bucket_cap_mb=0.0001)
+    state = attach(model, saving=5, adapt_momentum=False, announce=said.append)
+    for _ in range(3):
+        model(torch.tensor([rank, 7])).sum().backward()
+    state.close()
+    assert sum("DDP would send only the rows that a batch touches" in line for line in said) == (rank == 0)
+
+
+@on_ranks(2)
 def test_an_attached_model_can_be_copied_and_its_copies_say_that_they_do_not_compress(rank, world):
     """They train as plain DDP models do, and can be attached."""
     with log() as said:

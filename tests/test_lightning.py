@@ -28,7 +28,8 @@ from torchmetrics import MetricCollection
 from trainers import ELEMENTS, Module, Normed, fit
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
-from lightning_topk.lightning.callback import BUFFERS
+from lightning_topk.lightning import callback
+from lightning_topk.lightning.callback import BUFFERS, DEFAULT
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.volume import format_bytes, volume
 
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 KEYS = {
     "topk/uplink_bytes", "topk/downlink_bytes", "topk/dense_bytes", "topk/saving", "topk/uplink_error",
     "topk/downlink_error", "topk/bound", "topk/worker_residual_norm", "topk/server_residual_norm", "topk/total_bytes",
-    "topk/broadcast_bytes", "topk/ratio", "topk/selected_ratio", "topk/total_uplink_bytes",
+    "topk/broadcast_bytes", "topk/density", "topk/selected_density", "topk/total_uplink_bytes",
     "topk/total_downlink_bytes", "topk/total_dense_bytes",
     "topk/total_broadcast_bytes", "topk/nonfinite_steps",
     "topk/exchange_seconds", "topk/hidden_share",
@@ -66,7 +67,7 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     assert logged["topk/server_residual_norm"] > 0
     kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.kept
     assert logged["topk/bound"] == pytest.approx((1 - kept / ELEMENTS) ** 2)
-    assert logged["topk/ratio"] == logged["topk/selected_ratio"] == pytest.approx(kept / ELEMENTS)
+    assert logged["topk/density"] == logged["topk/selected_density"] == pytest.approx(kept / ELEMENTS)
 
 
 @pytest.mark.parametrize(("every", "reductions"), [(1, 6), (3, 3), (50, 2), (0, 2)])  # the fourth step ends an epoch
@@ -129,6 +130,25 @@ def test_the_monitor_says_that_it_has_nothing_to_monitor():
 
 
 @on_ranks(2)
+def test_a_dozen_keys_are_logged_unless_details_are_asked_for(rank, world):
+    _, logged = fit(rank, world, callbacks=[CompressionMonitor()], monitor=False)
+    assert {key for key in logged if key.startswith("topk/")} == {f"topk/{name}" for name in DEFAULT}
+    assert len(DEFAULT) == 12
+
+
+@on_ranks(2)
+def test_the_time_in_the_summary_is_that_of_the_warning(rank, world):
+    words: list[str] = []
+    monitor = CompressionMonitor()
+    ended = LambdaCallback(on_train_end=lambda trainer, _: words.append(monitor.summary(trainer.strategy.topk_state)))
+    with mock.patch.object(callback, "rank_zero_warn", words.append):
+        fit(rank, world, callbacks=[monitor, ended], monitor=False, max_steps=10)
+    (told,) = re.findall(r"exchange ([\d.]+) ms", " ".join(words))
+    assert told == f"{1000 * monitor._compared[0]:.1f}"
+    assert re.findall(r"takes ([\d.]+) ms", " ".join(words)) in ([], [told])
+
+
+@on_ranks(2)
 def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
     drawn = []
 
@@ -141,7 +161,7 @@ def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
             found.add_histogram = lambda name, values, step: drawn.append((step, name, values.numel() > 0))
             return found
 
-    monitor, words = CompressionMonitor(per_layer=True), []
+    monitor, words = CompressionMonitor(per_layer=True, details=True), []
     ended = LambdaCallback(on_train_end=lambda *_: words.append(monitor.summary()))
     options = {"logger": Writer(tmp_path, name="", version=""), "max_steps": 4, "log_every_n_steps": 2}
     _, logged = fit(rank, world, None, TopKStrategy(ratio=0.1), [monitor, ended], monitor=False, **options)
@@ -170,6 +190,7 @@ def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
     ours, plain = WithAdam(), WithAdam()
     with log("lightning.pytorch.utilities.rank_zero") as said:
         _, logged = fit(rank, world, ours)
+    assert not any("each rank sent" in line for line in said)
     fit(rank, world, plain, DDPStrategy(), monitor=False)
     assert [logged[f"topk/{name}"] for name in ("total_bytes", "saving", "uplink_error")] == [0, 1, 0]
     assert sum("so nothing is sent and nothing is compressed" in line for line in said) == 1
@@ -291,7 +312,7 @@ def test_what_is_measured_is_what_was_asked_for(rank, world, form):
         ratios = []
 
         def look(trainer, *_, ratios=ratios):
-            ratios.append(float(trainer.callback_metrics["topk/ratio"]))
+            ratios.append(float(trainer.callback_metrics["topk/density"]))
             trainer.should_stop = trainer.global_step == 6
 
         _, logged = fit(
@@ -386,11 +407,12 @@ def test_metrics_can_be_held_by_users_and_count_exactly():
     assert error.compute() == 3 / 8
 
 
-def summary_of(topology: str, since: int = 0) -> str:
+def summary_of(topology: str, since: int = 0, steps: int = 1000, end: float = 0.05) -> str:
     monitor = CompressionMonitor()
-    sent = {"uplink": 0, "downlink": 3_000_000, "dense": 90_000_000, "broadcast": 0}
+    sent = {"uplink": 0, "downlink": 3_000_000, "dense": 90_000_000, "broadcast": 23_200_000}
+    monitor._kept, monitor._elements, monitor._density = 5, 100, end
     monitor._total.update(**sent, intra_node=8_000_000, inter_node=1_500_000)
-    monitor._steps, monitor._since = 1000, since
+    monitor._steps, monitor._since = steps, since
     state = SimpleNamespace(
         config=TopKConfig(topology=topology),
         world=4,
@@ -407,7 +429,11 @@ def test_the_summary_tells_who_sends_what_and_since_when():
     assert f"each other rank about {up} up, instead of 90 MB (30.0x less)" in words
     words = summary_of("hierarchical")
     assert "each node sent 1.5 MB to others (and 8 MB inside) instead of 90 MB (60.0x less)" in words
-    assert "each rank sent 0 B up and 3 MB down instead of 90 MB (30.0x less)" in summary_of("sharded")
+    words = summary_of("sharded")
+    assert "each rank sent 0 B up and 3 MB down instead of 90 MB (30.0x less); density 0.05." in words
+    assert words.endswith("Not counted: 23.2 MB of initial weights, buffers and link timing.")
+    assert "in 1 step each rank" in summary_of("sharded", steps=1)
+    assert "; density 0.05 on average, 0.01 at the end." in summary_of("sharded", end=0.01)
 
 
 @pytest.mark.unit

@@ -84,7 +84,7 @@ def test_with_everything_sent_nodes_learn_as_one_process_from_the_weights_of_the
 
 @on_ranks(4)
 def test_a_fit_is_monitored_and_another_one_goes_on(rank, world):
-    monitor = CompressionMonitor(per_layer=True)
+    monitor = CompressionMonitor(per_layer=True, details=True)
     trainer, model = fit(rank, world, callbacks=[monitor], log_every_n_steps=2)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     strategy = trainer.strategy

@@ -59,8 +59,8 @@ if __name__ == "__main__":
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(strategy=TopKStrategy(ratio=0.05, topology="hierarchical",
         process_group_backend="gloo"), accelerator="cpu", devices=2, num_nodes=2, max_epochs=3, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
-        callbacks=[CompressionMonitor(), ModelCheckpoint(folder, filename="{epoch}", save_last=True), Told()])
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, callbacks=[
+            CompressionMonitor(details=True), ModelCheckpoint(folder, filename="{epoch}", save_last=True), Told()])
     last = os.path.join(folder, "last.ckpt")
     trainer.fit(Model(), ckpt_path=last if os.path.exists(last) else None)
 """

@@ -6,9 +6,11 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_topk.build import TOLERANCE, for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.buckets import BucketSettings
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import format_bytes, volume
 
@@ -77,6 +79,36 @@ def test_a_cluster_sends_what_was_asked_for():
         cluster.step([torch.randn(40_000) for _ in range(4)])
     sent = cluster.sent_bytes["uplink"][0] + cluster.sent_bytes["downlink"][0]
     assert 2 * 2 * 3 * 40_000 * 4 / 4 / sent == pytest.approx(30, rel=TOLERANCE)
+
+
+def remarks(saving: float, buckets: list[list[int]], dtype: torch.dtype = torch.float32) -> str:
+    """What is said of buckets of parameters of these sizes, on four ranks."""
+    settings = BucketSettings(TopKConfig(saving=saving), 4, 1)
+    made = [tuple(nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes) for sizes in buckets]
+    return " ".join(settings.remarks(made, settings.volume(made, 0, 0, 0, voting=False), "a larger bucket_cap_mb="))
+
+
+def test_a_saving_that_is_missed_is_said_with_what_helps():
+    asked = "lightning_topk: saving=50 was requested, but"
+    assert remarks(50, [[100, 30]]) == f"{asked} this model is too small: each step saves 10.8x. Use DDP."
+    small = f"{asked} its buckets are too small: each step saves 33.3x. Use a larger bucket_cap_mb=."
+    assert remarks(50, [[400]] * 100) == small
+    assert remarks(50, [[300_000]]) == ""
+    assert remarks(2, [[300_000]]) == "", "more is saved"
+
+
+def test_a_saving_of_half_precision_gradients_says_what_it_counts_against():
+    """At as many bytes an entry takes twice the share: half as many entries are sent."""
+    sizes = [[300_000, 1000], [200_000]]
+    ratios = [plan_bucket(TopKConfig(saving=50), [200_000], 4, itemsize=itemsize).ratio for itemsize in (2, 4)]
+    same = plan_bucket(TopKConfig(saving=25), [200_000], 4, itemsize=2).ratio
+    assert ratios[0] == pytest.approx(ratios[1] / 2, rel=0.1)
+    assert same == pytest.approx(ratios[1], rel=0.01)
+    assert remarks(50, sizes, torch.bfloat16) == (
+        "lightning_topk: saving=50 counts against bfloat16 gradients, which DDP would send: the density is "
+        f"{ratios[0]:.2g}. saving=25 sends as many entries as saving=50 does of float32 gradients."
+    )
+    assert remarks(50, sizes) == ""
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def fit(
     **options: Any,
 ) -> tuple[L.Trainer, dict[str, float]]:
     """Trains five steps if nothing else is said; returns the Trainer, and what the monitor logged."""
-    callbacks = [CompressionMonitor()] * monitor + [*callbacks]
+    callbacks = [CompressionMonitor(details=True)] * monitor + [*callbacks]
     options = options if options.keys() & {"max_steps", "max_epochs"} else {"max_steps": 5, **options}
     trainer = trainer_of(rank, world, TopKStrategy() if strategy is None else strategy, callbacks, **options)
     trainer.fit(Module() if module is None else module, ckpt_path=ckpt_path)

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_topk.config import check_bool
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.runtime.buckets import names_of
@@ -31,6 +32,18 @@ else:
 
 EVERY_STEP = ("uplink_bytes", "downlink_bytes", "total_bytes", "saving")
 """What is logged at every step; the rest is logged when the Trainer logs."""
+DEFAULT = (
+    *EVERY_STEP,
+    "density",
+    "uplink_error",
+    "downlink_error",
+    "worker_residual_norm",
+    "nonfinite_steps",
+    "exchange_seconds",
+    "hidden_share",
+    "dense_seconds",
+)
+"""What is logged without ``details``, beside the values of layers."""
 SETTLED, COMPARED = 3, 5
 """Steps until DDP has its final buckets, and steps whose median time is compared with dense all-reduces."""
 
@@ -51,30 +64,37 @@ class CompressionMonitor(Callback):
     ============================== ==========================================================================
     ``topk/uplink_bytes``          bytes from this worker to the servers
     ``topk/downlink_bytes``        bytes from this server to the workers
-    ``topk/broadcast_bytes``       bytes sent to synchronise weights (once) and buffers (each step), and to time
-                                   the link (once); no gradients
-    ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
-    ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
-    ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
+    ``topk/total_bytes``           sum of uplink and downlink bytes since fit began
     ``topk/saving``                since fit began: dense bytes over uplink + downlink bytes; with
                                    ``topology="hierarchical"``, of those between nodes
-    ``topk/mbit_per_second``       uplink + downlink over the time since the last step
-    ``topk/ratio``                 fraction of the gradient that fits in this worker's payloads
-    ``topk/average_ratio``         the same, averaged since fit began
-    ``topk/selected_ratio``        fraction that the worker's selector actually selected
-    ``topk/bound``                 (1 - k/d)², upper bound of the error of top-k for a bell-shaped distribution
+    ``topk/density``               fraction of the gradient that fits in this worker's payloads
     ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
-    ``topk/average_error``         its mean over the steps measured since fit began
     ``topk/downlink_error``        the error of this step's servers
     ``topk/worker_residual_norm``  norm of a worker's residual, root mean square over the workers (over the nodes,
                                    if the ranks of a node exchange as one worker)
-    ``topk/server_residual_norm``  norm of the servers' residual
     ``topk/nonfinite_steps``       backward passes since fit began with a NaN or an infinity in a gradient
-    ``topk/exchange_seconds``      duration of this rank's exchanges in the step
+    ``topk/exchange_seconds``      duration of this rank's exchanges in the step, waiting for other ranks included
     ``topk/hidden_share``          fraction of it that overlapped with backward: before the last gradient was ready
     ``topk/dense_seconds``         estimated duration of dense all-reduces of the same buckets on this link
-    ``topk/total_bytes``           sum of uplink and downlink bytes since fit began; likewise for each kind of
-                                   bytes above, such as ``topk/total_uplink_bytes``
+    ============================== ==========================================================================
+
+    With ``details=True`` also:
+
+    ============================== ==========================================================================
+    key                            meaning
+    ============================== ==========================================================================
+    ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
+    ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
+    ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
+    ``topk/broadcast_bytes``       bytes sent to synchronise weights (once) and buffers (each step), and to time
+                                   the link (once); no gradients
+    ``topk/total_uplink_bytes``    sum of uplink bytes since fit began; likewise for each kind of bytes
+    ``topk/mbit_per_second``       uplink + downlink over the time since the last step
+    ``topk/average_density``       ``topk/density``, averaged since fit began
+    ``topk/selected_density``      fraction that the worker's selector actually selected
+    ``topk/average_error``         mean of ``topk/uplink_error`` over the steps measured since fit began
+    ``topk/bound``                 (1 - k/d)², upper bound of the error of top-k for a bell-shaped distribution
+    ``topk/server_residual_norm``  norm of the servers' residual
     ============================== ==========================================================================
 
     What the steps of a :class:`~lightning.pytorch.callbacks.LearningRateFinder` exchange is in none of these.
@@ -88,26 +108,31 @@ class CompressionMonitor(Callback):
             square over the workers), and to draw histograms of rank 0's residuals with every logger that supports
             them, such as TensorBoard's: a pattern of names such as ``"*.conv1.weight"``, several, or True for all.
             This costs a few more passes over each bucket.
+        details: Whether to log the keys of the second table too.
 
     Raises:
-        TypeError: ``per_layer`` is something else.
+        TypeError: ``per_layer`` or ``details`` is something else.
         ValueError: When fit begins: a pattern matches no parameter.
     """
 
-    def __init__(self, per_layer: bool | str | Sequence[str] = False) -> None:
+    def __init__(self, per_layer: bool | str | Sequence[str] = False, details: bool = False) -> None:
+        check_bool("details", details)
         given = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else per_layer
         if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in given):
             raise TypeError(f"per_layer={per_layer!r} must be True, False, a pattern of names, or several.")
         self.per_layer = [given] if isinstance(given, str) else list(given)
         """Patterns of names."""
+        self.details = details
+        """Whether all keys are logged."""
         self._since = 0  # optimizer steps before this fit, of a run that goes on
         self._last = 0.0  # when the last step ended
         self._total = ExchangeVolume(sync_on_compute=False)
         self._steps = 0
         self._kept = self._elements = 0  # entries that fit in the payloads, and elements exchanged, so far
-        self._ratio = 0.0  # of the last step
+        self._density = 0.0  # of the last step
         self._measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
         self._timed: list[float] = []  # seconds of a step's exchanges, for the first COMPARED steps
+        self._compared: tuple[float, float] | None = None  # seconds of an exchange alone, and its density
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -129,7 +154,7 @@ class CompressionMonitor(Callback):
                     f"{', '.join(names[:20])}."
                 )
         self._total.reset()
-        self._steps, self._measured, self._timed = 0, [], []
+        self._steps, self._measured, self._timed, self._compared = 0, [], [], None
         self._kept = self._elements = 0
 
     @override
@@ -162,7 +187,8 @@ class CompressionMonitor(Callback):
         if state.measure:
             values |= self._log_step(trainer, state, report, dense)
         # A call of Lightning's log takes a millisecond, and loggers take values at log steps only.
-        for name in values if state.measure else EVERY_STEP:
+        shown = [name for name in values if self.details or "/" in name or name in DEFAULT]
+        for name in shown if state.measure else EVERY_STEP:
             # Lightning does not know the batch size of training_step(dataloader_iter); a step's values need none.
             pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving", batch_size=1)
 
@@ -189,9 +215,9 @@ class CompressionMonitor(Callback):
                 values[name if name == "total_bytes" else f"total_{name}"] = total
         values["saving"] = torch.tensor(self._saving(state))
         self._kept, self._elements = self._kept + report.kept, self._elements + report.elements
-        self._ratio = report.kept / report.elements
-        values["ratio"] = torch.tensor(self._ratio)
-        values["average_ratio"] = torch.tensor(self._kept / self._elements)
+        self._density = report.kept / report.elements
+        values["density"] = torch.tensor(self._density)
+        values["average_density"] = torch.tensor(self._kept / self._elements)
         return values
 
     def _log_step(
@@ -208,7 +234,7 @@ class CompressionMonitor(Callback):
         local = torch.cat([report.energy.view(-1), state.residuals.energy()]).to(trainer.strategy.root_device)
         values = _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
         values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
-        values["selected_ratio"] = torch.tensor(report.selected / report.elements)
+        values["selected_density"] = torch.tensor(report.selected / report.elements)
         values["exchange_seconds"] = torch.tensor(report.seconds)
         values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
         if dense is not None:
@@ -228,7 +254,7 @@ class CompressionMonitor(Callback):
             dense: Estimated duration of dense all-reduces in seconds; None if unknown.
             seconds: Duration of the step's exchanges.
             trainer: The Trainer.
-            end: The ratio after the schedule has ended; not a float if it is a function of the step or given by
+            end: The density after the schedule has ended; not a float if it is a function of the step or given by
                 ``saving=``.
         """
         if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
@@ -239,23 +265,24 @@ class CompressionMonitor(Callback):
         # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
         mine = torch.tensor(median(self._timed), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
+        self._compared = least, self._density
         if least > dense:
             later = ""
-            if isinstance(end, float) and end < 0.9 * self._ratio:  # else it is constant, or a function of the step
+            if isinstance(end, float) and end < 0.9 * self._density:  # else it is constant, or a function of the step
                 later = f" The density decays to {end:.3g}, and the exchange time with it."
             rank_zero_warn(
-                f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of {self._ratio:.3g}; "
-                f"dense all-reduces of the same gradients would take about {1000 * dense:.1f} ms on this link: "
-                "plain DDP is probably faster on this link: try strategy='ddp'. Compression pays on slower links, with "
-                "larger models and with a larger saving."
-                f"{later}"
+                f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of "
+                f"{self._density:.3g}, and dense all-reduces of the same gradients would take about "
+                f"{1000 * dense:.1f} ms, so plain DDP is probably faster on this link: try strategy='ddp'. Compression "
+                f"pays on slower links, with larger models and with a larger saving.{later}"
             )
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the summary."""
-        if self._steps and trainer.is_global_zero:
-            rank_zero_info(self.summary(_state(trainer)))
+        """Prints the summary, unless there is one process, which sends nothing."""
+        state = _state(trainer)
+        if self._steps and state is not None and state.world > 1 and trainer.is_global_zero:
+            rank_zero_info(self.summary(state))
 
     def _saving(self, state: ExchangeState | None) -> float:
         """Dense bytes over the bytes sent, since fit began; between nodes, if their ranks exchange as one worker."""
@@ -272,7 +299,7 @@ class CompressionMonitor(Callback):
         """
         volume = {name: float(value) for name, value in self._total.compute().items()}
         up, down, instead = (format_bytes(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
-        begun = f"{self._steps:,} steps" + f" since step {self._since:,}" * (self._since > 0)
+        begun = f"{self._steps:,} step{'s' * (self._steps != 1)}" + f" since step {self._since:,}" * (self._since > 0)
         if state is not None and state.config.by_node:
             outside, inside = (format_bytes(volume[f"{kind}_node_bytes"]) for kind in ("inter", "intra"))
             sent = f"each node sent {outside} to others (and {inside} inside)"
@@ -283,22 +310,29 @@ class CompressionMonitor(Callback):
             sent = f"each rank sent {up} up and {down} down"
         words = [
             f"lightning_topk: in {begun} {sent} instead of {instead} ({self._saving(state):.1f}x less)",
-            f"density {self._kept / max(1, self._elements):.3g} on average, {self._ratio:.3g} at the end",
+            self._density_in_words(),
         ]
-        if volume["broadcast_bytes"]:
-            words.append(
-                f"weights, buffers and measuring took {format_bytes(volume['broadcast_bytes'])} more on rank 0"
-            )
         if self._measured:
             errors, seconds, exposed = zip(*self._measured, strict=True)
             steps = len(self._measured)
             hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
+            took = sum(seconds) / steps
+            if self._compared is not None and f"{self._compared[1]:.3g}" == f"{self._density:.3g}":
+                took = self._compared[0]  # the same as in the warning; others waited for other ranks
             words.append(f"mean compression error {mean(errors):.3f}")
             words.append(
-                f"exchange {1000 * sum(seconds) / steps:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
-                f"({steps} steps measured)"
+                f"exchange {1000 * took:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
+                f"({steps} step{'s' * (steps != 1)} measured)"
             )
-        return "; ".join(words) + "."
+        said = "; ".join(words) + "."
+        if volume["broadcast_bytes"]:
+            others = format_bytes(volume["broadcast_bytes"])
+            said += f" Not counted: {others} of initial weights, buffers and link timing."
+        return said
+
+    def _density_in_words(self) -> str:
+        average, end = f"{self._kept / max(1, self._elements):.3g}", f"{self._density:.3g}"
+        return f"density {average}" if average == end else f"density {average} on average, {end} at the end"
 
 
 def _by_layer(

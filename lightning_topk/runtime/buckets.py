@@ -14,6 +14,7 @@ from lightning_topk.build import TOLERANCE, BucketPlan, for_compressed, plan_buc
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.exchanger import Bucket, same
 from lightning_topk.runtime.residuals import Progress
+from lightning_topk.schedule import ratio_at
 from lightning_topk.volume import Volume, bucket_volume
 
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
@@ -122,24 +123,46 @@ class BucketSettings:
             total += bucket_volume(self.plan_of(bucket), rank, step, epoch, len(bucket) if voting else None)
         return total
 
-    def missed_saving(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> str:
-        """Says what is saved, and why, where that is not what was asked for; empty where it is.
+    def remarks(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> list[str]:
+        """What a user of ``saving=`` should know once the buckets are final.
 
         Args:
             buckets: That are exchanged.
             sent: The bytes of a step.
             larger: What makes buckets larger.
         """
-        asked = self.config.saving
-        if asked is None or not self.config.compresses:
+        if self.config.saving is None or not self.config.compresses:
+            return []
+        return [words for words in (self._missed_saving(buckets, sent, larger), self._narrow(buckets)) if words]
+
+    def _missed_saving(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> str:
+        """Says that less is saved than requested, and why."""
+        asked, seen = self.config.saving or 0, self._saving(sent)
+        if seen >= asked * (1 - TOLERANCE):
             return ""
-        seen = sent.node_saving if self.config.by_node else sent.saving
-        if abs(seen / asked - 1) <= TOLERANCE:
+        whole = tuple(parameter for bucket in buckets for parameter in bucket)
+        small, remedy = "this model is", "Use DDP"
+        if len(buckets) > 1 and self._saving(self.volume([whole], 0, 0, 0, voting=False)) >= asked * (1 - TOLERANCE):
+            small, remedy = "its buckets are", f"Use {larger}"
+        return (
+            f"lightning_topk: saving={asked:g} was requested, but {small} too small: each step saves {seen:.3g}x. "
+            f"{remedy}."
+        )
+
+    def _saving(self, sent: Volume) -> float:
+        return sent.node_saving if self.config.by_node else sent.saving
+
+    def _narrow(self, buckets: Sequence[Bucket]) -> str:
+        """Says what ``saving`` counts against where gradients have less than four bytes an entry."""
+        asked, narrow = self.config.saving or 0, [bucket for bucket in buckets if bucket[0].itemsize < 4]
+        plans = [self.plan_of(bucket) for bucket in narrow if sum(p.numel() for p in bucket)]
+        sizes = [sum(plan.shape.parts.sizes) for plan in plans]
+        if not plans:
             return ""
-        reason = "every entry is sent, and the format of values alone saves this much"
-        if any(self.plan_of(bucket).ratio != 1 for bucket in buckets):
-            reason = (
-                "buckets are small, and a payload holds at least one entry for each server and is padded to whole "
-                f"words. A smaller saving= or {larger} comes nearer"
-            )
-        return f"lightning_topk: saving={asked:g} was asked for, but each step saves {seen:.3g}: {reason}."
+        kept = sum(ratio_at(plan.ratio, 0, 0) * size for plan, size in zip(plans, sizes, strict=True))
+        dtype = str(narrow[0][0].dtype).removeprefix("torch.")
+        return (
+            f"lightning_topk: saving={asked:g} counts against {dtype} gradients, which DDP would send: the density is "
+            f"{kept / sum(sizes):.2g}. saving={asked * narrow[0][0].itemsize / 4:g} sends as many entries as "
+            f"saving={asked:g} does of float32 gradients."
+        )

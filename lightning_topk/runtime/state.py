@@ -157,7 +157,7 @@ class ExchangeState(Reporting):
         return member
 
     def observe(self, buckets: Sequence[Bucket], static_graph: bool = False) -> None:
-        """Notes all that a backward pass exchanges; says so if that saves less than was asked for.
+        """Notes all that a backward pass exchanges; says what its saving amounts to where that may surprise.
 
         Args:
             buckets: All that the pass exchanges.
@@ -165,9 +165,8 @@ class ExchangeState(Reporting):
         """
         progress = self.residuals.progress
         if self.world > 1 and self.buckets.observe(buckets, progress, static_graph):
-            missed = self.buckets.missed_saving(progress.buckets, self.predicted(), self.LARGER_BUCKETS)
-            if missed:
-                self._say(missed)
+            for message in self.buckets.remarks(progress.buckets, self.predicted(), self.LARGER_BUCKETS):
+                self._say(message)
 
     def submit(self, batch: Batch, promised: Future) -> None:
         """Queues an exchange on the lane; its result fulfils the promise."""
