@@ -40,8 +40,8 @@ from lightning_topk.schedule import ExponentialWarmup
 
 
 @cache
-def mesh_of(nodes: int, local: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (nodes, local), mesh_dim_names=("replicate", "shard"))
+def mesh_of(nodes: int, local: int, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (nodes, local), mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(
@@ -61,7 +61,10 @@ def made(nodes: int, local: int, net: nn.Module | None = None, **settings: Any) 
 
 
 def as_hybrid(
-    make: Callable[[DeviceMesh], nn.Module], train: Callable[[nn.Module], Tensor], mesh: DeviceMesh | None = None
+    make: Callable[[DeviceMesh], nn.Module],
+    train: Callable[[nn.Module], Tensor],
+    mesh: DeviceMesh | None = None,
+    tolerance: float = 1e-6,
 ) -> Any:
     """Fails unless ``train`` finds the same with everything sent as with torch's hybrid sharding; returns the state."""
     mesh = mesh_of(2, 2) if mesh is None else mesh
@@ -69,7 +72,7 @@ def as_hybrid(
     net = make(mesh["shard"])
     state = attach(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32")
     found = train(net)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=10 * tolerance)
     return state
 
 

@@ -51,10 +51,20 @@ def uses_branch(mode: str, rank: int, step: int) -> bool:
 
 
 def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str, settings: dict[str, Any]) -> None:
-    """Checks the laws on four steps of a DDP model; ``local`` among the settings says how many ranks a node has."""
-    local, patterns = settings.pop("local", 1), settings.get("dense_parameters", ())
+    """Checks the laws on four steps of a DDP model.
+
+    Args:
+        rank: This rank.
+        world: Number of ranks.
+        topology: That of the exchange.
+        bidirectional: Whether servers compress.
+        mode: That of DDP.
+        settings: More of them; ``local``, the ranks of a node, and ``device``.
+    """
+    local, device = settings.pop("local", 1), settings.pop("device", "cpu")
+    patterns = settings.get("dense_parameters", ())
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
-    net, alone = Net(), Net()
+    net, alone = Net().to(device), Net().to(device)
     ddp = DistributedDataParallel(net, **MODES[mode])
     state = attach(ddp, config, local_world_size=local)
     whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in patterns)}
