@@ -230,10 +230,11 @@ def attach(
             "this DistributedDataParallel model has a communication hook already, and DDP takes one only. Wrap the "
             "module in a new DistributedDataParallel, and attach that."
         )
-    check_parameters(model.module)
+    exchanged = _exchanged(model)
+    check_parameters(exchanged)
     check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
-    with device_of(model.module):
+    with device_of(exchanged):
         state = TopKState(
             config,
             process_group=model.process_group if model.process_group is not dist.group.WORLD else None,
@@ -246,7 +247,6 @@ def attach(
             announce=announce,
         )
     try:
-        exchanged = {p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore}
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
         if optimizers is not optimizer:  # there are some already
             state.follow_optimizers()
@@ -256,9 +256,22 @@ def attach(
         raise
     state.static_graph = bool(model.static_graph)
     if model.find_unused_parameters and not model.static_graph:
-        state.watch_use(model.module.parameters())
+        state.watch_use(exchanged)
     model.register_forward_pre_hook(_BeforeForward(model, state, init_sync))
     return state
+
+
+def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
+    """The names of the parameters that DDP reduces if they are trained: all but those that it is told to ignore.
+
+    DDP compares ``module.parameter``, so ``.parameter`` for one of the model itself.
+    """
+    return {
+        parameter: f"{part}.{name}".removeprefix(".")
+        for part, module in model.module.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if f"{part}.{name}" not in model.parameters_to_ignore
+    }
 
 
 class _BeforeForward:

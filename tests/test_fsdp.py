@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import cache, partial
@@ -796,3 +797,17 @@ def test_small_gradients_that_are_scaled_arrive_as_with_torchs_hybrid_sharding(r
     assert (theirs / 2**24).abs().median() < 3e-8
     assert (theirs != 0).float().mean() > 0.9
     torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+@on_ranks(4)
+def test_states_of_shards_that_are_closed_leave_their_groups_to_the_next_one(rank, world):
+    """Threads, file descriptors and groups of this process after each of some states was closed."""
+    counts = []
+    for _ in range(4):
+        net, state = made(2, 2, ratio=0.1)
+        loss_of(net, rank, 0).backward()
+        state.close()
+        threads, files = (len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd"))
+        counts.append((threads, files, len(dist.distributed_c10d._world.pg_map)))
+    assert all(now < before + 3 for now, before in zip(counts[-1], counts[0], strict=True)), "3 would be one state's"

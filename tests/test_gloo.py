@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from fnmatch import fnmatch
 from typing import Any
@@ -437,3 +438,78 @@ def test_exchanges_of_two_buckets_do_not_deadlock_where_torch_checks_collectives
     for _ in range(4):
         ddp(torch.randn(8, 20)).square().mean().backward()
     state.close()
+
+
+class Rotated(nn.Module):
+    """A layer, and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.turn = nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turn(self.first(x).to(torch.complex64)).abs().square()
+
+
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_may_be_complex_and_are_not_exchanged(rank, world):
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        net = Rotated()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["turn.weight", "turn.bias"])
+        ddp = DistributedDataParallel(net)
+        state = attach(ddp, ratio=1.0, wire="fp32") if attached else None
+        ddp(torch.full((2, 3), 1.0 + rank)).sum().backward()
+        found.append((net.first.weight.grad, net.turn.weight.grad))
+    names = set(state.names.values())
+    state.close()
+    (plain, own), (ours, others) = found
+    torch.testing.assert_close((ours, others), (plain, own))
+    everyones = every_rank(torch.view_as_real(own))
+    assert names == {"first.weight", "first.bias"}
+    assert not torch.equal(everyones[0], everyones[1])
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+@on_ranks(4)
+def test_states_of_some_ranks_that_are_closed_leave_their_groups_to_the_next_ones(rank, world):
+    """Threads, files and groups after each of some states of the same ranks, of which some were open at a time."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    whole = dist.new_group(list(range(world)))
+    counts = []
+    for round_ in range(4):
+        states = []
+        for group, settings in (
+            (halves[rank // 2], {}),
+            (whole, {"topology": "hierarchical", "local_world_size": 2}),
+            (halves[rank // 2], {}),
+        ):
+            ddp = DistributedDataParallel(nn.Linear(30, 30), process_group=group)
+            states.append(attach(ddp, ratio=0.1, **settings))
+            ddp(torch.randn(4, 30)).sum().backward()
+        for state in states if (rank + round_) % 2 else reversed(states):
+            state.close()
+        kinds = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd"), dist.distributed_c10d._world.pg_map
+        counts.append([*map(len, kinds)])
+    for group in (*halves, whole):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    assert all(now < before + 3 for now, before in zip(counts[-1], counts[0], strict=True)), "3 would be one state's"
+
+
+@on_ranks(2)
+def test_groups_in_which_an_exchange_failed_are_not_used_again(rank, world):
+    """An exchange fails on one rank."""
+    whole, states = dist.new_group([0, 1]), []
+    for spoilt in (True, False):
+        ddp = DistributedDataParallel(nn.Linear(10, 10), process_group=whole)
+        state = attach(ddp, ratio=0.5, timeout=timedelta(seconds=2))
+        states.append(state.groups.all)
+        if spoilt and rank == 1:
+            state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
+        with pytest.raises(RuntimeError, match="exchange of bucket 0") if spoilt else nullcontext():
+            ddp(torch.randn(2, 10)).sum().backward()
+        state.close()
+    dist.destroy_process_group(whole)
+    assert states[0] is not states[1]

@@ -10,6 +10,7 @@ import os
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import test_fsdp
@@ -114,17 +115,31 @@ def test_all_gpus_skip_a_step_that_overflows(groups):
 
 
 def normalised(rank: int, world: int) -> None:
-    """Batch norm's collectives are on the default group, the exchange's on its own."""
+    """Batch norm's collectives are on the default group, the exchange's on its own; every other rank's lane is late.
+
+    So the GPUs start the kernels of two communicators in different orders.
+    """
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(100, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1000))
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000)) for _ in range(6)])
     ddp = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda(), bucket_cap_mb=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     state = attach(ddp, ratio=0.01, momentum=0.9, optimizer=optimizer)  # so that a single rank compresses too
-    for _ in range(5):
-        ddp(torch.randn(8, 100, device="cuda")).square().mean().backward()
-    gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+    perform = drive.perform
+
+    def late(*arguments):
+        if rank % 2:
+            torch.cuda._sleep(5_000_000)
+        return perform(*arguments)
+
+    with mock.patch.object(drive, "perform", late):
+        for _ in range(5):
+            ddp(torch.randn(8, 1000, device="cuda")).square().mean().backward()
+        gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()]).cpu()
     state.close()
+    rows = [None] * world
+    dist.all_gather_object(rows, gradient)
     assert gradient.isfinite().all()
+    assert all(torch.equal(row, gradient) for row in rows)
 
 
 @pytest.mark.parametrize("world", WORLDS)

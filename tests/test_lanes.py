@@ -122,7 +122,7 @@ def job():
     yield from ()
     return torch.zeros(1)
 
-lane = ThreadLane()
+lane = lanes.ThreadLane()
 promised, _ = lane.promise()
 promised.then(lambda future: [time.sleep(0.001) for _ in range(500)])
 lane.submit(job(), promised)
@@ -134,3 +134,22 @@ time.sleep(0.1)
 def test_a_process_ends_well_while_the_lane_is_at_work():
     ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_TORCH_CALLS_BACK], timeout=120)
     assert ended.returncode == 0
+
+
+def test_the_thread_of_a_lane_that_is_left_open_can_be_stopped_and_the_lane_works_again():
+    """Lightning's tests stop daemon threads that have a ``stop``, and fail if any other is left."""
+    lane, before = lanes.ThreadLane(abreast=2), set(threading.enumerate())
+
+    def give(number):
+        yield
+        return torch.tensor(number)
+
+    for number in range(3):
+        promised, future = lane.promise()
+        lane.submit(give(number), promised)
+        assert int(future.wait()) == number
+        (thread,) = set(threading.enumerate()) - before
+        assert thread.daemon
+        thread.stop()
+        assert not thread.is_alive()
+    assert lane.close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
+import time
 from contextlib import nullcontext
 from functools import cache
 from unittest import mock
@@ -330,6 +333,44 @@ def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(
             got.append(torch.stack(cluster.step(given)).nan_to_num(7.0))
         ends.append(torch.stack(got))
     assert torch.equal(*ends)
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    """The function that finds fast versions, which has not looked for any yet; forgets what fails."""
+    monkeypatch.setattr(ops, "FAILED", {})
+    return cache(ops.fast.__wrapped__)
+
+
+def test_a_compiler_that_fails_is_remembered_with_the_reason(monkeypatch, untried):
+    monkeypatch.setattr(cpu, "add_and_select", mock.Mock(side_effect=OSError("no room on the disk")))
+    with pytest.warns(UserWarning, match=r"numba does not work on cpu \(OSError: no room on the disk\)"):
+        assert untried(torch.device("cpu")) is None
+    assert ops.FAILED == {"numba": "OSError: no room on the disk"}
+    monkeypatch.undo()
+    assert untried(torch.device("cpu")) is None
+
+
+def test_what_a_signal_handler_raises_while_a_version_compiles_is_not_taken_for_its_failure(monkeypatch, untried):
+    """As Lightning's and SLURM's do, and timeouts by SIGALRM."""
+
+    def handler(number, frame):
+        raise TimeoutError("the time is over")
+
+    def compiles(*_):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(cpu, "add_and_select", compiles)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(TimeoutError, match="the time is over"):
+            untried(torch.device("cpu"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ops.FAILED == {}
+    monkeypatch.undo()
+    assert untried(torch.device("cpu")) is cpu
 
 
 def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):

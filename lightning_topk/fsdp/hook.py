@@ -287,7 +287,7 @@ def attach(
             "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
             "them before attach."
         )
-    check_parameters(model)
+    check_parameters(names_of(model))
     check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
     residuals = residuals or Residuals()
@@ -295,7 +295,7 @@ def attach(
     units = [unit for unit in units_of(model, residuals.stand_ins) if unit.trained or not has_hook(unit)]
     check_group(units, replicas)
     check_hooks(units)
-    with device_of(model):
+    with device_of(model.parameters()):
         state = ShardState(
             model,
             units,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -111,20 +112,23 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
                 )
 
 
-def check_parameters(module: torch.nn.Module) -> None:
+def check_parameters(names: Mapping[Tensor, str]) -> None:
     """Refuses parameters whose gradients top-k cannot order, or that DDP would hand to another hook.
+
+    Args:
+        names: The names of the parameters that are exchanged if they are trained.
 
     Raises:
         ValueError: A trainable parameter is not of a real floating-point dtype, or they are on several devices; or an
             optimizer steps during backward.
     """
-    devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
+    devices = {parameter.device for parameter in names if parameter.requires_grad}
     if len(devices) > 1:
         raise ValueError(
             f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: the exchange runs on one device a "
             "rank. Put the model on one device, or wrap each part in a DDP of its own."
         )
-    for name, parameter in module.named_parameters():
+    for parameter, name in names.items():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(
                 f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point gradients can be exchanged. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_topk.core.requests import Among
 
@@ -47,11 +48,14 @@ class Groups:
         """Creates a group of all ranks, beside the one that exists; a collective.
 
         Args:
-            parent: The ranks, and their backend. Default: all.
+            parent: The ranks, and their backend. Default: all. Groups that an earlier state of some ranks has left are
+                taken again.
             timeout: After which a collective that some rank does not join fails. Default: the backend's own.
         """
-        ranks = None if parent is None else dist.get_process_group_ranks(parent)
-        return cls(_new_group(ranks, parent, timeout), some=parent is not None)
+        if parent is None:
+            return cls(_new_group(None, None, timeout))
+        left = _left_by_an_earlier_state(parent, timeout or timeout_of(parent))
+        return left or cls(_new_group(dist.get_process_group_ranks(parent), parent, timeout), some=True)
 
     def divided(
         self, parent: dist.ProcessGroup | None, timeout: timedelta | None, local: int, hierarchy: bool
@@ -64,7 +68,7 @@ class Groups:
             local: Ranks of a node.
             hierarchy: Whether there shall be groups inside nodes and between them.
         """
-        if not hierarchy:
+        if not hierarchy or (self.node is not None and dist.get_world_size(self.node) == local):
             return replace(self, local=local)
         ranks, mine = dist.get_process_group_ranks(self.all), dist.get_rank(self.all)
         nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
@@ -89,15 +93,23 @@ class Groups:
             return self
         return replace(self, twin=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
-    def destroy(self) -> None:
-        """Destroys the groups, unless they are of some of the ranks only.
+    def destroy(self, failed: bool = False) -> None:
+        """Destroys the groups; those of some ranks only are left to the next state of the same ranks.
+
+        Of these, torch 2.9 would give the next ones the same names, under which the store has the old addresses.
 
         NCCL waits until all ranks of a group destroy it. If this rank failed alone, they never do: so a thread waits,
         and the caller goes on after ``PATIENCE`` seconds, with the error that ended the run.
+
+        Args:
+            failed: Whether a collective may have failed: then nobody can use the groups again.
         """
-        if self.some or self.all not in dist.distributed_c10d._world.pg_map:
-            return  # torch 2.9 would give the next such group the same name; or the caller destroyed all groups
-        if _only_gloo(self.all):
+        if self.all not in dist.distributed_c10d._world.pg_map:
+            return  # the caller destroyed all groups
+        if self.some:
+            if not failed:
+                _LEFT.append(self)
+        elif _only_gloo(self.all):
             self._destroy()
         else:
             waits = threading.Thread(target=self._destroy, name="lightning_topk-destroy", daemon=True)
@@ -111,6 +123,27 @@ class Groups:
             if group is not None:
                 with suppress(KeyError, ValueError):  # of torch, where the caller destroys all groups meanwhile
                     dist.destroy_process_group(group)
+
+
+_LEFT: list[Groups] = []
+"""Groups of some of the ranks that no state uses."""
+
+
+def _left_by_an_earlier_state(parent: dist.ProcessGroup, timeout: timedelta) -> Groups | None:
+    """Groups of the same ranks as ``parent`` that all of these ranks have left; a collective."""
+    _LEFT[:] = [groups for groups in _LEFT if groups.all in dist.distributed_c10d._world.pg_map]
+    alike = dist.get_process_group_ranks(parent), dist.get_backend(parent), timeout
+    mine = {
+        groups.all.group_name: groups
+        for groups in _LEFT
+        if (dist.get_process_group_ranks(groups.all), dist.get_backend(groups.all), timeout_of(groups.all)) == alike
+    }
+    shared = set.intersection(*map(set, gathered([*mine], parent)))  # a rank whose exchange failed has left none
+    if not shared:
+        return None
+    groups = mine[min(shared)]
+    _LEFT.remove(groups)
+    return groups
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
@@ -177,9 +210,9 @@ def _own_group(
     return [_new_group(each, None, timeout) for each in members][mine]
 
 
-def device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Makes a module's GPU the current one: NCCL sends objects by way of it, and it is the first one on every rank."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+def device_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Makes a model's GPU the current one: NCCL sends objects by way of it, and it is the first one on every rank."""
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

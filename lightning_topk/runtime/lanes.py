@@ -21,6 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,11 @@ class Lane(ABC):
         except Exception as error:
             self._error = error
             raise
+
+    @property
+    def failed(self) -> bool:
+        """Whether a job has failed."""
+        return self._error is not None
 
     @property
     @abstractmethod
@@ -121,23 +127,23 @@ class ThreadLane(Lane):
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
-        self._thread: threading.Thread | None = None
+        self._thread: _LaneThread | None = None
         _THREADED.add(self)
 
     def _run(self) -> None:
         """Begins the next job if it is there and has room; else takes the oldest one in progress a step further."""
         in_progress: deque[_Submitted] = deque()
-        closed = False
-        while not closed or in_progress:
-            if not closed and len(in_progress) < self.abreast:
+        waits = True  # for the next job
+        while True:
+            if len(in_progress) < self.abreast:
                 try:
-                    job = self._jobs.get(block=not in_progress, timeout=IDLE)
+                    job = self._jobs.get(block=waits and not in_progress, timeout=IDLE)
                 except queue.Empty:
                     if not in_progress and self._retires():
                         return
                 else:
                     if job is None:
-                        closed = True
+                        waits = False
                     elif self._goes_on(job):
                         in_progress.append(job)
                     continue
@@ -181,7 +187,7 @@ class ThreadLane(Lane):
         with self._lock:
             self._jobs.put(_Submitted(job, promised))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
+                self._thread = _LaneThread(self._run, self._jobs)
                 self._thread.start()
 
     @property
@@ -200,13 +206,23 @@ class ThreadLane(Lane):
     @override
     def close(self) -> bool:
         _THREADED.discard(self)
-        with self._lock:
-            thread = self._thread
-            if thread is not None:
-                self._jobs.put(None)
+        thread = self._thread
         if thread is not None:
-            thread.join(timeout=PATIENCE)
+            thread.stop()
         return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
+
+
+class _LaneThread(threading.Thread):
+    """A lane's thread. It can be stopped, which is what Lightning's tests do to threads that a test has left."""
+
+    def __init__(self, run: Callable[[], None], jobs: queue.SimpleQueue[_Submitted | None]) -> None:
+        super().__init__(target=run, name="lightning_topk-lane", daemon=True)
+        self._jobs = jobs
+
+    def stop(self) -> None:
+        """Ends the thread when the submitted jobs are done; the lane's next job starts another one."""
+        self._jobs.put(None)
+        self.join(timeout=PATIENCE)
 
 
 _THREADED = weakref.WeakSet[ThreadLane]()
@@ -222,6 +238,18 @@ def _end_threads() -> None:
 
 class StreamLane(Lane):
     """A lane for CUDA tensors: a side stream. Jobs are enqueued at once; the host waits for nothing.
+
+    The exchange has NCCL communicators of its own, while DDP's all-reduces share one with the other collectives of a
+    backward pass, such as SyncBatchNorm's. A kernel of NCCL occupies the GPU until the other ranks have joined it. If
+    the GPU cannot run those of two communicators at once, they must start in the same order on all ranks. What orders
+    them:
+
+    - The host: one thread, autograd's, issues all of them, in the same order on all ranks that run the same graph.
+    - The side stream waits in :meth:`promise` for the stream of backward, and so for all collectives before.
+    - Nothing orders an exchange and the collectives of backward that come after it: they run at once, in some channels
+      each. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
+
+    One communicator for both would make batch norm wait for the exchange of the bucket before.
 
     Args:
         device: The tensors' device, with its index.

@@ -100,10 +100,8 @@ class ExchangeState(Reporting):
         if self._lane is None:
             self._lane = lane_for(device, abreast=1 if groups.twin is None else 2)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
-                self._say(
-                    "lightning_topk: compression on the CPU takes several times as long without numba: "
-                    "pip install numba."
-                )
+                remedy = f"which fails here: {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
+                self._say(f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}")
         return self._lane
 
     def _open_groups(self) -> Groups:
@@ -254,7 +252,7 @@ class ExchangeState(Reporting):
         self._collect()
         self._optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
-            self.groups.destroy()
+            self.groups.destroy(failed=self._lane is not None and self._lane.failed)
         elif self.groups is not None and not idle:
             _LEFT_OPEN.append(self.groups)
         self._exchanger.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,6 +39,10 @@ FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
 """The wires that :func:`send` and :func:`receive` can write and read; others are encoded by themselves."""
 
 
+FAILED: dict[str, str] = {}
+"""Why a compiler that is installed does not work here, by its name."""
+
+
 @cache
 def fast(device: torch.device) -> Any | None:
     """Returns the fast version for a device, or None where plain torch must serve: its compiler is missing or fails.
@@ -47,18 +52,32 @@ def fast(device: torch.device) -> Any | None:
     module, needs = ("cpu", "numba") if device.type == "cpu" else ("cuda", "triton")
     if device.type not in ("cpu", "cuda") or find_spec(needs) is None:
         return None
+    # Compiling may take tens of seconds. Python runs signal handlers in the main thread: what they raise meanwhile is
+    # raised here, while the other thread can fail by compiling only.
+    executor = ThreadPoolExecutor(1)
+    try:
+        version, error = executor.submit(_tried, module, device).result()
+    finally:
+        executor.shutdown(wait=False)
+    if error is not None:
+        FAILED[needs] = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"lightning_topk: {needs} does not work on {device} ({FAILED[needs]}); falling back to plain torch, which "
+            "is slower.",
+            stacklevel=2,
+        )
+    return version
+
+
+def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | None]:
+    """A fast version that has compiled and run once, or why it cannot."""
     try:
         version = import_module(f"lightning_topk.core.ops.{module}")
         e, x = torch.zeros(2, version.SAMPLE, dtype=torch.float32, device=device).unbind()
         version.add_and_select(e, x, torch.ones((), dtype=torch.bool, device=device), Layout(len(e)), 1)
     except Exception as error:
-        warnings.warn(
-            f"lightning_topk: {needs} does not work on {device} ({error}); falling back to plain torch, which is "
-            "slower.",
-            stacklevel=2,
-        )
-        return None
-    return version
+        return None, error
+    return version, None
 
 
 def _cpu(x: Tensor) -> Any | None:
