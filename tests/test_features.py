@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from ranks import every_rank, gradient, mean_over_ranks, undelivered, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainers import Module, fit, trainer_of
+from trainers import Gan, Module, fit, trainer_of
 
 from lightning_topk import TopKStrategy, presets
 from lightning_topk.volume import volume
@@ -32,25 +32,6 @@ class Adam(Module):
 class Closures(Module):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
-
-
-class Gan(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = nn.Linear(12, 1)
-
-    def training_step(self, batch, batch_idx):
-        (x,) = batch
-        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward((net(x) - x[:, :1]).square().mean())
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
 
 
 class Branch(Module):

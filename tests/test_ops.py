@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
-import time
 from contextlib import nullcontext
 from functools import cache
 from unittest import mock
@@ -16,7 +13,6 @@ import pytest
 import torch
 from shapes import residual_and_gradient
 
-from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, kept_count
 from lightning_topk.core.link import FusedLink, aggregate, deliver
@@ -24,7 +20,6 @@ from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
 from lightning_topk.core.select import TopK
 from lightning_topk.core.wire import WIRES, Codec
-from lightning_topk.simulate import Cluster
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])
@@ -308,69 +303,6 @@ def test_one_element_that_is_not_finite_is_found_and_a_large_one_is_not_mistaken
     x = torch.randn(150_000)
     x[place] = value
     assert bool(ops.is_finite(x)) == bool(reference.is_finite(x)) == math.isfinite(value)
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("topology", ["sharded", "single_server"])
-@pytest.mark.parametrize("settings", [{"ratio": 0.01}, {"ratio": 0.12, "wire": "int4"}])
-def test_a_cluster_with_fused_links_gives_the_bits_of_one_with_plain_ones(
-    monkeypatch, settings, topology, bidirectional
-):
-    config = TopKConfig(topology=topology, bidirectional=bidirectional, **settings)
-    ends = []
-    for fused in (True, False):
-        if not fused:
-            monkeypatch.setattr(FusedLink, "suits", staticmethod(lambda *_: False))
-            monkeypatch.setattr(ops, "fast", lambda device: None)
-        cluster = Cluster(config, 3, 200_001)
-        end = cluster.endpoints[0]
-        assert isinstance(end.uplink, FusedLink) == fused
-        got = []
-        for step in range(3):
-            given = [residual_and_gradient("normal", 200_001)[1].roll(100 * step + rank) for rank in range(3)]
-            if step == 1:
-                given[1][77] = torch.inf
-            got.append(torch.stack(cluster.step(given)).nan_to_num(7.0))
-        ends.append(torch.stack(got))
-    assert torch.equal(*ends)
-
-
-@pytest.fixture
-def untried(monkeypatch):
-    """The function that finds fast versions, which has not looked for any yet; forgets what fails."""
-    monkeypatch.setattr(ops, "FAILED", {})
-    return cache(ops.fast.__wrapped__)
-
-
-def test_a_compiler_that_fails_is_remembered_with_the_reason(monkeypatch, untried):
-    monkeypatch.setattr(cpu, "add_and_select", mock.Mock(side_effect=OSError("no room on the disk")))
-    with pytest.warns(UserWarning, match=r"numba does not work on cpu \(OSError: no room on the disk\)"):
-        assert untried(torch.device("cpu")) is None
-    assert ops.FAILED == {"numba": "OSError: no room on the disk"}
-    monkeypatch.undo()
-    assert untried(torch.device("cpu")) is None
-
-
-def test_what_a_signal_handler_raises_while_a_version_compiles_is_not_taken_for_its_failure(monkeypatch, untried):
-    """As Lightning's and SLURM's do, and timeouts by SIGALRM."""
-
-    def handler(number, frame):
-        raise TimeoutError("the time is over")
-
-    def compiles(*_):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.5)
-
-    monkeypatch.setattr(cpu, "add_and_select", compiles)
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(TimeoutError, match="the time is over"):
-            untried(torch.device("cpu"))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert ops.FAILED == {}
-    monkeypatch.undo()
-    assert untried(torch.device("cpu")) is cpu
 
 
 def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):
