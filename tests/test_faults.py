@@ -55,7 +55,7 @@ def test_exchanges_wait_as_long_for_a_rank_as_the_users_own_group_does(tmp_path)
         dist.destroy_process_group()
 
 
-def test_a_rank_that_failed_alone_does_not_wait_for_the_others_to_destroy_a_group_of_nccl(tmp_path, monkeypatch):
+def test_a_rank_that_failed_alone_does_not_wait_to_destroy_a_group_of_nccl(tmp_path, monkeypatch):
     """Its error would not be seen before the others' collectives time out."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     groups, destroy, others, destroyed = Groups.make(None, None), dist.destroy_process_group, Event(), Event()
@@ -124,7 +124,7 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("blow", ["killed", "hangs", "raises", "damages"])
-def test_if_one_rank_fails_the_others_end_in_time_and_name_exchange_bucket_and_timeout(blow):
+def test_if_one_rank_fails_the_others_end_in_time_and_name_the_bucket(blow):
     group = Group(3)
     for pipe in group._pipes:
         pipe.send_bytes(pickle.dumps((struck, (blow,))))

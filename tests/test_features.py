@@ -218,7 +218,7 @@ class Moving(Module):
 
 
 @on_ranks(2, timeout=100)
-def test_momentum_is_adapted_in_every_fit_and_checkpoints_hold_the_optimizers_own_state(rank, world, tmp_path):
+def test_momentum_is_adapted_in_every_fit_and_not_in_checkpoints(rank, world, tmp_path):
     names = {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
     for kind in (Moving, Adam):
         ends = []

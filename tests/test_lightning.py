@@ -184,7 +184,7 @@ class SharesNothing(Callback):
         assert not any(tensor.is_shared() for tensor in (*pl_module.parameters(), *pl_module.buffers()))
 
 
-def test_ranks_of_a_fork_server_have_own_weights_and_the_main_process_restores_them(tmp_path):
+def test_ranks_of_a_fork_server_have_own_weights_that_are_restored(tmp_path):
     """The main process restores a checkpoint when its module has no Trainer any more."""
     strategy = TopKStrategy(start_method="forkserver")
     trainer, _ = fit(None, 2, Normed(), strategy, [SharesNothing()], default_root_dir=tmp_path)

@@ -128,7 +128,7 @@ def runs(draw):
 
 @given(runs())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_a_run_loses_nothing_whatever_is_regrouped_skipped_changed_and_resumed(run):
+def test_a_run_loses_nothing_whatever_is_regrouped_skipped_and_resumed(run):
     world, local, steps = run
     ranks = Ranks(world, local)
     for passes, skipped, then in steps:
@@ -141,7 +141,7 @@ def test_a_run_loses_nothing_whatever_is_regrouped_skipped_changed_and_resumed(r
         ranks.check()
 
 
-def test_a_parameter_that_leaves_the_model_takes_nothing_of_its_buckets_others_with_it():
+def test_a_parameter_that_leaves_takes_nothing_of_its_buckets_others():
     """A new head that comes while a bucket of the old one is in use."""
     body, head, new = (nn.Parameter(torch.zeros(8)) for _ in range(3))
     config, residuals = TopKConfig(ratio=0.1), Residuals()

@@ -61,7 +61,7 @@ def test_thresholds_are_close_on_bell_shaped_vectors(selector, least):
 
 
 @pytest.mark.parametrize("selector", [GaussianK(), SampledK(), TrimmedK()])
-def test_thresholds_stay_capped_on_residuals_where_the_papers_code_chooses_many_times_k(selector):
+def test_thresholds_stay_capped_on_residuals(selector):
     a = residual()
     _, value, count = selector.select(a, Layout(NUMEL), 100)
     assert count <= 100
@@ -78,7 +78,7 @@ def test_gaussian_k_corrects_its_threshold_as_algorithm_1_does():
     assert GaussianK().threshold(normal, 100).item() == pytest.approx(3.29, abs=0.05)
 
 
-def test_trimmed_k_descends_until_k_pass_and_a_bad_sample_fraction_is_refused():
+def test_trimmed_k_descends_until_k_pass():
     a = torch.tensor([[10.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])  # mean 2.7, max 10
     assert TrimmedK().threshold(a, 2).item() == pytest.approx(2.7 + 0.8 * 7.3)
     assert TrimmedK().threshold(a, 3).item() == pytest.approx(2.7)
