@@ -27,6 +27,9 @@ from lightning_topk.core.select import SELECTORS, RandK, Selector, TopK
 from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.schedule import Ratio, ratio_at
 
+PIECE = 1 << 22
+"""Elements of a piece: 4 million float32 take the CPU some 20 ms to compress."""
+
 TOLERANCE = 0.02
 """Relative difference between the saving of a model and the one asked for that is not worth a warning."""
 
@@ -111,28 +114,39 @@ class BucketPlan:
         given = whole if shape.topology.by_node else dtype  # the sum of a node is not rounded
 
         def link(
-            side: str, layout: Layout, selector: Selector, given: torch.dtype, delivered: torch.dtype | None = None
+            side: str,
+            layout: Layout,
+            selector: Selector,
+            memory: Memory,
+            given: torch.dtype,
+            delivered: torch.dtype | None = None,
         ) -> Link:
-            memory = _make_memory(config, side, layout.numel, whole, device)
             # On a GPU the one pass sends what a threshold lets pass; a server that does not compress sends all that
             # is nonzero.
             everything = side == "server" and not config.bidirectional and device.type != "cpu"
             kind = FusedLink if FusedLink.suits(selector, memory, given) and not everything else Link
             return kind(layout, selector, memory, delivered, shape.parts.pieces if side == "worker" else ())
 
-        downlink = None
+        memory = _make_memory(config, "worker", layout.numel, whole, device)
+        uplinks = [link("worker", each, selector, memory, given) for each in layout.of_each_piece]
+        downlinks = []
         if shape.topology.has_servers and (layout.shards == shape.world or rank == 0):
             # A server that does not compress sends sums of selections: it takes the largest exactly.
-            choice = selector if config.bidirectional or isinstance(selector, RandK) else TopK()
-            downlink = link("server", Layout(layout.shard_size), choice, whole, dtype)
+            choice, served = (
+                selector if config.bidirectional or isinstance(selector, RandK) else TopK(),
+                Layout(layout.shard_size),
+            )
+            for _ in range(layout.pieces):
+                memory = _make_memory(config, "server", served.numel, whole, device)
+                downlinks.append(link("server", served, choice, memory, whole, dtype))
         sizes = shape.parts.sizes
         ends = list(accumulate(sizes))
         return Endpoint(
             **vars(shape),
             rank=rank,
             dtype=whole,
-            uplink=link("worker", layout, selector, given),
-            downlink=downlink,
+            uplinks=tuple(uplinks),
+            downlinks=tuple(downlinks),
             sizes=torch.tensor(sizes, device=device),
             clip_norm=None if config.clip_norm is None else config.clip_norm / math.sqrt(shape.workers),
             uncompressed=[(ends[number] - sizes[number], ends[number]) for number in self.uncompressed],
@@ -147,6 +161,7 @@ def plan_bucket(
     itemsize: int = 4,
     uncompressed: Sequence[int] = (),
     tag: int = 0,
+    in_pieces: bool = True,
 ) -> BucketPlan:
     """Resolves the settings for one bucket.
 
@@ -158,6 +173,8 @@ def plan_bucket(
         itemsize: Bytes of an element of the gradient.
         uncompressed: Numbers of the parameters that are not compressed. If all are, the bucket is all-reduced.
         tag: Identifies the bucket on the wire.
+        in_pieces: Whether a large bucket may be exchanged in pieces: on a CPU, not on a GPU, where one stream takes
+            all work and nothing would overlap.
 
     Returns:
         The plan. With ``saving``, its ratio is the one whose bytes are nearest to those asked for. A single rank,
@@ -168,11 +185,13 @@ def plan_bucket(
         config = config.dense
     if not config.compresses:
         return BucketPlan(config, _shape(config, sizes, world, local), 1.0, local, itemsize, (), tag)
+    pieces = in_pieces and itemsize >= 4 and _fuses(config)
     ratio = config.ratio
     if ratio is None:
-        pair = max(2, world)
-        ratio = _ratio_for_saving(BucketPlan(config, _shape(config, sizes, pair, local), 1.0, local, itemsize), skipped)
-    return BucketPlan(config, _shape(config, sizes, world, local), ratio, local, itemsize, tuple(uncompressed), tag)
+        shape = _shape(config, sizes, max(2, world), local, pieces)
+        ratio = _ratio_for_saving(BucketPlan(config, shape, 1.0, local, itemsize), skipped)
+    shape = _shape(config, sizes, world, local, pieces)
+    return BucketPlan(config, shape, ratio, local, itemsize, tuple(uncompressed), tag)
 
 
 def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
@@ -203,12 +222,19 @@ def make_selector(config: TopKConfig) -> Selector:
     return SELECTORS[config.selector]() if isinstance(config.selector, str) else copy.deepcopy(config.selector)
 
 
-def _shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int) -> Shape:
+def _fuses(config: TopKConfig) -> bool:
+    """Whether both links of float32 and float64 gradients compress in one pass, which may be over a piece."""
+    one_pass = config.selector == "topk" and config.error_feedback is True and not config.momentum and config.ratio != 1
+    return one_pass and config.topology in ("sharded", "hierarchical")
+
+
+def _shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int, in_pieces: bool = False) -> Shape:
     """How a bucket is dealt to nodes, ranks and servers."""
     topology = TOPOLOGIES[config.topology]
     parts = Parts(tuple(sizes), local if topology.by_node else 1)
     among = world // parts.count
-    return Shape(topology, parts, Layout(max(1, parts.numel), topology.shards(among)), among, world)
+    pieces = max(1, round(parts.numel / PIECE)) if in_pieces else 1
+    return Shape(topology, parts, Layout(max(1, parts.numel), topology.shards(among), pieces), among, world)
 
 
 def _make_memory(config: TopKConfig, side: str, numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
@@ -240,7 +266,7 @@ def _ratio_for_saving(plan: BucketPlan, uncompressed: int) -> float:
 
     def ratio(kept: int) -> float:
         """That which keeps so many entries of each shard."""
-        return min(1.0, kept * layout.shards / layout.numel)
+        return min(1.0, kept * layout.all_shards / layout.numel)
 
     def sent(kept: int) -> float:
         codecs = replace(plan, ratio=ratio(kept)).codecs()

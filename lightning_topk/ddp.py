@@ -47,8 +47,8 @@ class TopKState(ExchangeState):
         residuals: Those of an earlier state of the same model, to go on with.
         epoch: Returns the epoch, for schedules by epoch.
         optimizers: Returns the optimizers at the first step, for settings that depend on them and for ``scaler``.
-        scaler: The GradScaler that scales the loss. Residuals are then kept in unscaled units, and what was sent for a
-            step that it skips comes back; that costs a copy of the residuals.
+        scaler: The GradScaler that scales the loss. Residuals are then kept in unscaled units, and what was delivered
+            for a step that it skips goes back into them; the payloads are kept until the step is taken.
         local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of
             a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         announce: Is called on rank 0 with what a user should know: settings without effect, adapted momentum.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
-from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Begin, Begun, Broadcast, Gather, Request
 
 
 class Cluster:
@@ -80,21 +81,27 @@ class Cluster:
         Returns:
             What became of each.
         """
-        replies: list[Tensor | None] = [None] * len(exchanges)
+        replies: list[Any] = [None] * len(exchanges)
         while True:
-            requests, outcomes = [], []
+            asked_for: list[Any] = []
+            outcomes = []
             for each, reply in zip(exchanges, replies, strict=True):
                 try:
-                    requests.append(each.send(reply))  # type: ignore[arg-type]  # None starts a generator
+                    asked_for.append(each.send(reply))
                 except StopIteration as end:
                     outcomes.append(end.value)
-            if not requests:
+            if not asked_for:
                 return outcomes
+            if isinstance(asked_for[0], Begun):
+                replies = [begun.reply for begun in asked_for]  # which was known at once
+                continue
+            begins = isinstance(asked_for[0], Begin)
+            requests = [each.request if begins else each for each in asked_for]
             replies = [None] * len(requests)
             for ranks in self._groups(requests[0].among, len(requests)):
                 asked = [requests[rank] for rank in ranks]
                 for rank, reply, (number, request) in zip(ranks, answer(asked), enumerate(asked), strict=True):
-                    replies[rank] = reply
+                    replies[rank] = Begun(reply) if begins else reply
                     self.sent_bytes[request.direction][rank] += request.sent_bytes(number, len(asked))
 
     def _groups(self, among: Among, world: int) -> list[range]:

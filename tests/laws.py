@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.ops import reference
-from lightning_topk.core.requests import Request
+from lightning_topk.core.requests import Begin, Begun, Request
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -109,7 +109,8 @@ class Noted(Cluster):
 def _noted(path: Exchange, asked: list[tuple]) -> Exchange:
     request = next(path)
     while True:
-        asked.append(in_words(request))
+        if not isinstance(request, Begun):
+            asked.append(in_words(request.request if isinstance(request, Begin) else request))
         try:
             request = path.send((yield request))
         except StopIteration as end:
@@ -133,8 +134,8 @@ def undelivered(cluster: Cluster) -> Tensor:
     for rank, end in enumerate(cluster.endpoints):
         mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
         mine = mine.expand(end.parts.numel).clone()
-        for served in () if end.downlink is None else end.downlink.memory.tensors().values():
-            mine += end.to_bucket(served)
+        for served in end.server_memory().values():
+            mine += served
         rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)
@@ -183,7 +184,8 @@ def simulate(
         assert cluster.asked == [expected] * len(ranks), "generator and arithmetic ask for different things"
         for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):
             codecs = cluster.plan.codecs(step, selector=end.uplink.selector)
-            room = [codecs.uplink.kept * end.layout.shards, codecs.reply.kept]
+            pieces = end.layout.pieces
+            room = [codecs.uplink.kept * end.layout.shards * pieces, codecs.reply.kept * pieces]
             for stats, most in zip((outcome.uplink, outcome.downlink), room, strict=True):
                 assert stats is None or stats.selected is None or 0 <= stats.selected <= most
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())

@@ -24,6 +24,7 @@ from lightning_topk import TopKConfig, attach
 from lightning_topk.core import ops
 from lightning_topk.ddp import TopKState
 from lightning_topk.runtime import agreement
+from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checks import check_parameters, check_same_model
 from lightning_topk.schedule import ExponentialWarmup
 
@@ -68,12 +69,14 @@ def test_mistaken_arguments_are_named_with_the_remedy(arguments, settings, messa
 
 def test_models_that_cannot_be_exchanged_are_refused_with_the_remedy():
     two_devices = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    assert "parameters are on cpu, meta: the exchange runs on one device a" in refusal(check_parameters, two_devices)
+    assert "parameters are on cpu, meta: the exchange runs on one device a" in refusal(
+        check_parameters, names_of(two_devices)
+    )
     two_devices[1].requires_grad_(False)
-    check_parameters(two_devices)
+    check_parameters(names_of(two_devices))
     stepping = nn.Linear(3, 3)
     _apply_optimizer_in_backward(SGD, stepping.parameters(), {"lr": 0.1})
-    assert "Step the optimizer after backward" in refusal(check_parameters, stepping)
+    assert "Step the optimizer after backward" in refusal(check_parameters, names_of(stepping))
     lazy = refusal(check_same_model, nn.LazyLinear(3))
     assert "'weight' (one of 2) is lazy and has no shape yet. Run one batch" in lazy
 

@@ -321,7 +321,7 @@ def epochs(
     saves = [ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **checkpoint)] if folder else []
     fit(
         rank, world, None, ours, [LambdaCallback(on_train_start=look), *saves, *callbacks], ckpt, monitor=False,
-        max_epochs=count, limit_train_batches=3, **{"enable_checkpointing": True, **(options or {})},
+        max_epochs=count, limit_train_batches=3, enable_checkpointing=folder is not None, **(options or {}),
     )  # fmt: skip
     return found[0]
 

@@ -242,7 +242,7 @@ def test_an_exchange_takes_the_bytes_and_kernels_that_the_guide_says(fake, monke
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     config, numel = TopKConfig(row["ratio"], momentum=row["momentum"]), 25_000_000
     dtype = getattr(torch, row["dtype"])
-    plan = plan_bucket(config, [numel], WORLD, itemsize=dtype.itemsize)
+    plan = plan_bucket(config, [numel], WORLD, itemsize=dtype.itemsize, in_pieces=False)
     end = plan.endpoint(0, dtype, CUDA)
     codecs, g = plan.codecs(selector=end.uplink.selector), torch.empty(numel, device=CUDA, dtype=dtype)
     with Traffic() as traffic:

@@ -23,6 +23,7 @@ from shapes import codecs_of, endpoint_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topk import build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
@@ -118,6 +119,24 @@ def test_laws_hold(groups, world, topology, bidirectional, mode, settings):
 def test_laws_hold_with_a_saving(groups, topology, bidirectional, more):
     """Each bucket has a ratio of its own."""
     groups(3).run(harness, topology, bidirectional, "several_buckets", {"ratio": None, "saving": 8, **more})
+
+
+@pytest.mark.parametrize(
+    ("world", "topology", "bidirectional", "mode", "settings"),
+    [
+        *((3, "sharded", way, mode, {}) for way in (True, False) for mode in SEVERAL),
+        (2, "sharded", True, "one_bucket", {"ratio": None, "saving": 8, "dense_parameters": ["scale"]}),
+        (4, "hierarchical", True, "several_buckets", {"local": 2}),
+    ],
+    ids=str,
+)
+def test_laws_hold_for_buckets_of_several_pieces(groups, world, topology, bidirectional, mode, settings):
+    groups(world).run(in_pieces, topology, bidirectional, mode, settings)
+
+
+def in_pieces(rank: int, world: int, *arguments: Any) -> None:
+    with mock.patch.object(build, "PIECE", 500):
+        harness(rank, world, *arguments)
 
 
 @routes

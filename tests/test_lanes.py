@@ -122,7 +122,7 @@ def job():
     yield from ()
     return torch.zeros(1)
 
-lane = lanes.ThreadLane()
+lane = ThreadLane()
 promised, _ = lane.promise()
 promised.then(lambda future: [time.sleep(0.001) for _ in range(500)])
 lane.submit(job(), promised)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import laws
 import numpy as np
@@ -14,9 +15,11 @@ from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_tu
 from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, deal
 from shapes import endpoint_of
 
+from lightning_topk import build
 from lightning_topk.config import TopKConfig
+from lightning_topk.core import ops
 from lightning_topk.core.layout import Parts
-from lightning_topk.core.link import Measure
+from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.core.wire import Wire
@@ -76,6 +79,39 @@ def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_know(topology, bid
 @pytest.mark.parametrize("world", [1, 3])
 def test_laws_hold_for_buckets_so_large_that_links_are_fused(topology, bidirectional, wire, world):
     simulate(TopKConfig(ratio=0.005, bidirectional=bidirectional, wire=wire, topology=topology), world, 150_001)
+
+
+PIECED = [way for way in [*ROUTES, *ON_NODES] if way[0] in ("sharded", "hierarchical")]
+
+
+@pytest.mark.parametrize(("topology", "bidirectional"), PIECED)
+@pytest.mark.parametrize(("numel", "piece"), [(150_001, 20_000), (150_001, 50_000), (1500, 300), (7, 2)])
+def test_laws_hold_for_buckets_of_several_pieces(topology, bidirectional, numel, piece, monkeypatch):
+    monkeypatch.setattr(build, "PIECE", piece)
+    more = [{"wire": wire} for wire in WIRES] + [{"ratio": None, "saving": 20}, {"ratio": lambda step: 1 / (1 + step)}]
+    for number, each in enumerate(more):
+        config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **each})
+        cluster = simulate(config, 2 + number % 2, numel)
+        assert cluster.plan.shape.layout.pieces > 1
+
+
+def test_pieces_are_compressed_to_the_same_bits_whatever_is_fused(monkeypatch):
+    """And are measured as they are when they are not."""
+    monkeypatch.setattr(build, "PIECE", 40_000)
+    ends, errors = [], []
+    for fused, measure in ((True, NOTHING), (False, NOTHING), (True, Measure(error=True, per_layer=True))):
+        cluster = Cluster(TopKConfig(), 3, 150_001, sizes=(100_000, 50_001), measure=measure)
+        with mock.patch.object(ops, "fast", ops.fast if fused else lambda device: None):
+            received = [cluster.step(gradients(3, 150_001, step)) for step in range(3)][-1][0]
+        ends.append((received, *(link.memory.tensors()["residual"] for link in cluster.endpoints[1].links)))
+        errors.append(cluster.outcomes[1].uplink)
+    for end in ends[1:]:
+        assert all(map(torch.equal, end, ends[0]))
+    energy, left = errors[2].error
+    torch.testing.assert_close(left, ends[2][1].double().square().sum(), rtol=1e-5, atol=0)
+    assert left < energy
+    torch.testing.assert_close(errors[2].per_layer[:2].sum(1), errors[2].error)
+    assert errors[2].per_layer[2].sum() == errors[0].selected
 
 
 @pytest.mark.parametrize(

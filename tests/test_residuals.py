@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_topk import build
 from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
@@ -126,9 +129,15 @@ def runs(draw):
     return (draw(st.sampled_from([4, 6])), 2, draw(steps)) if on_nodes else (draw(st.integers(1, 4)), 1, draw(steps))
 
 
+@pytest.mark.parametrize("piece", [build.PIECE, 250])
 @given(runs())
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_a_run_loses_nothing_whatever_is_regrouped_skipped_and_resumed(run):
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_run_loses_nothing_whatever_is_regrouped_skipped_and_resumed(piece, run):
+    with mock.patch.object(build, "PIECE", piece):
+        lose_nothing(run)
+
+
+def lose_nothing(run) -> None:
     world, local, steps = run
     ranks = Ranks(world, local)
     for passes, skipped, then in steps:

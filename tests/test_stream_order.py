@@ -382,10 +382,10 @@ def test_times_of_two_streams_are_read_once_both_marks_have_come():
 def test_objects_are_sent_by_way_of_the_models_device():
     """On every rank the current device is the first GPU, unless the user has set it."""
     with mock.patch("torch.cuda.device") as device:
-        groups.device_of(mock.Mock(parameters=lambda: iter([mock.Mock(device=torch.device("cuda", 1))])))
+        groups.device_of([mock.Mock(device=torch.device("cuda", 1))])
         assert device.call_args == mock.call(torch.device("cuda", 1))
         device.reset_mock()
-        with groups.device_of(nn.Linear(2, 2)):
+        with groups.device_of(nn.Linear(2, 2).parameters()):
             pass
         assert not device.called
 

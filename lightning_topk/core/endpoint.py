@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_topk.core.layout import Layout, Parts
 from lightning_topk.core.link import Link, LinkStats, Measure
 from lightning_topk.core.ops import reference
-from lightning_topk.core.requests import Request
+from lightning_topk.core.requests import Begin, Begun, Request
 from lightning_topk.core.wire import Codec
 
 
@@ -66,8 +66,8 @@ class Endpoint(Shape):
     Attributes:
         rank: This rank, among those that exchange its part.
         dtype: dtype of sums and residuals.
-        uplink: The worker's link.
-        downlink: The server's link; None where this rank serves nothing.
+        uplinks: The worker's link of each piece; they share one memory and one selector.
+        downlinks: The server's link of each piece; empty where this rank serves nothing.
         sizes: ``[parameters]`` int64 on the bucket's device, elements of each.
         clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
         uncompressed: Begin and end, in the bucket, of the parameters that are exchanged by all-reduce, in order.
@@ -75,8 +75,8 @@ class Endpoint(Shape):
 
     rank: int
     dtype: torch.dtype
-    uplink: Link
-    downlink: Link | None
+    uplinks: tuple[Link, ...]
+    downlinks: tuple[Link, ...]
     sizes: Tensor
     clip_norm: float | None = None
     uncompressed: Sequence[tuple[int, int]] = ()
@@ -95,23 +95,39 @@ class Endpoint(Shape):
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The links of this rank: the worker's, and the server's where it is one."""
-        return (self.uplink,) if self.downlink is None else (self.uplink, self.downlink)
+        """The links with a memory of their own: the worker's, and the server's where it is one."""
+        return (self.uplink, *self.downlinks)
 
-    def to_bucket(self, served: Tensor) -> Tensor:
-        """What the server holds, ``[shard_size]``, at its places in this rank's part of the bucket; zero elsewhere."""
-        places = reference.flat_index(
-            torch.arange(len(served), device=served.device).unsqueeze(0),
-            self.layout,
-            torch.tensor([[self.shard]], device=served.device),
-        )[0]
-        return served.new_zeros(self.layout.numel).index_add_(0, places, served)
+    @property
+    def uplink(self) -> Link:
+        """The worker's link of the first piece, whose memory is that of all."""
+        return self.uplinks[0]
+
+    @property
+    def downlink(self) -> Link | None:
+        """The server's link of the first piece; None where this rank serves nothing."""
+        return self.downlinks[0] if self.downlinks else None
+
+    def served(self, kept: Tensor) -> list[Tensor]:
+        """Of ``[parts.numel]``, what this rank serves of each piece: ``[shard_size]``, padded with zeros."""
+        return [reference.shard_rows(kept, layout)[self.shard] for layout in self.layout.of_each_piece]
+
+    def server_memory(self) -> dict[str, Tensor]:
+        """What the server holds, at its places in this rank's part of the bucket: ``[parts.numel]`` by name."""
+        found: dict[str, Tensor] = {}
+        for link, layout in zip(self.downlinks, self.layout.of_each_piece, strict=False):
+            for name, kept in link.memory.tensors().items():
+                every = torch.arange(len(kept), device=kept.device).unsqueeze(0)
+                places = reference.flat_index(every, layout, torch.tensor([[self.shard]], device=kept.device))[0]
+                whole = found.setdefault(name, kept.new_zeros(self.layout.numel))
+                whole.index_add_(0, places, kept)
+        return found
 
     def folded(self) -> dict[str, Tensor]:
         """One memory of all that the links hold: ``[parts.numel]`` by name, what this rank serves W-fold."""
         found = {name: kept.clone() for name, kept in self.uplink.memory.tensors().items()}
-        for name, served in self.downlink.memory.tensors().items() if self.downlink is not None else ():
-            found[name] += self.to_bucket(served) * self.world
+        for name, served in self.server_memory().items():
+            found[name] += served * self.world
         return found
 
     def spread(self, flags: Tensor) -> Tensor:
@@ -153,7 +169,7 @@ class Outcome:
     undo: Callable[[], TakenBack] | None = None
 
 
-Exchange = Generator[Request, Tensor, Outcome]
+Exchange = Generator[Request | Begin | Begun, Any, Outcome]
 """The exchange of one bucket: yields requests, is sent their replies, and returns what became of it."""
 
 

@@ -23,10 +23,10 @@ code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ from lightning_topk.core.requests import (
     AllReduce,
     AllToAll,
     Among,
+    Begin,
+    Begun,
     Broadcast,
     Gather,
     Request,
@@ -160,8 +162,8 @@ def _exchange_used(
     g.masked_fill_(absent, 0)
     kept = end.spread(unused)
     end.uplink.memory.hold(kept)
-    if end.downlink is not None:
-        end.downlink.memory.hold(reference.shard_rows(kept, end.layout)[end.shard])
+    for link, served in zip(end.downlinks, end.served(kept), strict=False):
+        link.memory.hold(served)
     outcome = yield from _exchange_all(end, g, codecs, scale, measure)
     for link in end.links:
         link.memory.release()
@@ -215,32 +217,100 @@ class Sharded(Topology):
 
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        replies, outcome = yield from _serve(end, _unscaled(g, end, codecs), codecs, measure, "all", g.dtype)
-        return outcome(deliver(replies, codecs.reply, end.layout, out=g))
+        layouts = end.layout.of_each_piece
+        finite: list[Tensor] = []
+
+        def take(piece: int, replies: Tensor) -> None:
+            finite.append(deliver(replies, codecs.reply, layouts[piece], out=g))
+
+        outcome = yield from _serve(end, _unscaled(g, end, codecs), codecs, measure, "all", g.dtype, take)
+        return outcome(finite[0] if len(finite) == 1 else torch.stack(finite).all())
 
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
-        return _served_requests(shape.world, codecs, "all")
+        return _served_requests(shape, codecs, "all")
 
 
 def _serve(
-    end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure, among: Among, dtype: torch.dtype
-) -> Generator[Request, Tensor, tuple[Tensor, Callable[[Tensor], Outcome]]]:
-    """Steps 1-8: returns every server's reply ``[shards, P]``, and a function from ``finite`` to the outcome."""
-    assert end.downlink is not None
-    payloads, up = end.uplink.send(g, codecs.uplink, measure)
-    received = yield AllToAll(payloads, "uplink", among)
-    b = aggregate(received, codecs.uplink, end.dtype, room=g)
-    reply, down = end.downlink.send(b, codecs.reply, measure)
-    replies = yield AllGather(reply[0], "downlink", among)
-    undo = partial(take_back, end, codecs, end.uplink.selector.step, payloads, replies, dtype)
-    return replies, partial(Outcome, uplink=up, downlink=down, undo=undo)
+    end: Endpoint,
+    g: Tensor,
+    codecs: Codecs,
+    measure: Measure,
+    among: Among,
+    dtype: torch.dtype,
+    take: Callable[[int, Tensor], None],
+) -> Generator[Request | Begin | Begun, Any, Callable[[Tensor], Outcome]]:
+    """Steps 1-8 of each piece: while one piece travels, the next one is compressed.
+
+    Args:
+        end: This rank's links.
+        g: ``[numel]``; zero afterwards, but for what ``take`` writes into a piece that was sent.
+        codecs: How payloads are written.
+        measure: What to measure.
+        among: Who takes part.
+        dtype: dtype of the bucket.
+        take: Is called with each piece and every server's reply ``[shards, P]``.
+
+    Returns:
+        A function from whether all that was delivered is finite to the outcome.
+    """
+    pieces = end.layout.pieces
+    finite = ops.is_finite(g) if pieces > 1 else None  # before anything is delivered into it
+    uplinks: list[Begun] = []
+    downlinks: list[Begun] = []
+    sent: list[Tensor] = []
+    received: list[Tensor] = []
+    stats: tuple[list[LinkStats], list[LinkStats]] = [], []
+    for step, piece in _pipeline(pieces):
+        if step == "send":
+            payloads, up = end.uplinks[piece].send(g, codecs.uplink, measure, finite)
+            uplinks.append((yield from _begin(AllToAll(payloads, "uplink", among), pieces)))
+            sent.append(payloads)
+            stats[0].append(up)
+        elif step == "serve":
+            b = aggregate(
+                (yield from _reply(uplinks[piece], pieces)), codecs.uplink, end.dtype, room=g if pieces == 1 else g[:0]
+            )
+            reply, down = end.downlinks[piece].send(b, codecs.reply, measure)
+            downlinks.append((yield from _begin(AllGather(reply[0], "downlink", among), pieces)))
+            stats[1].append(down)
+        else:
+            received.append((yield from _reply(downlinks[piece], pieces)))
+            take(piece, received[piece])
+    undo = partial(take_back, end, codecs, end.uplink.selector.step, sent, received, dtype)
+    up, down = map(LinkStats.total, stats)
+    return partial(Outcome, uplink=up, downlink=down, undo=undo)
 
 
-def _served_requests(world: int, codecs: Codecs, among: Among) -> list[Request]:
+def _begin(request: Request, pieces: int) -> Generator[Request | Begin, Any, Begun]:
+    """Begins a request, and waits for its reply where there is only one piece."""
+    begun: Begun = Begun((yield request)) if pieces == 1 else (yield Begin(request))
+    return begun
+
+
+def _reply(begun: Begun, pieces: int) -> Generator[Begun, Tensor, Tensor]:
+    """The reply to a request that was begun."""
+    if pieces > 1:
+        return (yield begun)
+    assert begun.reply is not None
+    return begun.reply
+
+
+def _pipeline(pieces: int) -> Iterator[tuple[Literal["send", "serve", "take"], int]]:
+    """What a rank does with which piece, in the order that all ranks share."""
+    steps: tuple[Literal["send", "serve", "take"], ...] = ("send", "serve", "take")
+    for turn in range(pieces + 2):
+        for late, step in enumerate(steps):
+            if 0 <= turn - late < pieces:
+                yield step, turn - late
+
+
+def _served_requests(shape: Shape, codecs: Codecs, among: Among) -> list[Request]:
     """What :func:`_serve` asks for."""
-    uplink = AllToAll(placeholder(world, codecs.uplink.nbytes), "uplink", among)
-    return [uplink, AllGather(placeholder(codecs.reply.nbytes), "downlink", among)]
+    uplink = AllToAll(placeholder(shape.world, codecs.uplink.nbytes), "uplink", among)
+    downlink = AllGather(placeholder(codecs.reply.nbytes), "downlink", among)
+    steps = [step for step, _ in _pipeline(shape.layout.pieces) if step != "take"]
+    return [uplink if step == "send" else downlink for step in steps]
 
 
 class Hierarchical(Topology):
@@ -268,12 +338,14 @@ class Hierarchical(Topology):
         part /= end.parts.count
         if codecs.reply.scale is not None:
             part /= codecs.reply.scale
-        replies, outcome = yield from _serve(end, part, codecs, measure, "peers", g.dtype)
-        everyones = yield AllGather(replies.view(-1), "downlink", "node")
+        replies: list[Tensor] = []
+        outcome = yield from _serve(end, part, codecs, measure, "peers", g.dtype, lambda _, each: replies.append(each))
+        everyones = yield AllGather(torch.stack(replies).view(-1), "downlink", "node")
         rows.zero_()
         finite = [
-            deliver(each.view(replies.shape), codecs.reply, end.layout, out=row)
-            for row, each in zip(rows, everyones, strict=True)
+            deliver(each, codecs.reply, layout, out=row)
+            for row, pieces in zip(rows, everyones, strict=True)
+            for each, layout in zip(pieces.view(-1, *replies[0].shape), end.layout.of_each_piece, strict=True)
         ]
         reference.join_parts(rows, end.parts, out=g)
         return outcome(torch.stack(finite).all())
@@ -281,8 +353,8 @@ class Hierarchical(Topology):
     @override
     def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
         inside = placeholder(shape.parts.count, shape.parts.numel * itemsize)
-        replies = placeholder(shape.world * codecs.reply.nbytes)
-        between = _served_requests(shape.world, codecs, "peers")
+        replies = placeholder(shape.layout.pieces * shape.world * codecs.reply.nbytes)
+        between = _served_requests(shape, codecs, "peers")
         return [AllToAll(inside, "uplink", "node"), *between, AllGather(replies, "downlink", "node")]
 
 
@@ -303,7 +375,7 @@ class SingleServer(Topology):
         else:
             reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
         replies = (yield Broadcast(reply[0], "downlink")).unsqueeze(0)
-        undo = partial(take_back, end, codecs, end.uplink.selector.step, payload, replies, g.dtype)
+        undo = partial(take_back, end, codecs, end.uplink.selector.step, [payload], [replies], g.dtype)
         return Outcome(deliver(replies, codecs.reply, end.layout, out=g), up, down, undo)
 
     @override

@@ -5,6 +5,9 @@ A bucket of ``numel`` elements is cut into blocks of 256, and the blocks are dea
 server gets a sample of every layer. Loads are then even enough that every shard keeps the same number of entries, and
 all sizes on the wire follow from integers known in advance.
 
+A large bucket is exchanged in *pieces*, one compressed while another travels. It is then dealt to P times as many
+shards, and each piece has W of them, so that every piece is a sample of every layer too.
+
 With ``topology="hierarchical"`` the ranks of a node exchange gradients as one worker. Each rank then takes a *part* of
 the bucket: a piece of every parameter, which does not depend on the bucket that the parameter is in.
 
@@ -14,7 +17,7 @@ This module holds integers only; the tensor operations are in :mod:`lightning_to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,10 +32,14 @@ class Layout:
     Args:
         numel: Number of elements in the bucket, at least 1.
         shards: Number of servers, at least 1. With one shard, the bucket is not rearranged.
+        pieces: Number of pieces, at least 1.
+        piece: The piece in question: shard s of it is shard ``piece * shards + s`` of the bucket.
     """
 
     numel: int
     shards: int = 1
+    pieces: int = 1
+    piece: int = 0
 
     def __post_init__(self) -> None:
         if self.numel < 1 or self.shards < 1:
@@ -40,28 +47,38 @@ class Layout:
                 f"Layout(numel={self.numel}, shards={self.shards}): both must be at least 1. Leave out empty buckets."
             )
 
+    @property
+    def of_each_piece(self) -> list[Layout]:
+        """The layouts of all pieces, in order."""
+        return [replace(self, piece=piece) for piece in range(self.pieces)]
+
+    @property
+    def all_shards(self) -> int:
+        """Number of shards of all pieces."""
+        return self.shards * self.pieces
+
     @cached_property
     def block(self) -> int:
         """Number of elements in a block."""
-        return self.numel if self.shards == 1 else min(BLOCK, math.ceil(self.numel / self.shards))
+        return self.numel if self.all_shards == 1 else min(BLOCK, math.ceil(self.numel / self.all_shards))
 
     @cached_property
     def rounds(self) -> int:
         """Number of blocks dealt to each shard; in the last round some shards may get a partial block or none."""
-        return math.ceil(self.numel / (self.block * self.shards))
+        return math.ceil(self.numel / (self.block * self.all_shards))
 
     @cached_property
     def shard_size(self) -> int:
-        """Number of elements in shard 0, the largest. The others are padded to this size."""
+        """Number of elements in the first shard, the largest. The others are padded to this size."""
         full = (self.rounds - 1) * self.block
-        return full + min(self.block, self.numel - full * self.shards)
+        return full + min(self.block, self.numel - full * self.all_shards)
 
     def kept_per_shard(self, kept: int) -> int:
         """Number of elements that each shard keeps if the bucket keeps ``kept``: an equal share, rounded up.
 
         If ``kept == numel``, it is ``shard_size``, so a ratio of 1 keeps everything.
         """
-        return self.shard_size if kept == self.numel else math.ceil(kept / self.shards)
+        return self.shard_size if kept == self.numel else math.ceil(kept / self.all_shards)
 
 
 @dataclass(frozen=True)

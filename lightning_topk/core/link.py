@@ -7,6 +7,7 @@ instances of one class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,17 @@ class LinkStats:
     error: Tensor | None = None
     per_layer: Tensor | None = None
 
+    @classmethod
+    def total(cls, pieces: Sequence[LinkStats]) -> LinkStats:
+        """What a link sent of all pieces of a vector."""
+        if len(pieces) == 1:
+            return pieces[0]
+        sums = {}
+        for name in ("selected", "error", "per_layer"):
+            found = [value for each in pieces if (value := getattr(each, name)) is not None]
+            sums[name] = torch.stack(found).sum(0) if found else None
+        return cls(**sums)
+
 
 class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
@@ -79,27 +91,32 @@ class Link:
         self.pieces = pieces
         self._ends: Tensor | None = None  # of the pieces, on the vector's device: copied there once
 
-    def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
+    def send(
+        self, x: Tensor, codec: Codec, measure: Measure = NOTHING, finite: Tensor | None = None
+    ) -> tuple[Tensor, LinkStats]:
         """Compresses ``x`` and remembers what was left out.
 
         If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver learns of
         it, and the memory stays as it was.
 
         Args:
-            x: ``[numel]``, floating. It is moved: zero afterwards.
+            x: ``[numel]``, floating. It is moved: zero afterwards, in the layout's piece.
             codec: How selections are written, and how many entries they have.
             measure: What to measure.
+            finite: Scalar bool, whether ``x`` is finite. Default: that is found out.
 
         Returns:
             The payloads ``[shards, P]`` uint8, and what was sent in numbers.
         """
-        a, finite, index, value, selected = self.select(x, codec.kept)
+        a, finite, index, value, selected = self.select(x, codec.kept, finite)
         if codec.scale is not None and self.delivered is not None and self.memory.tensors():
             # What would overflow is kept. Where nothing is kept, the scaler sees an infinity, and backs off.
             limit = codec.largest_scaled(self.delivered)
             value = value.clamp(-limit, limit)
         payloads, sent = codec.encode(index, value, self.delivered, finite)
         flat, arrives = reference.flat_index(index, self.layout).view(-1), sent.view(-1)
+        if self.layout.pieces > 1 and measure != NOTHING:
+            a = a.masked_fill(~reference.in_piece(self.layout, a.device), 0)
         error = _error(a, flat, arrives) if measure.error else None
         per_layer = self._error_per_layer(a, flat, arrives) if measure.per_layer and self.pieces else None
         self.memory.keep(flat, arrives)
@@ -119,18 +136,21 @@ class Link:
         count.index_add_(0, layer, (sent != 0).double())
         return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
 
-    def select(self, x: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def select(
+        self, x: Tensor, kept: int, finite: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compensates and selects.
 
         Args:
             x: ``[numel]``, floating; zero afterwards.
             kept: Entries to select of each shard, at most.
+            finite: See :meth:`send`.
 
         Returns:
             The sum ``[numel]``; whether ``x`` is finite, a scalar bool (if not, the sum is what was kept); and what
             :meth:`lightning_topk.select.Selector.select` returns of the sum.
         """
-        finite = ops.is_finite(x)
+        finite = ops.is_finite(x) if finite is None else finite
         a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
         return a, finite, *self.selector.select(a, self.layout, kept)
 
@@ -152,23 +172,29 @@ class FusedLink(Link):
         return on_gpu or (type(memory) is Residual and memory.residual.dtype == given)
 
     @override
-    def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
+    def send(
+        self, x: Tensor, codec: Codec, measure: Measure = NOTHING, finite: Tensor | None = None
+    ) -> tuple[Tensor, LinkStats]:
         assert isinstance(self.memory, Residual)
         if measure == NOTHING and codec.scale is None:
-            form, finite, velocity = codec.format(self.delivered), ops.is_finite(x), None
+            form, velocity = codec.format(self.delivered), None
+            finite = ops.is_finite(x) if finite is None else finite
             if isinstance(self.memory, MomentumResidual):
                 velocity = ops.Velocity(self.memory.velocity, self.memory.momentum)
             sent = ops.send(self.memory.residual, x, finite, self.layout, form, self.delivered, velocity)
             if sent is not None:
                 return sent[0], LinkStats(sent[1])
-        return super().send(x, codec, measure)
+        return super().send(x, codec, measure, finite)
 
     @override
-    def select(self, x: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def select(
+        self, x: Tensor, kept: int, finite: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         assert isinstance(self.memory, Residual)
-        if kept == self.layout.shard_size or isinstance(self.memory, MomentumResidual):
-            return super().select(x, kept)
-        a, finite = self.memory.residual, ops.is_finite(x)
+        everything = kept == self.layout.shard_size and self.layout.pieces == 1
+        if everything or isinstance(self.memory, MomentumResidual):
+            return super().select(x, kept, finite)
+        a, finite = self.memory.residual, ops.is_finite(x) if finite is None else finite
         index, value = ops.add_and_select(a, x, finite, self.layout, kept)
         return a, finite, index, value, value.count_nonzero()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,6 +116,30 @@ class Broadcast(Request):
     @override
     def leaving_bytes(self, node: int, world: int, local: int) -> int:
         return 0 if node else self.payload.nbytes * (world - local)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Asks for a request whose reply is needed later. Its reply is a :class:`Begun`.
+
+    Attributes:
+        request: The request.
+    """
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request that was begun. An exchange yields it when it needs the reply.
+
+    Attributes:
+        reply: The reply, once ``work`` is done.
+        work: What to wait for; None if nothing.
+    """
+
+    reply: Tensor | None
+    work: Any = None
 
 
 def placeholder(*shape: int) -> Tensor:

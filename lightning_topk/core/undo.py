@@ -8,6 +8,8 @@ residual. The step's own finite gradients stay in the residuals, and later steps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from lightning_topk.core.ops import reference
 
 
 def take_back(
-    end: Endpoint, codecs: Codecs, step: int, payloads: Tensor, replies: Tensor, dtype: torch.dtype
+    end: Endpoint, codecs: Codecs, step: int, payloads: Sequence[Tensor], replies: Sequence[Tensor], dtype: torch.dtype
 ) -> TakenBack:
     """What a worker takes back after an exchange through servers: what they delivered.
 
@@ -27,22 +29,25 @@ def take_back(
         end: This rank's links.
         codecs: How the payloads were written.
         step: The step of the exchange, for selectors.
-        payloads: ``[shards, P]`` uint8, what this worker sent.
-        replies: ``[shards, P']`` uint8, what the servers sent.
+        payloads: Of each piece ``[shards, P]`` uint8, what this worker sent.
+        replies: Of each piece ``[shards, P']`` uint8, what the servers sent.
         dtype: dtype of the bucket, to which replies were rounded.
     """
     end.uplink.selector.step = step
-    index, sent = codecs.uplink.read(payloads, end.dtype)
-    places, reply = codecs.reply.read(replies, end.dtype)
-    reply = _delivered(reply, codecs, dtype)
-    arrived, finite = reply.isfinite().all(dim=1, keepdim=True), sent.isfinite()
-    back = torch.zeros(end.layout.numel, dtype=end.dtype, device=payloads.device)
-    for at, value in (
-        (places, torch.where(arrived, reply, 0)),
-        (index, torch.where(finite & ~arrived, sent, 0)),
-    ):
-        back.index_add_(0, reference.flat_index(at, end.layout).view(-1), value.view(-1))
-    return TakenBack(back, finite.all())
+    back = torch.zeros(end.layout.numel, dtype=end.dtype, device=payloads[0].device)
+    absorbed = []
+    for layout, mine, theirs in zip(end.layout.of_each_piece, payloads, replies, strict=True):
+        index, sent = codecs.uplink.read(mine, end.dtype)
+        places, reply = codecs.reply.read(theirs, end.dtype)
+        reply = _delivered(reply, codecs, dtype)
+        arrived, finite = reply.isfinite().all(dim=1, keepdim=True), sent.isfinite()
+        absorbed.append(finite.all())
+        for at, value in (
+            (places, torch.where(arrived, reply, 0)),
+            (index, torch.where(finite & ~arrived, sent, 0)),
+        ):
+            back.index_add_(0, reference.flat_index(at, layout).view(-1), value.view(-1))
+    return TakenBack(back, torch.stack(absorbed).all())
 
 
 def take_back_from_all(

@@ -89,6 +89,7 @@ class BucketSettings:
                 bucket[0].itemsize,
                 [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed],
                 tag=zlib.crc32(names.encode()) >> 8,
+                in_pieces=bucket[0].device.type == "cpu",
             )
         return self._plans[key]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.core.endpoint import Exchange, Outcome
-from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Begin, Begun, Broadcast, Gather, Request
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
 
@@ -76,20 +76,29 @@ def drive(
     Returns:
         What became of the exchange.
     """
-    reply: Tensor | None = None
+    reply: Tensor | Begun | None = None
     logged = LOGGER.isEnabledFor(logging.DEBUG)
     while True:
         try:
-            request = exchange.send(reply)  # type: ignore[arg-type]  # None starts a generator
+            asked = exchange.send(reply)
         except StopIteration as end:
             outcome: Outcome = end.value
             return outcome
+        if isinstance(asked, Begun):
+            if asked.work is not None:
+                yield asked.work
+                asked.work.wait()
+            reply = asked.reply
+            continue
+        request = asked.request if isinstance(asked, Begin) else asked
         meter.count(request, groups)
         if logged:
             kind, size = type(request).__name__, request.payload.numel()
             LOGGER.debug("%s: %s of %d elements among %s, %s", name, kind, size, request.among, request.direction)
         reply, work = perform(request, groups.among(request.among), background)
-        if work is not None:
+        if isinstance(asked, Begin):
+            reply = Begun(reply, work)
+        elif work is not None:
             yield work
             work.wait()
 

@@ -266,8 +266,7 @@ class Residuals:
         self.settle()
         server: Memories = {}
         for bucket, (end, _) in self._live.items():
-            memory = {} if end.downlink is None else end.downlink.memory.tensors()
-            self._scatter(server, bucket, end, {each: end.to_bucket(kept) for each, kept in memory.items()})
+            self._scatter(server, bucket, end, end.server_memory())
         found = {}
         for p, kept in self._kept.items():
             count, nothing = self.counts.get(p, 1), torch.zeros(()).expand(p.numel())

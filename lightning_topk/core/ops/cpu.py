@@ -22,7 +22,9 @@ _salts = random.Random()  # of samples: the selection does not depend on them
 
 
 def _deal(layout: Layout) -> loops.Deal:
-    return loops.Deal(layout.numel, layout.shards, layout.block, layout.shard_size)
+    round_ = layout.shards * layout.block
+    first, skip = layout.piece * round_, (layout.pieces - 1) * round_
+    return loops.Deal(layout.numel, layout.shards, layout.block, layout.shard_size, first, skip)
 
 
 def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:
@@ -43,7 +45,7 @@ def send(
 
     Args:
         e: ``[numel]`` float32, contiguous, finite; keeps what is not sent, and the wire's rounding.
-        x: ``[numel]`` float32, contiguous; becomes zero.
+        x: ``[numel]`` float32, contiguous; becomes zero. Of both, only the elements of the layout's piece change.
         finite: Scalar bool, whether ``x`` is finite.
         layout: How the elements are dealt to shards; :func:`suits` must hold.
         form: Format of a payload.

@@ -49,6 +49,8 @@ class Deal(NamedTuple):
     shards: int
     block: int
     shard_size: int
+    first: int  # element of the piece
+    skip: int  # elements of other pieces, between two rounds of blocks
 
 
 def compiled(function):
@@ -177,11 +179,15 @@ def sampled_threshold(e, x, deal, k, salt):
     # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
     # added for each, so that no shard gets fewer than k by chance.
     needed = deal.shards * (k + 4 * np.sqrt(k) + 4)
-    stride = max(1, min(deal.numel // SAMPLE, np.int64(needed) // 32))
-    sample = np.empty(deal.numel // stride, np.float32)
+    length = deal.shards * deal.block  # of a round
+    count = deal.numel if deal.skip == 0 else deal.numel // (length + deal.skip) * length  # elements to sample from
+    stride = max(1, min(count // SAMPLE, np.int64(needed) // 32))
+    sample = np.empty(count // stride, np.float32)
     for i in range(len(sample)):  # one random position in each window: a fixed period may see few columns of a matrix
         turn = (np.uint64(i) + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
         at = i * stride + np.int64(turn * np.uint64(stride) >> np.uint64(32))
+        if deal.skip:
+            at += deal.first + at // length * deal.skip
         sample[i] = e[at]
         if len(x):
             sample[i] += x[at]
@@ -208,8 +214,8 @@ def scan(e, x, deal, k, least, places, values, counts):
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
     block, room = min(deal.block, BLOCK), places.shape[1]
-    shard, turn = 0, 0
-    for begin in range(0, deal.numel, block):
+    shard, turn, begin = 0, 0, deal.first
+    while begin < deal.numel:
         length = min(block, deal.numel - begin)
         for i in range(length, BLOCK):
             marks[i] = 0
@@ -237,9 +243,11 @@ def scan(e, x, deal, k, least, places, values, counts):
             n, least[shard] = k, _float_of(_bits_of(cut) + np.uint32(1))
         counts[shard] = n
         shard += 1
+        begin += block
         if shard == deal.shards:
             shard = 0
             turn += block
+            begin += deal.skip
 
 
 @compiled
@@ -506,11 +514,11 @@ def add_at(out, deal, places, values):
     Shards take turns, so that one page after the other is written; a group is written while the lines of the next one
     are loaded.
     """
-    block, skip, k = deal.block, deal.block * (deal.shards - 1), places.shape[1]
+    block, skip, k = deal.block, deal.block * (deal.shards - 1) + deal.skip, places.shape[1]
     flats = np.empty((2, deal.shards, GROUP), np.int64)
     edges, aheads = np.empty(deal.shards, np.int64), np.empty(deal.shards, np.int64)
     for shard in range(deal.shards):
-        edges[shard], aheads[shard] = block, shard * block
+        edges[shard], aheads[shard] = block, deal.first + shard * block
     for begin in range(0, k + GROUP, GROUP):
         turn = begin // GROUP % 2
         for shard in range(deal.shards):

@@ -22,18 +22,27 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
         layout: The bucket's layout.
 
     Returns:
-        ``[shards, shard_size]``, where row s is shard s, padded with zeros. A view of ``x`` if there is one shard.
+        ``[shards, shard_size]``, where row s is shard s of the piece, padded with zeros. A view of ``x`` if there is
+        one shard.
     """
-    if layout.shards == 1:
+    if layout.all_shards == 1:
         return x.view(1, -1)
+    mine = slice(layout.piece * layout.shards, (layout.piece + 1) * layout.shards)
     rows = x.new_empty(layout.shards, layout.rounds, layout.block)
-    whole = layout.numel // (layout.shards * layout.block)  # rounds without padding
-    head, tail = x.split([whole * layout.shards * layout.block, layout.numel % (layout.shards * layout.block)])
-    rows[:, :whole] = head.view(whole, layout.shards, layout.block).transpose(0, 1)
+    length = layout.all_shards * layout.block
+    whole = layout.numel // length  # rounds without padding
+    head, tail = x.split([whole * length, layout.numel % length])
+    rows[:, :whole] = head.view(whole, layout.all_shards, layout.block)[:, mine].transpose(0, 1)
     if len(tail):
-        padding = layout.shards * layout.block - len(tail)
-        rows[:, whole] = torch.nn.functional.pad(tail, (0, padding)).view(layout.shards, layout.block)
+        padding = length - len(tail)
+        rows[:, whole] = torch.nn.functional.pad(tail, (0, padding)).view(layout.all_shards, layout.block)[mine]
     return rows.view(layout.shards, -1)[:, : layout.shard_size]
+
+
+def in_piece(layout: Layout, device: torch.device) -> Tensor:
+    """``[numel]`` bool: which elements of the bucket are in the piece."""
+    shard = torch.arange(layout.numel, device=device) // layout.block % layout.all_shards
+    return shard // layout.shards == layout.piece
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
@@ -42,19 +51,20 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
     Args:
         index: ``[R, K]`` int64, positions in a shard, in elements.
         layout: The bucket's layout.
-        shard: ``[R, 1]`` int64, the shard of each row. Default: row r is shard r.
+        shard: ``[R, 1]`` int64, the shard of each row, in the piece. Default: row r is shard r.
 
     Returns:
         ``[R, K]`` int64, positions in the bucket. Positions in the padding map to the bucket's last element; their
         values are zero, so adding them there changes nothing.
     """
-    if layout.shards == 1:
+    if layout.all_shards == 1:
         return index
     if shard is None:
         shard = torch.arange(layout.shards, device=index.device).unsqueeze(1)
     block = layout.block
     offset = index & (block - 1) if block.bit_count() == 1 else index % block  # a division costs ten times as much
-    flat = (index - offset).mul_(layout.shards).add_(offset.add_(shard * block))
+    first = (layout.piece * layout.shards + shard) * block
+    flat = (index - offset).mul_(layout.all_shards).add_(offset.add_(first))
     return flat.clamp_(max=layout.numel - 1)
 
 
@@ -160,7 +170,7 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
 
     Args:
         e: ``[numel]``, a floating dtype, finite; becomes the sum, clamped to the range of the dtype.
-        x: ``[numel]`` of the same dtype; becomes zero.
+        x: ``[numel]`` of the same dtype; becomes zero. Only the elements of the layout's piece are added and zeroed.
         finite: Scalar bool, whether ``x`` is finite. If false, ``e`` is unchanged.
         layout: How the elements are dealt to shards.
         k: Number of entries to select from each shard, in [1, shard_size].
@@ -169,8 +179,13 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
         Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there, ``[shards, k]``. Of entries of
         equal magnitude, the first are selected.
     """
-    clamp_(e.add_(zero_unless_(x, finite)))
-    x.zero_()
+    if layout.pieces == 1:
+        clamp_(e.add_(zero_unless_(x, finite)))
+        x.zero_()
+    else:
+        mine = in_piece(layout, e.device)
+        clamp_(e.add_(zero_unless_(x.masked_fill(~mine, 0), finite)))
+        x.masked_fill_(mine, 0)
     rows = shard_rows(e, layout)
     index = topk_index(rows, k)
     return index, rows.gather(1, index)

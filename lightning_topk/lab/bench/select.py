@@ -73,7 +73,7 @@ def run(
         config = TopKConfig(ratio=ratio, wire="bf16")
         _compression(result, x, config, str(ratio), floor())  # timed again: machines are noisy
     _compression(result, x, AN_EIGHTH, "0.12, int4", floor())
-    density = plan_bucket(TopKConfig(), [numel], WORLD).ratio
+    density = plan_bucket(TopKConfig(), [numel], WORLD, in_pieces=False).ratio
     _compression(result, x, TopKConfig(), f"{density:.3g}, saving={SAVING:g}", floor())
     _steps(result, x, density, floor())
     if where.type == "cpu":
@@ -233,7 +233,7 @@ def _exchanges(config: TopKConfig, g: Tensor) -> int:
 
 def _links(config: TopKConfig, g: Tensor) -> tuple[Link, Link, Codec, Codec]:
     """The links of one of :data:`WORLD` ranks for a gradient, and their codecs."""
-    plan = plan_bucket(config, [len(g)], WORLD)
+    plan = plan_bucket(config, [len(g)], WORLD, in_pieces=False)
     end, codecs = plan.endpoint(0, g.dtype, g.device), plan.codecs()
     assert end.downlink is not None
     return end.uplink, end.downlink, codecs.uplink, codecs.reply

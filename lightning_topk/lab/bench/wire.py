@@ -48,7 +48,7 @@ def run(
         bits = entropy(ratio)
         rows = []
         for world in WORLDS:
-            plan = plan_bucket(config, [numel], world)
+            plan = plan_bucket(config, [numel], world, in_pieces=False)
             layout, up = plan.shape.layout, plan.codecs().uplink
             sent = volume(config, [numel], world)
             nbytes = sent.uplink + sent.downlink
@@ -78,7 +78,7 @@ def _speed(result: Result, numel: int, ratio: float, where: torch.device) -> Non
     """Times of one shard of four."""
     world, rows = 4, []
     config = TopKConfig(ratio=ratio, wire="bf16")
-    plan = plan_bucket(config, [numel], world)
+    plan = plan_bucket(config, [numel], world, in_pieces=False)
     layout, up = plan.shape.layout, plan.codecs().uplink
     shard = torch.zeros(up.universe, device=where)
     other = torch.randn_like(shard)
