@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.ops import reference
+from lightning_topk.core.requests import Begin, Begun, Request
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -96,10 +98,33 @@ def gradients(world: int, numel: int, step: int) -> list[Tensor]:
     return [torch.randn(numel, generator=generator) for _ in range(world)]
 
 
-def cluster_of(config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32) -> Cluster:
+class Noted(Cluster):
+    """A cluster that notes what each rank asks for, by all that decides its bytes and its cost."""
+
+    def drive(self, exchanges: Sequence[Exchange]) -> list[Outcome]:
+        self.asked: list[list[tuple]] = [[] for _ in exchanges]
+        return super().drive([_noted(*each) for each in zip(exchanges, self.asked, strict=True)])
+
+
+def _noted(path: Exchange, asked: list[tuple]) -> Exchange:
+    request = next(path)
+    while True:
+        if not isinstance(request, Begun):
+            asked.append(in_words(request.request if isinstance(request, Begin) else request))
+        try:
+            request = path.send((yield request))
+        except StopIteration as end:
+            return end.value
+
+
+def in_words(request: Request) -> tuple[str, str, str, int]:
+    return type(request).__name__, request.direction, request.among, request.payload.nbytes
+
+
+def cluster_of(config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32) -> Noted:
     """A simulated cluster of that many workers: ranks, or nodes of two."""
     local = LOCAL if config.topology == "hierarchical" else 1
-    return Cluster(config, workers * local, numel, dtype, local)
+    return Noted(config, workers * local, numel, dtype, local)
 
 
 def undelivered(cluster: Cluster) -> Tensor:
@@ -129,7 +154,9 @@ def simulate(
     atol: float = 2e-5,
     rtol: float = 1e-5,
 ) -> Cluster:
-    """Checks the laws on some steps of a simulated cluster, and that nobody selects more than payloads have room for.
+    """Checks the laws on some steps of a simulated cluster.
+
+    And that exchanges ask for what their topology says by arithmetic, and select no more than payloads have room for.
 
     Args:
         config: The settings.
@@ -153,6 +180,8 @@ def simulate(
         before = total
         plans = [volume(config, [numel], len(ranks), r, dtype.itemsize, step=step, local=cluster.local) for r in ranks]
         planned.append({(rank, way): getattr(plans[rank], way) for rank, way in total})
+        expected = [*map(in_words, cluster.plan.requests(step))]
+        assert cluster.asked == [expected] * len(ranks), "generator and arithmetic ask for different things"
         for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):
             codecs = cluster.plan.codecs(step, selector=end.uplink.selector)
             pieces = end.layout.pieces

@@ -49,8 +49,8 @@ def batch(rank: int, step: int, features: int = 20) -> Tensor:
 
 
 def loss_of(net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
-    """The loss of a net of 20 features."""
-    return net(batch(rank, step), **use).square().mean()
+    """The loss of a net of 20 features, on the device of its parameters."""
+    return net(batch(rank, step).to(next(net.parameters()).device), **use).square().mean()
 
 
 # ------------------------------------------------------------------------------------------------ one flat tensor
@@ -67,7 +67,8 @@ def weights(net: nn.Module) -> Tensor:
 
 def gradient(net: nn.Module) -> Tensor:
     """All gradients, zero where there is none: ``[numel]``."""
-    return torch.cat([torch.zeros(p.numel()) if p.grad is None else _whole(p.grad) for p in net.parameters()])
+    grads = [torch.zeros(p.shape, device=p.device) if p.grad is None else p.grad for p in net.parameters()]
+    return torch.cat([*map(_whole, grads)])
 
 
 def local_gradient(alone: nn.Module, net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
@@ -90,9 +91,19 @@ def beside(state: Any, name: str) -> list[str]:
     return next(names for names in buckets if name in names)
 
 
+def held(state: Any, net: nn.Module) -> Tensor:
+    """What this rank holds, as a worker and as a server: ``[2, numel]``."""
+    kept = state.residuals.held()
+    sides = [kept.get(p, (torch.zeros(p.numel(), device=p.device),) * 2) for p in net.parameters()]
+    return torch.stack([torch.cat(side) for side in zip(*sides, strict=True)])
+
+
 def undelivered(state: Any, net: nn.Module) -> Tensor:
-    """The mean of the workers' residuals plus the sum of the servers', as checkpoints hold it: ``[numel]``."""
-    kept = (state.full_state_dict if hasattr(state, "full_state_dict") else state.state_dict)()["parameters"]
+    """The mean of the workers' residuals plus the sum of the servers': ``[numel]`` float64."""
+    if not hasattr(state, "full_state_dict"):
+        worker, server = held(state, net)
+        return mean_over_ranks(worker + dist.get_world_size() * server)
+    kept = state.full_state_dict()["parameters"]
     known = [
         kept[name]["residual"].double() if name in kept else torch.zeros(p.numel(), dtype=torch.float64)
         for name, p in net.named_parameters()
@@ -102,27 +113,20 @@ def undelivered(state: Any, net: nn.Module) -> Tensor:
     return whole
 
 
-def held(state: Any, net: nn.Module) -> Tensor:
-    """What this rank holds, as a worker and as a server: ``[2, numel]``."""
-    kept = state.residuals.held()
-    sides = [kept.get(p, (torch.zeros(p.numel()),) * 2) for p in net.parameters()]
-    return torch.stack([torch.cat(side) for side in zip(*sides, strict=True)])
-
-
 # ------------------------------------------------------------------------------------------------ between ranks
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
-    """In float64."""
+    """In float64, on the CPU."""
     x = x.double()
     dist.all_reduce(x)
-    return x / dist.get_world_size()
+    return x.cpu() / dist.get_world_size()
 
 
 def every_rank(x: Tensor) -> Tensor:
-    """Every rank's tensor, stacked."""
-    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, x)
+    """Every rank's tensor, stacked, on the CPU; gloo gathers no tensors of GPUs, and NCCL none of CPUs."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, x.cpu())
     return torch.stack(rows)
 
 

@@ -94,7 +94,7 @@ def ddp(net: nn.Module | None = None, **options) -> DistributedDataParallel:
 
 
 @on_ranks(2)
-def test_what_the_exchange_cannot_do_or_ranks_do_not_share_is_refused_with_the_remedy(rank, world):
+def test_what_attach_cannot_do_or_ranks_do_not_share_is_refused(rank, world):
     net, taken = nn.Linear(3, 3), ddp()
     delayed = {"delay_all_reduce_named_params": [("weight", net.weight)], "param_to_hook_all_reduce": net.bias}
     by_epoch = ExponentialWarmup(0.2, epochs=2)
@@ -236,7 +236,7 @@ def test_what_is_saved_of_sparse_gradients_is_said_to_count_against_dense_ones(r
 
 
 @on_ranks(2)
-def test_an_attached_model_can_be_copied_and_its_copies_say_that_they_do_not_compress(rank, world):
+def test_copies_of_an_attached_model_train_as_with_ddp_and_say_so(rank, world):
     """They train as plain DDP models do, and can be attached."""
     with log() as said:
         for options in ({}, {"find_unused_parameters": True}):

@@ -263,7 +263,7 @@ def test_a_checkpoint_is_of_any_memory_format(rank, world, formats):
 
 
 @on_ranks(2)
-def test_a_parameter_of_another_size_or_memory_format_starts_at_zero_and_is_said_to(rank, world):
+def test_a_parameter_of_another_size_or_format_starts_at_zero_and_is_said_to(rank, world):
     """The others go on."""
     for kind in ("format", "size"):
         said: list[str] = []
@@ -347,7 +347,7 @@ def epochs(
     saves = [ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **checkpoint)] if folder else []
     fit(
         rank, world, None, ours, [LambdaCallback(on_train_start=look), *saves, *callbacks], ckpt, monitor=False,
-        max_epochs=count, limit_train_batches=3, **{"enable_checkpointing": True, **(options or {})},
+        max_epochs=count, limit_train_batches=3, enable_checkpointing=folder is not None, **(options or {}),
     )  # fmt: skip
     return found[0]
 
@@ -368,7 +368,7 @@ def test_the_trainer_resumes_with_what_is_left(groups, tmp_path):
 
 @pytest.mark.trainer
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_checkpoints_go_from_and_to_plain_ddp_other_world_sizes_and_weights_only(groups, tmp_path):
+def test_checkpoints_go_from_and_to_plain_ddp_and_other_world_sizes(groups, tmp_path):
     """Also with last.ckpt as a link, and written by a thread."""
 
     def run(folder: str, count: int, *arguments: Any, world: int = 2) -> list[float]:
@@ -418,7 +418,7 @@ class Raise(Callback):
 
 
 @pytest.mark.trainer
-def test_a_checkpoint_saved_by_the_failing_rank_alone_neither_hangs_nor_pretends(groups, tmp_path):
+def test_a_checkpoint_of_the_failing_rank_alone_neither_hangs_nor_pretends(groups, tmp_path):
     threads, children = threading.active_count(), set(multiprocessing.active_children())
     failing = TopKStrategy(ratio=0.05, start_method="forkserver")
     with pytest.raises(Exception, match="out of luck"):

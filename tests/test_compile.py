@@ -157,10 +157,9 @@ class Variants:
     def _keys(self, param, value) -> tuple:
         if param.is_constexpr:
             return value, value
-        if isinstance(value, torch.Tensor):
-            return value.dtype, value.dtype
-        if isinstance(value, float):
-            return float, float
+        if isinstance(value, torch.Tensor | float):
+            kind = getattr(value, "dtype", float)
+            return kind, kind
         special = (value == 1, value % 16 == 0)
         return None if param.do_not_specialize else special, special if param.name == "shards" else None
 

@@ -86,7 +86,7 @@ def test_options_that_bypass_the_hook_raise_at_construction(settings, error, mes
         TopKStrategy(**settings)
 
 
-def test_settings_are_frozen_and_survive_pickling_and_ddp_defaults_are_welcome():
+def test_settings_are_frozen_and_pickled_and_take_ddps_defaults():
     TopKStrategy(ddp_comm_hook=None, mixed_precision=None, skip_all_reduce_unused_params=False, bucket_cap_mb=10)
     config = TopKConfig(ratio=0.25, topology="single_server")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -116,7 +116,7 @@ def largest_first(rows, k):
     ("function", "expected"),
     [(lambda rows, k: torch.arange(k).expand(len(rows), k), range(10)), (largest_first, range(91, 100))],
 )
-def test_a_selector_of_ones_own_is_used_and_may_return_positions_in_any_order(function, expected):
+def test_a_selector_of_ones_own_may_return_positions_in_any_order(function, expected):
     cluster = Cluster(TopKConfig(ratio=0.1, selector=Own(function), wire="fp32"), world=1, numel=100)
     received = cluster.step([torch.arange(1.0, 101.0)])[0]
     assert received.nonzero().flatten().tolist() == list(expected)
@@ -163,7 +163,7 @@ def test_bad_schedules_are_refused(arguments, message):
         ExponentialWarmup(**arguments)
 
 
-def test_numbers_of_numpy_and_sets_become_what_a_checkpoint_holds_and_ranks_compare():
+def test_numbers_of_numpy_and_sets_become_what_checkpoints_hold():
     config = TopKConfig(ratio=np.float64(0.1), momentum=np.float32(0.5), clip_norm=np.int64(2))
     numbers = config.ratio, config.momentum, config.clip_norm, TopKConfig(saving=np.float64(10)).saving
     assert [(type(x), x) for x in numbers] == [(float, 0.1), (float, 0.5), (float, 2.0), (float, 10.0)]
@@ -201,7 +201,7 @@ def test_a_ratio_is_literal_and_changes_no_other_setting():
     assert codecs_of(config, 1_000_000, 4).uplink.kept * 4 == 1000
 
 
-def test_defaults_are_a_saving_of_fifty_and_four_bits_where_their_rounding_is_kept():
+def test_defaults_save_50_times_with_four_bits_where_rounding_is_kept():
     assert TopKConfig() == TopKConfig(saving=50)
     assert TopKConfig().changed == {}
     assert TopKConfig().wire_name == "int4"

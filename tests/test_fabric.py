@@ -124,7 +124,7 @@ def test_modules_and_optimizers_that_are_not_used_any_more_are_let_go(rank, worl
 
 
 @on_ranks(2)
-def test_a_module_that_is_set_up_again_keeps_its_residuals_and_no_groups_stay_open(rank, world):
+def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, world):
     """Three times the same module, and then compiled."""
     fabric = fabric_of(rank, world, ratio=0.05)
     net, open_groups, kept = nn.Linear(20, 20), [], []
@@ -204,7 +204,7 @@ def test_what_was_sent_for_a_step_that_the_scaler_skips_comes_back(rank, world, 
 
 
 @on_ranks(2)
-def test_fabric_refuses_unknown_arguments_both_forms_of_settings_and_momentum_twice(rank, world):
+def test_fabric_refuses_unknown_arguments_and_momentum_twice(rank, world):
     assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
     assert "unknown argument ratoi=0.1; did you mean 'ratio'" in refusal(TopKStrategy, ratoi=0.1)
     assert "either config or the settings" in refusal(TopKStrategy, TopKConfig(saving=20), wire="fp32")

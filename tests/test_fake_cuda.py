@@ -237,7 +237,7 @@ def test_a_new_endpoint_copies_no_zeros_from_the_host(fake, monkeypatch):
 
 
 @pytest.mark.parametrize("row", json.loads(COUNTED.read_text()), ids=lambda row: f"{row['ratio']} {row['dtype']}")
-def test_an_exchange_moves_the_bytes_and_launches_the_kernels_that_the_guide_says(fake, monkeypatch, row):
+def test_an_exchange_takes_the_bytes_and_kernels_that_the_guide_says(fake, monkeypatch, row):
     """Bytes for an entry of a bucket of 25 million, by arithmetic: adding and clearing alone take 16."""
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     config, numel = TopKConfig(row["ratio"], momentum=row["momentum"]), 25_000_000

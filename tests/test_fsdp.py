@@ -41,8 +41,8 @@ from lightning_topk.schedule import ExponentialWarmup
 
 
 @cache
-def mesh_of(nodes: int, local: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (nodes, local), mesh_dim_names=("replicate", "shard"))
+def mesh_of(nodes: int, local: int, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (nodes, local), mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(
@@ -62,7 +62,10 @@ def made(nodes: int, local: int, net: nn.Module | None = None, **settings: Any) 
 
 
 def as_hybrid(
-    make: Callable[[DeviceMesh], nn.Module], train: Callable[[nn.Module], Tensor], mesh: DeviceMesh | None = None
+    make: Callable[[DeviceMesh], nn.Module],
+    train: Callable[[nn.Module], Tensor],
+    mesh: DeviceMesh | None = None,
+    tolerance: float = 1e-6,
 ) -> Any:
     """Fails unless ``train`` finds the same with everything sent as with torch's hybrid sharding; returns the state."""
     mesh = mesh_of(2, 2) if mesh is None else mesh
@@ -70,7 +73,7 @@ def as_hybrid(
     net = make(mesh["shard"])
     state = attach(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32")
     found = train(net)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=10 * tolerance)
     return state
 
 
@@ -249,7 +252,7 @@ def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimi
     ],
 )
 @on_ranks(4)
-def test_with_everything_sent_a_model_learns_as_with_torchs_hybrid_sharding(rank, world, options, clip, kind):
+def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world, options, clip, kind):
     def make(mesh: DeviceMesh) -> nn.Module:
         return sharded(Net(empty=False), mesh, **options)
 
@@ -260,7 +263,7 @@ def test_with_everything_sent_a_model_learns_as_with_torchs_hybrid_sharding(rank
 
 
 @on_ranks(4)
-def test_layers_that_are_unfrozen_later_learn_as_with_torchs_hybrid_sharding(rank, world):
+def test_layers_that_are_unfrozen_later_learn_as_with_hybrid_sharding(rank, world):
     """A module that is frozen at first, and others of which a part is; then the other way round."""
 
     def make(mesh: DeviceMesh) -> nn.Module:
@@ -288,7 +291,7 @@ def test_layers_that_are_unfrozen_later_learn_as_with_torchs_hybrid_sharding(ran
 
 
 @on_ranks(4)
-def test_a_factor_that_the_user_divides_by_is_of_all_ranks_as_with_torchs_hybrid_sharding(rank, world):
+def test_a_factor_to_divide_by_is_of_all_ranks_as_with_hybrid_sharding(rank, world):
     """Such as a number of tokens."""
 
     def make(mesh: DeviceMesh) -> nn.Module:
@@ -318,7 +321,7 @@ class Norm(nn.Module):
 
 
 @on_ranks(4)
-def test_halves_of_tensors_are_exchanged_as_shards_and_copies_inside_a_node_whole(rank, world):
+def test_halves_of_tensors_are_exchanged_as_shards_and_copies_whole(rank, world):
     """Two nodes of two ranks, which hold a tensor's halves, and see the same rows; norms are on both."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
 
@@ -353,7 +356,7 @@ def test_halves_of_tensors_are_exchanged_as_shards_and_copies_inside_a_node_whol
 
 
 @on_ranks(4)
-def test_a_pass_ends_with_fsdps_root_though_that_is_outside_and_amounts_bear_what_is_frozen(rank, world):
+def test_a_pass_ends_with_fsdps_root_though_that_is_outside(rank, world):
     """The root is a module around the model, whose parts are trained in turn, most of them uncompressed at times."""
     mesh = mesh_of(2, 2)
     net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
@@ -372,7 +375,7 @@ def test_a_pass_ends_with_fsdps_root_though_that_is_outside_and_amounts_bear_wha
 
 
 @on_ranks(4)
-def test_two_models_may_share_a_frozen_module_and_what_is_not_sharded_stays_frozen(rank, world):
+def test_two_models_may_share_a_frozen_module_that_stays_frozen(rank, world):
     mesh, base = mesh_of(2, 2), nn.Linear(20, 20).requires_grad_(False)
     fully_shard(base, mesh=mesh["shard"])
     nets = [nn.Sequential(nn.Linear(20, 20).requires_grad_(False), base, nn.Linear(20, 3)) for _ in range(2)]
@@ -390,7 +393,7 @@ def test_two_models_may_share_a_frozen_module_and_what_is_not_sharded_stays_froz
 
 
 @on_ranks(4)
-def test_the_residual_of_a_frozen_parameter_is_not_delivered_to_one_of_the_same_size(rank, world):
+def test_the_residual_of_a_frozen_parameter_goes_to_no_other_of_its_size(rank, world):
     """Two parameters of one size in one module, of which the second is trained after the first."""
     mesh = mesh_of(2, 2)
     net = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Tanh(), nn.Linear(20, 20, bias=False))
@@ -531,7 +534,7 @@ def blocks(rank: int, world: int, kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["offload", "reentrant", *AROUND, *BEYOND])
-def test_the_same_bits_are_learned_with_checkpoints_compiled_blocks_and_shards_on_the_cpu(groups, kind):
+def test_checkpointed_compiled_and_offloaded_blocks_learn_the_same_bits(groups, kind):
     expected = groups(4).run(blocks, "plain")[0]
     for found in groups(4).run(blocks, kind, timeout=240):  # four processes import and run torch's compiler
         assert torch.equal(found, expected)
@@ -601,7 +604,7 @@ def test_a_closed_state_lets_no_replica_go_its_own_way_and_another_one_goes_on(r
 
 
 @on_ranks(4)
-def test_what_was_sent_for_a_step_that_the_scaler_skips_comes_back_to_the_shards(rank, world):
+def test_what_a_skipped_step_sent_comes_back_to_the_shards(rank, world):
     """For a gradient that is infinite on one rank."""
     scaler = torch.amp.GradScaler("cpu")
     net, state = made(2, 2, optimizer=lambda: [optimizer], scaler=scaler)
@@ -785,7 +788,7 @@ def test_residuals_of_a_ddp_run_go_on_in_a_sharded_one(rank, world):
 
 
 @on_ranks(4)
-def test_small_gradients_that_are_scaled_arrive_as_with_torchs_hybrid_sharding(rank, world):
+def test_small_gradients_that_are_scaled_arrive_as_with_hybrid_sharding(rank, world):
     """Gradients of about 1e-8, which float16 holds with a GradScaler's scale only."""
     mesh, found = mesh_of(2, 2), []
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)

@@ -53,10 +53,20 @@ def uses_branch(mode: str, rank: int, step: int) -> bool:
 
 
 def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str, settings: dict[str, Any]) -> None:
-    """Checks the laws on four steps of a DDP model; ``local`` among the settings says how many ranks a node has."""
-    local, patterns = settings.pop("local", 1), settings.get("dense_parameters", ())
+    """Checks the laws on four steps of a DDP model.
+
+    Args:
+        rank: This rank.
+        world: Number of ranks.
+        topology: That of the exchange.
+        bidirectional: Whether servers compress.
+        mode: That of DDP.
+        settings: More of them; ``local``, the ranks of a node, and ``device``.
+    """
+    local, device = settings.pop("local", 1), settings.pop("device", "cpu")
+    patterns = settings.get("dense_parameters", ())
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
-    net, alone = Net(), Net()
+    net, alone = Net().to(device), Net().to(device)
     ddp = DistributedDataParallel(net, **MODES[mode])
     state = attach(ddp, config, local_world_size=local)
     whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in patterns)}
@@ -298,7 +308,7 @@ def test_the_registered_hook_compresses_plain_ddp(rank, world):
 
 
 @on_ranks(2)
-def test_an_error_in_the_exchange_reaches_the_training_loop_with_the_buckets_name(rank, world):
+def test_an_error_in_the_exchange_reaches_training_with_the_buckets_name(rank, world):
     ddp = DistributedDataParallel(nn.Linear(20, 5))
     state = attach(ddp, ratio=0.5)
     state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
@@ -313,9 +323,7 @@ def test_an_error_in_the_exchange_reaches_the_training_loop_with_the_buckets_nam
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.01])  # clipping is of what is exchanged
 @on_ranks(2)
-def test_parameters_that_take_turns_lose_nothing_and_leave_each_others_gradients_alone(
-    rank, world, topology, view, clip
-):
+def test_parameters_that_take_turns_lose_nothing_and_touch_no_other(rank, world, topology, view, clip):
     """Two parts that take turns, each zeroing only its own gradients, as the optimizers of a GAN do."""
     net = nn.ModuleList([nn.Linear(20, 50), nn.Linear(20, 5)])
     ddp = DistributedDataParallel(net, find_unused_parameters=True, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
@@ -343,7 +351,7 @@ def open_now() -> tuple[int, int]:
 
 
 @on_ranks(2)
-def test_a_closed_state_leaves_no_thread_and_no_group_and_says_that_it_was_closed(rank, world):
+def test_a_closed_state_leaves_no_thread_and_no_group_and_says_so(rank, world):
     before = open_now()
     ddp = DistributedDataParallel(nn.Linear(20, 10))
     state = attach(ddp, ratio=0.5)
@@ -432,7 +440,7 @@ def test_what_an_all_reduce_costs_is_the_same_on_every_rank_and_its_bytes_count(
 
 
 @on_ranks(2)
-def test_exchanges_of_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world):
+def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world):
     """Torch compares each collective among all ranks before it starts it; one rank has the second bucket late."""
     net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)  # torch 2.14's DDP crashes on a group that is checked
@@ -482,7 +490,7 @@ def test_parameters_that_ddp_ignores_may_be_complex_and_are_not_exchanged(rank, 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
 @on_ranks(4)
-def test_states_of_some_ranks_that_are_closed_leave_their_groups_to_the_next_ones(rank, world):
+def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world):
     """Threads, files and groups after each of some states of the same ranks, of which some were open at a time."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     whole = dist.new_group(list(range(world)))

@@ -6,25 +6,27 @@ stands for the network: so one GPU is enough.
 
 from __future__ import annotations
 
-import copy
 import os
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import test_fsdp
 import torch
 import torch.distributed as dist
 from groups import Group
-from lightning.pytorch import LightningModule, Trainer
+from ranks import Net, every_rank, loss_of, undelivered, weights
+from test_gloo import harness
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader, TensorDataset
+from trainers import Normed, fit
 
-from lightning_topk import CompressionMonitor, TopKStrategy
+from lightning_topk import TopKStrategy
 from lightning_topk import attach as attach_any
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.ops import reference
@@ -55,126 +57,60 @@ def test_kernels_choose_what_the_reference_chooses_whatever_the_size(numel):
     assert torch.equal(found[1], expected[1])
 
 
-class Model(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(20, 4000), nn.BatchNorm1d(4000), nn.ReLU(), nn.Linear(4000, 1))
-
-    def training_step(self, batch, index):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("sync_batchnorm", [False, True])
 def test_a_model_trains_on_a_gpu(tmp_path, precision, sync_batchnorm):
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_steps=6,
-        precision=precision,
-        sync_batchnorm=sync_batchnorm,
-        strategy=TopKStrategy(ratio=0.01, momentum=0.9),  # without momentum a single rank does not compress
-        callbacks=[CompressionMonitor()],
-        log_every_n_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    model = Model()
-    before = model.net[3].weight.detach().clone()
-    trainer.fit(model, DataLoader(TensorDataset(torch.randn(48, 20)), batch_size=8))
+    module, strategy = Normed(), TopKStrategy(ratio=0.01, momentum=0.9)  # else a single rank does not compress
+    before, options = weights(module), {"accelerator": "gpu", "default_root_dir": tmp_path, "log_every_n_steps": 1}
+    options |= {"precision": precision, "sync_batchnorm": sync_batchnorm, "max_steps": 6}
+    trainer, logged = fit(None, 1, module, strategy, **options)
     assert trainer.global_step == 6
-    assert not torch.equal(model.net[3].weight.cpu(), before)
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-    assert 0 < trainer.callback_metrics["topk/uplink_error"] < 1
-
-
-def exchanged(rank: int, world: int, topology: str) -> None:
-    """With everything sent, DDP's mean."""
-    torch.manual_seed(0)
-    net = nn.Linear(50, 50).cuda()
-    ddp = DistributedDataParallel(net)
-    local = 2 if world % 2 == 0 else 1
-    state = attach(
-        ddp, ratio=1.0, wire="fp32", topology=topology, local_world_size=local, bidirectional=topology != "allgather"
-    )
-    pairs = []
-    for step in range(3):
-        x = torch.randn(4, 50, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
-        alone = copy.deepcopy(net)
-        alone(x).square().mean().backward()
-        expected = torch.cat([p.grad.flatten() for p in alone.parameters()])
-        dist.all_reduce(expected)
-        ddp.zero_grad()
-        ddp(x).square().mean().backward()
-        pairs.append((torch.cat([p.grad.flatten() for p in net.parameters()]).cpu(), expected.cpu() / world))
-    state.close()
-    for got, expected in pairs:
-        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    assert not torch.equal(weights(module).cpu(), before)
+    assert weights(module).isfinite().all()
+    assert 0 < logged["topk/uplink_error"] < 1
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_ranks_that_share_a_gpu_exchange_over_gloo(groups, topology):
-    groups(4, "cuda", "gloo").run(exchanged, topology)
+def test_laws_hold_on_ranks_that_share_a_gpu_over_gloo(groups, topology):
+    settings = {"device": "cuda", "local": 2}
+    groups(4, "cuda", "gloo").run(harness, topology, topology != "allgather", "several_buckets", settings)
 
 
 @several
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_topology_delivers_the_mean_over_nccl(groups, topology):
-    groups(COUNT, "cuda").run(exchanged, topology)
+def test_laws_hold_over_nccl(groups, topology):
+    settings = {"device": "cuda", "local": 2 - COUNT % 2}
+    groups(COUNT, "cuda").run(harness, topology, topology != "allgather", "several_buckets", settings)
 
 
-class Branches(nn.Module):
-    """A net of 2 million parameters, of which a part may go unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all, self.some = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return self.all(x).square().mean() + (self.some(x).square().mean() if both else 0)
-
-
-def scaled(rank: int, world: int) -> None:
+def scaled(rank: int, world: int, device: str = "cuda") -> None:
     """16-mixed in int4 with votes and a fused optimizer; the third step overflows on rank 0."""
-    torch.manual_seed(0)
-    net = Branches().cuda()
+    net = Net().to(device)
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
-    scaler = torch.amp.GradScaler("cuda")
-    state = attach(ddp, saving=50, optimizer=optimizer, scaler=scaler)
-    seen = []
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.01, fused=True), torch.amp.GradScaler(device)
+    state, seen = attach(ddp, ratio=0.05, optimizer=optimizer, scaler=scaler), []
     for step in range(6):
-        with torch.autocast("cuda", torch.float16):
-            loss = ddp(torch.randn(8, 1000, device="cuda"), both=step % 2 == 0 or rank == 0)
+        with torch.autocast(device, torch.float16):
+            loss = loss_of(ddp, rank, step, branch=step % 2 == 0 or rank == 0)
         scaler.scale(loss * (torch.inf if step == 2 and rank == 0 else 1)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        kept = [half.clone() for halves in state.residuals.held().values() for half in halves]
-        seen.append(([p.detach().clone() for p in net.parameters()], kept))
+        seen.append((weights(net), undelivered(state, net)))
+    rows = every_rank(weights(net))
     state.close()
-    sums = torch.stack([p.double().sum() for p in net.parameters()]).cpu()
-    rows = [None] * world
-    dist.all_gather_object(rows, sums)
-    assert all(torch.equal(row, sums) for row in rows)
-    for before, after in zip(seen[1], seen[2], strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    assert not torch.equal(seen[2][0][0], seen[3][0][0])
-    assert all(half.isfinite().all() for _, kept in seen for half in kept)
+    assert all(torch.equal(row, rows[0]) for row in rows)
+    assert torch.equal(seen[1][0], seen[2][0])
+    assert not torch.equal(seen[2][0], seen[3][0])
+    assert all(left.isfinite().all() for _, left in seen)
 
 
-def test_two_ranks_of_one_gpu_skip_a_step_that_overflows_and_lose_nothing(groups):
+def test_two_ranks_of_one_gpu_skip_a_step_that_overflows(groups):
     groups(2, "cuda", "gloo").run(scaled)
 
 
 @several
-def test_all_gpus_skip_a_step_that_overflows_and_lose_nothing(groups):
+def test_all_gpus_skip_a_step_that_overflows(groups):
     groups(COUNT, "cuda").run(scaled)
 
 
@@ -326,24 +262,14 @@ def test_the_replicas_of_a_sharded_model_exchange_without_waiting_for_the_gpu(lo
     assert all(p.to_local().isfinite().all() for p in net.parameters())
 
 
-def sharded(rank: int, world: int) -> None:
+def sharded(rank: int, world: int, device: str = "cuda") -> None:
     """With everything sent, torch's own sharding with replicas."""
-    mesh, found = init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicate", "shard")), []
-    for hybrid in (True, False):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(50, 301), nn.Linear(301, 50)).cuda()
-        for part in (*net, net):
-            fully_shard(part, mesh=mesh if hybrid else mesh["shard"])
-        state = None if hybrid else attach_any(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(4):
-            x = torch.randn(8, 50, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
-            net(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(torch.cat([p.full_tensor().detach().flatten().cpu() for p in net.parameters()]))
-    state.close()
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+    def make(mesh: DeviceMesh) -> nn.Module:
+        return test_fsdp.sharded(Net(empty=False).to(device), mesh)
+
+    train = partial(test_fsdp.learned, rank=rank, clip=False, kind=torch.optim.SGD)
+    test_fsdp.as_hybrid(make, train, test_fsdp.mesh_of(2, world // 2, device), 1e-5).close()
 
 
 @pytest.mark.skipif(COUNT < 2 or COUNT % 2 == 1, reason="needs two GPUs, or another even number")

@@ -73,7 +73,7 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
 
 @on_a_device
 @pytest.mark.parametrize("shards", [1, 3])
-def test_where_too_few_reach_the_threshold_the_rest_is_zeros_and_nothing_is_lost(shards):
+def test_where_too_few_reach_the_threshold_the_rest_is_zeros(shards):
     numel, k = 70_001, 200
     layout = Layout(numel, shards)
     e, x = torch.zeros(numel, device=DEVICE), torch.zeros(numel, device=DEVICE)
@@ -232,7 +232,7 @@ def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, shape)
 
 
 @on_a_device
-def test_a_gradient_that_is_not_finite_is_announced_and_nothing_is_taken_from_the_residual():
+def test_a_gradient_that_is_not_finite_is_announced_and_the_residual_kept():
     layout = Layout(70_001, 3)
     for wire in WIRES.values():
         codec = Codec(wire, layout.shard_size, 200)

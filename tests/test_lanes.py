@@ -86,7 +86,7 @@ def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
     assert lane.close()
 
 
-def test_a_lane_runs_no_job_after_one_that_failed_and_an_idle_one_has_no_thread(monkeypatch):
+def test_a_lane_runs_no_job_after_a_failed_one_and_idle_has_no_thread(monkeypatch):
     monkeypatch.setattr(lanes, "IDLE", 0.05)
     lane, ran = lanes.ThreadLane(), []
 
@@ -136,7 +136,7 @@ def test_a_process_ends_well_while_the_lane_is_at_work():
     assert ended.returncode == 0
 
 
-def test_the_thread_of_a_lane_that_is_left_open_can_be_stopped_and_the_lane_works_again():
+def test_the_thread_of_a_lane_left_open_can_be_stopped_and_starts_again():
     """Lightning's tests stop daemon threads that have a ``stop``, and fail if any other is left."""
     lane, before = lanes.ThreadLane(abreast=2), set(threading.enumerate())
 

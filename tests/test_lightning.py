@@ -25,7 +25,7 @@ from shapes import codecs_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
-from trainers import ELEMENTS, Module, Normed, fit
+from trainers import ELEMENTS, Gan, Module, Normed, fit
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
 from lightning_topk.lightning import callback
@@ -205,7 +205,7 @@ class SharesNothing(Callback):
         assert not any(tensor.is_shared() for tensor in (*pl_module.parameters(), *pl_module.buffers()))
 
 
-def test_ranks_of_a_fork_server_have_own_weights_and_the_main_process_restores_them(tmp_path):
+def test_ranks_of_a_fork_server_have_own_weights_that_are_restored(tmp_path):
     """The main process restores a checkpoint when its module has no Trainer any more."""
     strategy = TopKStrategy(start_method="forkserver")
     trainer, _ = fit(None, 2, Normed(), strategy, [SharesNothing()], default_root_dir=tmp_path)
@@ -253,30 +253,9 @@ def test_the_monitor_logs_steps_that_take_the_dataloaders_iterator(rank, world):
     assert logged["topk/total_bytes"] == 5 * SENT
 
 
-class InTurn(Module):
-    """Two optimizers that step in turn, as in a GAN, and one branch that is left out at times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = nn.Linear(12, 1)
-
-    def training_step(self, batch, batch_idx):
-        (x,) = batch
-        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward((net(x) - x[:, :1]).square().mean())
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
-
-
 @on_ranks(2)
 def test_bytes_of_two_optimizers_that_step_in_turn_are_those_of_a_batch(rank, world):
-    _, logged = fit(rank, world, InTurn(), TopKStrategy(find_unused_parameters=True), max_steps=6)
+    _, logged = fit(rank, world, Gan(), TopKStrategy(find_unused_parameters=True), max_steps=6)
     plan = volume(TopKConfig(), [ELEMENTS + 13], world=2, parameters=[8])
     assert logged["topk/uplink_bytes"] == 2 * plan.uplink  # two backward passes a batch
     assert logged["topk/total_dense_bytes"] == 6 * plan.dense

@@ -62,7 +62,7 @@ def fit(rank: int, world: int, model=None, ckpt=None, callbacks=(), local: int =
     [({}, False), ({"gradient_clip_val": 0.05}, False), ({"accumulate_grad_batches": 2}, False), ({}, True)],
 )
 @on_ranks(4)
-def test_with_everything_sent_nodes_learn_as_one_process_from_the_weights_of_the_first(rank, world, options, offloaded):
+def test_with_everything_sent_nodes_learn_as_one_process(rank, world, options, offloaded):
     """One process learns with the batches of all ranks."""
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
     settings = {"ratio": 1.0, "wire": "fp32"}
@@ -171,7 +171,7 @@ def test_a_strategy_that_trains_another_model_keeps_nothing_of_the_first(rank, w
 
 
 @on_ranks(4)
-def test_manual_optimization_half_precision_and_accumulation_exchange_once_a_step(rank, world):
+def test_manual_steps_half_precision_and_accumulation_exchange_once_a_step(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     half = Model(mp_policy=policy)
     steps = [

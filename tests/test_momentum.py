@@ -258,7 +258,7 @@ class Own(AdamW):
         return super().step(closure)
 
 
-def test_optimizers_with_a_step_of_their_own_keep_their_momentum_and_that_is_said():
+def test_optimizers_with_a_step_of_their_own_keep_their_momentum():
     parameter, exchange = nn.Parameter(torch.ones(3)), Exchange()
     for optimizer in (RMSprop([parameter], momentum=0.9), Own([parameter])):
         (words,) = adapt_momentum([optimizer], exchange)

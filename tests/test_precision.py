@@ -349,7 +349,7 @@ def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirecti
     torch.testing.assert_close(delivered + laws.undelivered(cluster).double(), produced, atol=1e-7, rtol=1e-5)
 
 
-def test_a_scaled_sum_that_overflows_where_nothing_is_kept_is_seen_by_the_scaler():
+def test_a_scaled_sum_that_overflows_where_nothing_is_kept_is_seen():
     config = TopKConfig(ratio=0.01, wire="fp32", error_feedback="worker")
     cluster, scale = Cluster(config, 2, 1000, torch.float16), torch.tensor(2.0**24)
     finite = [scaled_step(cluster, [torch.full((1000,), 3e4).half()] * 2, scale)[0].isfinite().all() for _ in range(9)]

@@ -132,7 +132,7 @@ def runs(draw):
 @pytest.mark.parametrize("piece", [build.PIECE, 250])
 @given(runs())
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_a_run_loses_nothing_whatever_is_regrouped_skipped_changed_and_resumed(piece, run):
+def test_a_run_loses_nothing_whatever_is_regrouped_skipped_and_resumed(piece, run):
     with mock.patch.object(build, "PIECE", piece):
         lose_nothing(run)
 
@@ -150,7 +150,7 @@ def lose_nothing(run) -> None:
         ranks.check()
 
 
-def test_a_parameter_that_leaves_the_model_takes_nothing_of_its_buckets_others_with_it():
+def test_a_parameter_that_leaves_takes_nothing_of_its_buckets_others():
     """A new head that comes while a bucket of the old one is in use."""
     body, head, new = (nn.Parameter(torch.zeros(8)) for _ in range(3))
     config, residuals = TopKConfig(ratio=0.1), Residuals()

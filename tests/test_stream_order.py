@@ -240,7 +240,7 @@ class Shards:
         self.stop = lambda: None
 
 
-def test_exchanges_of_shards_are_ordered_and_what_backward_does_not_hide_is_timed(gpu, monkeypatch):
+def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     """FSDP's part is played: it waits for the gradient, calls its hook on the hook's stream, and waits for that."""
     from lightning_topk.core.ops import cuda
 

@@ -101,6 +101,27 @@ class Normed(Module):
         return nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
 
 
+class Gan(Module):
+    """Two optimizers that step in turn, and nets of which the other is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(12, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        (x,) = batch
+        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward((net(x) - x[:, :1]).square().mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
+
+
 def trainer_of(
     rank: int | None, world: int, strategy: Strategy | str, callbacks: Sequence[Callback] = (), **options: Any
 ) -> L.Trainer:
