@@ -17,7 +17,7 @@ from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.ddp import TopKState
 from lightning_topk.runtime.checkpoint import EMPTY
 from lightning_topk.runtime.checks import one_config
-from lightning_topk.runtime.messages import Announcer, remarks
+from lightning_topk.runtime.messages import WarnOnce, startup_warnings
 from lightning_topk.runtime.optimizers import GetOptimizers
 from lightning_topk.runtime.reporting import Reporting
 from lightning_topk.runtime.residuals import Residuals
@@ -121,9 +121,9 @@ class Alone(Reporting):
     """
 
     def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
-        say = Announcer(announce, 0)
+        say = WarnOnce(announce, 0)
         super().__init__(config.dense, Residuals(), rank=0, world=1, local=1, epoch=lambda: 0, say=say)
-        for message in remarks(config, self.config, 1, has_optimizers=True):
+        for message in startup_warnings(config, self.config, 1, has_optimizers=True):
             say(message)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import torch
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange
-from lightning_topk.core.endpoint import Codecs, Endpoint, Shape
+from lightning_topk.core.endpoint import BucketSpec, Codecs, Endpoint
 from lightning_topk.core.exchange import TOPOLOGIES
-from lightning_topk.core.layout import Layout, Parts, kept_count
+from lightning_topk.core.layout import Layout, NodeShards, k_of
 from lightning_topk.core.link import FusedLink, Link
 from lightning_topk.core.memory import Memory, MomentumResidual, NoMemory, Residual
 from lightning_topk.core.requests import AllReduce, Request, placeholder
@@ -49,7 +49,7 @@ class BucketPlan:
     """
 
     config: TopKConfig
-    shape: Shape
+    shape: BucketSpec
     ratio: Ratio
     local: int = 1
     itemsize: int = 4
@@ -78,10 +78,10 @@ class BucketPlan:
             return Codecs(whole, whole)
         selector = selector or make_selector(config)
         shared = selector if isinstance(selector, RandK) else None
-        up = layout.kept_per_shard(kept_count(layout.numel, ratio_at(self.ratio, step, epoch)))
+        up = layout.k_per_shard(k_of(layout.numel, ratio_at(self.ratio, step, epoch)))
         if config.bidirectional:
             server_ratio = self.ratio if config.server_ratio is None else config.server_ratio
-            down = layout.kept_per_shard(kept_count(layout.numel, ratio_at(server_ratio, step, epoch)))
+            down = layout.k_per_shard(k_of(layout.numel, ratio_at(server_ratio, step, epoch)))
         else:
             # Workers that draw the same positions send nothing else.
             down = up if shared is not None else min(layout.shard_size, world * up)
@@ -180,7 +180,7 @@ def plan_bucket(
         The plan. With ``saving``, its ratio is the one whose bytes are nearest to those asked for. A single rank,
         which sends nothing, has the ratio of two.
     """
-    config, skipped = config.on(world, local), sum(sizes[number] for number in uncompressed)
+    config, skipped = config.resolve(world, local), sum(sizes[number] for number in uncompressed)
     if skipped == sum(sizes):
         config = config.dense
     if not config.compresses:
@@ -228,13 +228,13 @@ def _fuses(config: TopKConfig) -> bool:
     return one_pass and config.topology in ("sharded", "hierarchical")
 
 
-def _shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int, in_pieces: bool = False) -> Shape:
+def _shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int, in_pieces: bool = False) -> BucketSpec:
     """How a bucket is dealt to nodes, ranks and servers."""
     topology = TOPOLOGIES[config.topology]
-    parts = Parts(tuple(sizes), local if topology.by_node else 1)
+    parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among = world // parts.count
     pieces = max(1, round(parts.numel / PIECE)) if in_pieces else 1
-    return Shape(topology, parts, Layout(max(1, parts.numel), topology.shards(among), pieces), among, world)
+    return BucketSpec(topology, parts, Layout(max(1, parts.numel), topology.shards(among), pieces), among, world)
 
 
 def _make_memory(config: TopKConfig, side: str, numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
@@ -264,12 +264,12 @@ def _ratio_for_saving(plan: BucketPlan, uncompressed: int) -> float:
             return request.node_bytes(0, shape.workers, plan.local)[1]
         return request.sent_bytes(0, shape.workers)
 
-    def ratio(kept: int) -> float:
-        """That which keeps so many entries of each shard."""
-        return min(1.0, kept * layout.all_shards / layout.numel)
+    def ratio(k: int) -> float:
+        """The one that sends so many entries of each shard."""
+        return min(1.0, k * layout.all_shards / layout.numel)
 
-    def sent(kept: int) -> float:
-        codecs = replace(plan, ratio=ratio(kept)).codecs()
+    def sent(k: int) -> float:
+        codecs = replace(plan, ratio=ratio(k)).codecs()
         return sum(map(nbytes, shape.topology.requests(shape, codecs, plan.itemsize)))
 
     numel = sum(shape.parts.sizes)
@@ -284,5 +284,5 @@ def _ratio_for_saving(plan: BucketPlan, uncompressed: int) -> float:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sent(middle) <= budget else (low, middle)
-    nearest = min({low, min(high, layout.shard_size)}, key=lambda kept: abs(math.log(sent(kept) / budget)))
+    nearest = min({low, min(high, layout.shard_size)}, key=lambda k: abs(math.log(sent(k) / budget)))
     return ratio(nearest)

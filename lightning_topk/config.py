@@ -122,7 +122,7 @@ class TopKConfig:
         """The same settings with all-reduce for everything."""
         return replace(self, topology="dense", ratio=1.0, saving=None, server_ratio=None, momentum=0.0)
 
-    def at(self, step: int, epoch: int) -> TopKConfig:
+    def at_step(self, step: int, epoch: int) -> TopKConfig:
         """The settings in force at a step: schedules become numbers. Plain functions of the step stay.
 
         Args:
@@ -133,7 +133,7 @@ class TopKConfig:
         found: dict[str, Any] = {name: r.at(step, epoch) for name, r in ratios.items() if isinstance(r, Schedule)}
         return replace(self, **found)
 
-    def on(self, world: int, local: int) -> TopKConfig:
+    def resolve(self, world: int, local: int) -> TopKConfig:
         """The settings for ranks on nodes: a hierarchy of one node is dense, one of nodes with one rank is sharded.
 
         With momentum on the workers, a hierarchy of one node is sharded too.

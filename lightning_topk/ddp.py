@@ -30,10 +30,10 @@ from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.runtime.state import HookState
 
 
-class TopKState(ExchangeState):
+class TopKState(HookState):
     """The state of the hook of one model: accepts DDP's buckets, queues their exchanges, closes.
 
     Construct it on every rank at the same point, since it creates process groups. :func:`attach` does so, checks DDP's
@@ -254,7 +254,7 @@ def attach(
     try:
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
         if optimizers is not optimizer:  # there are some already
-            state.follow_optimizers()
+            state.sync_optimizers()
         model.register_comm_hook(state, topk_hook)
     except (RuntimeError, ValueError):
         state.close()

@@ -185,7 +185,7 @@ def simulate(
         for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):
             codecs = cluster.plan.codecs(step, selector=end.uplink.selector)
             pieces = end.layout.pieces
-            room = [codecs.uplink.kept * end.layout.shards * pieces, codecs.reply.kept * pieces]
+            room = [codecs.uplink.k * end.layout.shards * pieces, codecs.reply.k * pieces]
             for stats, most in zip((outcome.uplink, outcome.downlink), room, strict=True):
                 assert stats is None or stats.selected is None or 0 <= stats.selected <= most
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())

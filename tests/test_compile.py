@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_topk.core.layout import BLOCK, Layout, kept_count
+from lightning_topk.core.layout import BLOCK, Layout, k_of
 from lightning_topk.core.wire import WIRES, Codec
 
 triton = pytest.importorskip("triton")
@@ -173,7 +173,7 @@ def test_a_kernel_is_compiled_once_for_all_sizes(monkeypatch):
     for numel in (100_000, 54_321, 262_144):
         layout, e, x = Layout(numel, 8), torch.zeros(numel), torch.zeros(numel)
         for step in range(30):
-            codec = Codec(WIRES["bf16"], layout.shard_size, layout.kept_per_shard(kept_count(numel, 0.1 * 0.9**step)))
+            codec = Codec(WIRES["bf16"], layout.shard_size, layout.k_per_shard(k_of(numel, 0.1 * 0.9**step)))
             cuda.is_finite(x)
             cuda.send(e, x, finite, layout, codec.format(torch.float32), torch.float32)
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)

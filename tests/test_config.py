@@ -20,7 +20,7 @@ from lightning_topk.core.layout import Layout
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.lightning.strategy import TopKStrategy
-from lightning_topk.runtime.messages import remarks
+from lightning_topk.runtime.messages import startup_warnings
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.systems import presets
@@ -131,7 +131,7 @@ def test_a_selector_that_chooses_another_number_is_refused():
 def test_a_server_that_does_not_compress_has_room_for_all_that_workers_send():
     for world in (1, 2, 5, 100):
         codecs = codecs_of(TopKConfig(ratio=0.01, bidirectional=False), 100_000, world)
-        assert codecs.reply.kept == min(Layout(100_000, world).shard_size, world * codecs.uplink.kept)
+        assert codecs.reply.k == min(Layout(100_000, world).shard_size, world * codecs.uplink.k)
 
 
 def test_schedules_descend_geometrically_and_then_stay():
@@ -186,7 +186,9 @@ def test_numbers_of_numpy_and_sets_become_what_checkpoints_hold():
 )
 def test_settings_without_effect_are_named(settings, world, words):
     given = TopKConfig(**settings)
-    said = remarks(given, given.on(world, world) if world > 1 else given.dense, world, has_optimizers=True)
+    said = startup_warnings(
+        given, given.resolve(world, world) if world > 1 else given.dense, world, has_optimizers=True
+    )
     assert len(said) == len(words)
     for remark, expected in zip(said, words, strict=True):
         assert re.search(expected, remark)
@@ -195,10 +197,10 @@ def test_settings_without_effect_are_named(settings, world, words):
 def test_a_ratio_is_literal_and_changes_no_other_setting():
     """The settings in force are the same in every step."""
     config = TopKConfig(ratio=0.001, bidirectional=True)
-    assert config.at(0, 0) == config.at(10_000, 9) == config
+    assert config.at_step(0, 0) == config.at_step(10_000, 9) == config
     assert config.saving is None
     assert config.wire_name == TopKConfig().wire_name == "int4"
-    assert codecs_of(config, 1_000_000, 4).uplink.kept * 4 == 1000
+    assert codecs_of(config, 1_000_000, 4).uplink.k * 4 == 1000
 
 
 def test_defaults_save_50_times_with_four_bits_where_rounding_is_kept():
@@ -212,14 +214,14 @@ def test_defaults_save_50_times_with_four_bits_where_rounding_is_kept():
 
 def test_settings_at_a_step_are_numbers_where_there_is_a_schedule():
     given = TopKConfig(ratio=ExponentialWarmup(0.001, epochs=4), server_ratio=lambda step: 0.5)
-    assert given.at(7, 0).ratio == 0.25
-    assert given.at(7, 4).ratio == 0.001
-    assert given.at(7, 4).server_ratio is given.server_ratio
+    assert given.at_step(7, 0).ratio == 0.25
+    assert given.at_step(7, 4).ratio == 0.001
+    assert given.at_step(7, 4).server_ratio is given.server_ratio
 
 
 def test_a_function_of_the_step_is_a_schedule_and_is_watched():
     config = TopKConfig(ratio=lambda step: 0.5 - 0.2 * step)
-    assert [codecs_of(config, 1000, 1, step).uplink.kept for step in range(3)] == [500, 300, 100]
+    assert [codecs_of(config, 1000, 1, step).uplink.k for step in range(3)] == [500, 300, 100]
     with pytest.raises(ValueError, match="it must be in"):
         codecs_of(config, 1000, 1, step=3)
 

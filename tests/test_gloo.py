@@ -301,9 +301,9 @@ def test_the_registered_hook_compresses_plain_ddp(rank, world):
     state = TopKState(ratio=0.1)
     ddp.register_comm_hook(state, topk_hook)
     loss_of(ddp, rank, 0).backward()
-    kept = state.report().kept
+    kept = state.report().k
     state.close()
-    assert kept == codecs_of(state.config, 630, world).uplink.kept * world
+    assert kept == codecs_of(state.config, 630, world).uplink.k * world
     assert 0 < gradient(net).count_nonzero() <= kept * world
 
 

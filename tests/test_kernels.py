@@ -121,7 +121,7 @@ def sent_by_the_reference(e, x, finite, layout, codec, delivered, velocity=None)
         memory.velocity = velocity.kept
     memory.residual = e
     memory.compensate(reference.zero_unless_(x, finite), finite)
-    index, value = reference.add_and_select(e, torch.zeros_like(e), finite, layout, codec.kept)
+    index, value = reference.add_and_select(e, torch.zeros_like(e), finite, layout, codec.k)
     payload, sent = codec.encode(index, value, delivered, finite)
     memory.keep(reference.flat_index(index, layout).view(-1), sent.view(-1))
     return payload, value.count_nonzero()

@@ -38,10 +38,10 @@ def test_a_lane_of_a_cpu_says_whether_its_work_has_ended(monkeypatch):
     assert result_of(future) == 1
 
 
-@pytest.mark.parametrize("abreast", [1, 2])
-def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(abreast):
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(max_in_flight):
     """A third job begins when the first has ended; results come in the order of submission."""
-    lane, all_there, log = lanes.ThreadLane(abreast), threading.Event(), []
+    lane, all_there, log = lanes.ThreadLane(max_in_flight), threading.Event(), []
 
     def job(name):
         all_there.wait(20)
@@ -59,12 +59,12 @@ def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(abreast):
     assert [int(result_of(future)) for future in futures] == [97, 98, 99]
     assert lane.close()
     alone = "a0 a1 a2 b0 b1 b2 c0 c1 c2"
-    assert log == (alone if abreast == 1 else "a0 b0 a1 a2 c0 b1 b2 c1 c2").split()
+    assert log == (alone if max_in_flight == 1 else "a0 b0 a1 a2 c0 b1 b2 c1 c2").split()
 
 
 def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
     """Its groups are not destroyed: that would wait for the collective."""
-    lane, both_there, collective = lanes.ThreadLane(abreast=2), threading.Event(), mock.Mock()
+    lane, both_there, collective = lanes.ThreadLane(max_in_flight=2), threading.Event(), mock.Mock()
     collective.is_completed.return_value = False
 
     def job(fails):
@@ -138,7 +138,7 @@ def test_a_process_ends_well_while_the_lane_is_at_work():
 
 def test_the_thread_of_a_lane_left_open_can_be_stopped_and_starts_again():
     """Lightning's tests stop daemon threads that have a ``stop``, and fail if any other is left."""
-    lane, before = lanes.ThreadLane(abreast=2), set(threading.enumerate())
+    lane, before = lanes.ThreadLane(max_in_flight=2), set(threading.enumerate())
 
     def give(number):
         yield

@@ -18,7 +18,7 @@ from shapes import endpoint_of
 from lightning_topk import build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.core.layout import Parts
+from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
@@ -346,7 +346,7 @@ def test_ranks_of_a_node_are_one_worker_that_exchanges_its_mean(nodes, local, bi
     sizes, world = (1000, 7, 0, 64, 1), nodes * local
     config = TopKConfig(ratio=0.02, topology="hierarchical", bidirectional=bidirectional, wire="fp32")
     cluster = Cluster(config, world, sum(sizes), local=local, sizes=sizes)
-    layout = Parts(sizes, local)
+    layout = NodeShards(sizes, local)
     flat = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire="fp32")
     parts = [Cluster(flat, nodes, layout.numel) for _ in range(local)]
     for step in range(5):
@@ -362,8 +362,8 @@ def test_ranks_of_a_node_are_one_worker_that_exchanges_its_mean(nodes, local, bi
 
 
 def test_a_hierarchy_of_one_node_is_dense_unless_momentum_is_on_the_workers():
-    assert TopKConfig(topology="hierarchical").on(4, 4).topology == "dense"
-    assert TopKConfig(topology="hierarchical", momentum=0.9).on(4, 4).topology == "sharded"
+    assert TopKConfig(topology="hierarchical").resolve(4, 4).topology == "dense"
+    assert TopKConfig(topology="hierarchical", momentum=0.9).resolve(4, 4).topology == "sharded"
 
 
 def test_what_leaves_a_node_is_what_the_plan_says():

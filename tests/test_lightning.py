@@ -65,7 +65,7 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     assert 0 < logged["topk/downlink_error"] < 1
     assert logged["topk/worker_residual_norm"] > 0
     assert logged["topk/server_residual_norm"] > 0
-    kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.kept
+    kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.k
     assert logged["topk/bound"] == pytest.approx((1 - kept / ELEMENTS) ** 2)
     assert logged["topk/density"] == logged["topk/selected_density"] == pytest.approx(kept / ELEMENTS)
 
@@ -389,7 +389,7 @@ def test_metrics_can_be_held_by_users_and_count_exactly():
 def summary_of(topology: str, since: int = 0, steps: int = 1000, end: float = 0.05) -> str:
     monitor = CompressionMonitor()
     sent = {"uplink": 0, "downlink": 3_000_000, "dense": 90_000_000, "broadcast": 23_200_000}
-    monitor._kept, monitor._elements, monitor._density = 5, 100, end
+    monitor._by_parameter, monitor._elements, monitor._density = 5, 100, end
     monitor._total.update(**sent, intra_node=8_000_000, inter_node=1_500_000)
     monitor._steps, monitor._since = steps, since
     state = SimpleNamespace(

@@ -360,7 +360,7 @@ def test_settings_say_where_momentum_is_adapted():
         ({"topology": "hierarchical"}, True),
     ):
         assert TopKConfig(**settings).adapts_momentum == adapts
-    assert not TopKConfig(topology="hierarchical").on(4, 4).adapts_momentum, "a hierarchy of one node is dense"
+    assert not TopKConfig(topology="hierarchical").resolve(4, 4).adapts_momentum, "a hierarchy of one node is dense"
 
 
 @pytest.mark.parametrize("kind", [SGD, AdamW])

@@ -14,7 +14,7 @@ import torch
 from shapes import residual_and_gradient
 
 from lightning_topk.core import ops
-from lightning_topk.core.layout import Layout, kept_count
+from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.link import FusedLink, aggregate, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
@@ -163,18 +163,18 @@ def test_every_shard_keeps_its_share():
         for shards in (1, 2, 3, 4, 64):
             layout = Layout(numel, shards)
             for ratio in (0.001, 0.01, 0.29, 1.0):
-                k = kept_count(numel, ratio)
-                kept = layout.kept_per_shard(k)
+                k = k_of(numel, ratio)
+                kept = layout.k_per_shard(k)
                 assert 1 <= kept <= layout.shard_size
                 assert kept * shards >= k
-            assert layout.kept_per_shard(numel) == layout.shard_size
+            assert layout.k_per_shard(numel) == layout.shard_size
 
 
 def test_the_number_of_kept_entries_is_the_papers_k():
-    assert kept_count(100, 0.29) == 29  # int(100 * 0.29) is 28
-    assert kept_count(50_890, 0.001) == 50
-    assert kept_count(3, 0.001) == 1
-    assert kept_count(7, 1) == 7
+    assert k_of(100, 0.29) == 29  # int(100 * 0.29) is 28
+    assert k_of(50_890, 0.001) == 50
+    assert k_of(3, 0.001) == 1
+    assert k_of(7, 1) == 7
     with pytest.raises(ValueError, match="numel=0"):
         Layout(0, 2)
 
@@ -210,7 +210,7 @@ def adversarial(size: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ratio", [0.0001, 0.001, 0.01, 0.1, 0.5])
 def test_the_fast_top_k_is_the_reference(name, size, ratio):
     rows = torch.stack([adversarial(size)[name], adversarial(size)[name].flip(0)])
-    k = kept_count(size, ratio)
+    k = k_of(size, ratio)
     assert torch.equal(cpu.topk_index(rows, k), reference.topk_index(rows, k))
 
 
@@ -225,7 +225,7 @@ FINITE = torch.tensor(True)
 )
 def test_one_pass_chooses_what_the_reference_does(name, numel, shards, ratio):
     layout = Layout(numel, shards)
-    k = layout.kept_per_shard(kept_count(numel, ratio))
+    k = layout.k_per_shard(k_of(numel, ratio))
     e, x = residual_and_gradient(name, numel)
     expected, given = e.clone(), x.clone()
     index, value = reference.add_and_select(expected, given, FINITE, layout, k)
@@ -264,7 +264,7 @@ def test_where_denormals_are_flushed_zeros_do_not_reach_the_least_threshold():
 )
 def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wire, numel, shards, ratio):
     layout = Layout(numel, shards)
-    codec = Codec(WIRES[wire], layout.shard_size, layout.kept_per_shard(kept_count(numel, ratio)))
+    codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))
     assert codec.index_bytes
     e, x = residual_and_gradient(name, numel)
     ends = []
@@ -290,7 +290,7 @@ def test_damaged_positions_under_a_right_check_word_are_refused():
     codec = Codec(WIRES["fp32"], 4096, 64)
     payload, _ = codec.encode(positions(4096, 64, 1), torch.ones(1, 64))
     words = payload.view(torch.int32)
-    high = (codec.value_bytes + codec.kept * codec.low_width // 8) // 4  # a word of high bits
+    high = (codec.value_bytes + codec.k * codec.low_width // 8) // 4  # a word of high bits
     words[0, high] += (change := int(~words[0, high] & -~words[0, high]))  # its lowest zero becomes a one
     words[0, 0] -= change
     codec.check(payload)  # nothing to see

@@ -16,7 +16,7 @@ from PIL import Image
 
 from lightning_topk import __main__
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.layout import kept_count
+from lightning_topk.core.layout import k_of
 from lightning_topk.lab import data, hosts, training
 from lightning_topk.lab.bench import steps
 from lightning_topk.lab.papers import counterexample, saving, saving_curves, speedup, tuning, vectors
@@ -171,7 +171,7 @@ def test_the_error_of_sign_vectors_is_the_general_bound():
 
 
 def test_the_union_of_two_selections_is_at_most_twice_one():
-    k = kept_count(4810, 0.01)
+    k = k_of(4810, 0.01)
     assert k <= saving._union("mlp", 0.01, 2) <= 2 * k
     assert saving._slope({2: 6.0, 4: 12.0, 8: 24.0, 16: 24.0}, up_to=8) == pytest.approx(1.0)
 

@@ -81,20 +81,20 @@ def test_a_cluster_sends_what_was_asked_for():
     assert 2 * 2 * 3 * 40_000 * 4 / 4 / sent == pytest.approx(30, rel=TOLERANCE)
 
 
-def remarks(saving: float, buckets: list[list[int]], dtype: torch.dtype = torch.float32) -> str:
+def startup_warnings(saving: float, buckets: list[list[int]], dtype: torch.dtype = torch.float32) -> str:
     """What is said of buckets of parameters of these sizes, on four ranks."""
     settings = BucketSettings(TopKConfig(saving=saving), 4, 1)
     made = [tuple(nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes) for sizes in buckets]
-    return " ".join(settings.remarks(made, settings.volume(made, 0, 0, 0, voting=False), "a larger bucket_cap_mb="))
+    return " ".join(settings.warnings(made, settings.volume(made, 0, 0, 0, voting=False), "a larger bucket_cap_mb="))
 
 
 def test_a_saving_that_is_missed_is_said_with_what_helps():
     asked = "lightning_topk: saving=50 was requested, but"
-    assert remarks(50, [[100, 30]]) == f"{asked} this model is too small: each step saves 10.8x. Use DDP."
+    assert startup_warnings(50, [[100, 30]]) == f"{asked} this model is too small: each step saves 10.8x. Use DDP."
     small = f"{asked} its buckets are too small: each step saves 33.3x. Use a larger bucket_cap_mb=."
-    assert remarks(50, [[400]] * 100) == small
-    assert remarks(50, [[300_000]]) == ""
-    assert remarks(2, [[300_000]]) == "", "more is saved"
+    assert startup_warnings(50, [[400]] * 100) == small
+    assert startup_warnings(50, [[300_000]]) == ""
+    assert startup_warnings(2, [[300_000]]) == "", "more is saved"
 
 
 def test_a_saving_of_half_precision_gradients_says_what_it_counts_against():
@@ -104,11 +104,11 @@ def test_a_saving_of_half_precision_gradients_says_what_it_counts_against():
     same = plan_bucket(TopKConfig(saving=25), [200_000], 4, itemsize=2).ratio
     assert ratios[0] == pytest.approx(ratios[1] / 2, rel=0.1)
     assert same == pytest.approx(ratios[1], rel=0.01)
-    assert remarks(50, sizes, torch.bfloat16) == (
+    assert startup_warnings(50, sizes, torch.bfloat16) == (
         "lightning_topk: saving=50 counts against bfloat16 gradients, which DDP would send: the density is "
         f"{ratios[0]:.2g}. saving=25 sends as many entries as saving=50 does of float32 gradients."
     )
-    assert remarks(50, sizes) == ""
+    assert startup_warnings(50, sizes) == ""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Layout, Parts
+from lightning_topk.core.layout import Layout, NodeShards
 from lightning_topk.core.link import Link, LinkStats, Measure
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Begin, Begun, Request
@@ -34,11 +34,11 @@ class Codecs:
     @property
     def lossless(self) -> bool:
         """Whether every entry is sent in full precision, both ways, so that residuals are zero afterwards."""
-        return all(each.kept == each.universe and each.wire.name == "fp32" for each in (self.uplink, self.reply))
+        return all(each.k == each.universe and each.wire.name == "fp32" for each in (self.uplink, self.reply))
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
+class BucketSpec:
     """One bucket and its ranks, in integers.
 
     Ranks that exchange as a node hold a part of the bucket each: then ``layout`` is that of the part, and ``world``
@@ -53,14 +53,14 @@ class Shape:
     """
 
     topology: Topology
-    parts: Parts
+    parts: NodeShards
     layout: Layout
     world: int
     workers: int
 
 
 @dataclass(frozen=True, eq=False)
-class Endpoint(Shape):
+class Endpoint(BucketSpec):
     """What one rank holds for one bucket.
 
     Attributes:
@@ -196,7 +196,7 @@ class Topology(ABC):
         """Replaces ``g`` ``[numel]`` by the mean that all ranks agree on."""
 
     @abstractmethod
-    def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
+    def requests(self, shape: BucketSpec, codecs: Codecs, itemsize: int) -> list[Request]:
         """What :meth:`exchange` asks for, with payloads of the right size and no content.
 
         Args:

@@ -33,7 +33,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange, Outcome, Shape, TakenBack, Topology
+from lightning_topk.core.endpoint import BucketSpec, Codecs, Endpoint, Exchange, Outcome, TakenBack, Topology
 from lightning_topk.core.link import NOTHING, LinkStats, Measure, aggregate, deliver
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import (
@@ -184,7 +184,7 @@ def _to(x: Tensor, device: torch.device) -> Tensor:
 
 
 def requests(
-    shape: Shape, codecs: Codecs, itemsize: int, uncompressed: int = 0, voters: int | None = None
+    shape: BucketSpec, codecs: Codecs, itemsize: int, uncompressed: int = 0, voters: int | None = None
 ) -> list[Request]:
     """What :func:`exchange` will ask for, with payloads of the right size and no content.
 
@@ -227,7 +227,7 @@ class Sharded(Topology):
         return outcome(finite[0] if len(finite) == 1 else torch.stack(finite).all())
 
     @override
-    def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
+    def requests(self, shape: BucketSpec, codecs: Codecs, itemsize: int) -> list[Request]:
         return _served_requests(shape, codecs, "all")
 
 
@@ -305,7 +305,7 @@ def _pipeline(pieces: int) -> Iterator[tuple[Literal["send", "serve", "take"], i
                 yield step, turn - late
 
 
-def _served_requests(shape: Shape, codecs: Codecs, among: Among) -> list[Request]:
+def _served_requests(shape: BucketSpec, codecs: Codecs, among: Among) -> list[Request]:
     """What :func:`_serve` asks for."""
     uplink = AllToAll(placeholder(shape.world, codecs.uplink.nbytes), "uplink", among)
     downlink = AllGather(placeholder(codecs.reply.nbytes), "downlink", among)
@@ -351,7 +351,7 @@ class Hierarchical(Topology):
         return outcome(torch.stack(finite).all())
 
     @override
-    def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
+    def requests(self, shape: BucketSpec, codecs: Codecs, itemsize: int) -> list[Request]:
         inside = placeholder(shape.parts.count, shape.parts.numel * itemsize)
         replies = placeholder(shape.layout.pieces * shape.world * codecs.reply.nbytes)
         between = _served_requests(shape, codecs, "peers")
@@ -379,7 +379,7 @@ class SingleServer(Topology):
         return Outcome(deliver(replies, codecs.reply, end.layout, out=g), up, down, undo)
 
     @override
-    def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
+    def requests(self, shape: BucketSpec, codecs: Codecs, itemsize: int) -> list[Request]:
         uplink = Gather(placeholder(codecs.uplink.nbytes), "uplink")
         return [uplink, Broadcast(placeholder(codecs.reply.nbytes), "downlink")]
 
@@ -407,7 +407,7 @@ class AllGathered(Topology):
         return Outcome(finite, up, undo=undo)
 
     @override
-    def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
+    def requests(self, shape: BucketSpec, codecs: Codecs, itemsize: int) -> list[Request]:
         return [AllGather(placeholder(codecs.uplink.nbytes), "uplink")]
 
 
@@ -433,7 +433,7 @@ class Dense(Topology):
         return Outcome(finite, stats)
 
     @override
-    def requests(self, shape: Shape, codecs: Codecs, itemsize: int) -> list[Request]:
+    def requests(self, shape: BucketSpec, codecs: Codecs, itemsize: int) -> list[Request]:
         return [AllReduce(placeholder(shape.layout.numel * itemsize), "uplink")]
 
 

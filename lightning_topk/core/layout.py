@@ -73,16 +73,16 @@ class Layout:
         full = (self.rounds - 1) * self.block
         return full + min(self.block, self.numel - full * self.all_shards)
 
-    def kept_per_shard(self, kept: int) -> int:
-        """Number of elements that each shard keeps if the bucket keeps ``kept``: an equal share, rounded up.
+    def k_per_shard(self, k: int) -> int:
+        """Entries of each shard if ``k`` of the bucket are sent: an equal share, rounded up.
 
-        If ``kept == numel``, it is ``shard_size``, so a ratio of 1 keeps everything.
+        If ``k == numel``, it is ``shard_size``, so a ratio of 1 sends everything.
         """
-        return self.shard_size if kept == self.numel else math.ceil(kept / self.all_shards)
+        return self.shard_size if k == self.numel else math.ceil(k / self.all_shards)
 
 
 @dataclass(frozen=True)
-class Parts:
+class NodeShards:
     """How a bucket is dealt to the ranks of a node: each parameter in equal pieces, the last one padded with zeros.
 
     Args:
@@ -104,12 +104,12 @@ class Parts:
         return sum(self.pieces)
 
 
-class Format(NamedTuple):
+class PayloadFormat(NamedTuple):
     """What a payload holds where: values, positions, zeros, a check word, see :mod:`lightning_topk.core.wire`.
 
     Attributes:
         universe: Number of elements in the shard, S.
-        kept: Number of entries in the payload, k.
+        k: Number of entries in the payload.
         bits: Bits of a value; below 16, groups of 64 share a scale. 0 if the wire is not one of ``ops.FUSED_WIRES``.
         largest: The largest magnitude that is decoded as finite.
         value_bytes: Size of the values in bytes.
@@ -120,7 +120,7 @@ class Format(NamedTuple):
     """
 
     universe: int
-    kept: int
+    k: int
     bits: int
     largest: float
     value_bytes: int
@@ -130,6 +130,6 @@ class Format(NamedTuple):
     check: int
 
 
-def kept_count(numel: int, ratio: float) -> int:
+def k_of(numel: int, ratio: float) -> int:
     """``k = max(1, floor(ratio * d))`` as in the papers, robust to the binary rounding of a decimal ratio."""
     return min(numel, max(1, math.floor(ratio * numel + 1e-6)))

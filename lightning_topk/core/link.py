@@ -108,7 +108,7 @@ class Link:
         Returns:
             The payloads ``[shards, P]`` uint8, and what was sent in numbers.
         """
-        a, finite, index, value, selected = self.select(x, codec.kept, finite)
+        a, finite, index, value, selected = self.select(x, codec.k, finite)
         if codec.scale is not None and self.delivered is not None and self.memory.tensors():
             # What would overflow is kept. Where nothing is kept, the scaler sees an infinity, and backs off.
             limit = codec.largest_scaled(self.delivered)
@@ -136,14 +136,12 @@ class Link:
         count.index_add_(0, layer, (sent != 0).double())
         return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
 
-    def select(
-        self, x: Tensor, kept: int, finite: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def select(self, x: Tensor, k: int, finite: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compensates and selects.
 
         Args:
             x: ``[numel]``, floating; zero afterwards.
-            kept: Entries to select of each shard, at most.
+            k: Entries to select of each shard, at most.
             finite: See :meth:`send`.
 
         Returns:
@@ -152,7 +150,7 @@ class Link:
         """
         finite = ops.is_finite(x) if finite is None else finite
         a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
-        return a, finite, *self.selector.select(a, self.layout, kept)
+        return a, finite, *self.selector.select(a, self.layout, k)
 
 
 class FusedLink(Link):
@@ -187,15 +185,13 @@ class FusedLink(Link):
         return super().send(x, codec, measure, finite)
 
     @override
-    def select(
-        self, x: Tensor, kept: int, finite: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def select(self, x: Tensor, k: int, finite: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         assert isinstance(self.memory, Residual)
-        everything = kept == self.layout.shard_size and self.layout.pieces == 1
+        everything = k == self.layout.shard_size and self.layout.pieces == 1
         if everything or isinstance(self.memory, MomentumResidual):
-            return super().select(x, kept, finite)
+            return super().select(x, k, finite)
         a, finite = self.memory.residual, ops.is_finite(x) if finite is None else finite
-        index, value = ops.add_and_select(a, x, finite, self.layout, kept)
+        index, value = ops.add_and_select(a, x, finite, self.layout, k)
         return a, finite, index, value, value.count_nonzero()
 
 

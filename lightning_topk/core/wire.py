@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.layout import Format
+from lightning_topk.core.layout import PayloadFormat
 from lightning_topk.core.ops import reference
 from lightning_topk.core.select import RandK
 
@@ -174,7 +174,7 @@ class Codec:
     Args:
         wire: Format of the values.
         universe: Number of elements in the shard, S.
-        kept: Number of entries in a payload, k.
+        k: Number of entries in a payload.
         shared: The selector, if it draws the same positions on every rank; else None.
         tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
         scale: Scalar by which receivers multiply what they decode, if what they deliver keeps a GradScaler's scale.
@@ -182,33 +182,33 @@ class Codec:
 
     wire: Wire
     universe: int
-    kept: int
+    k: int
     shared: RandK | None = None
     tag: int = 0
     scale: Tensor | None = field(default=None, compare=False)
 
     def known_index(self, device: torch.device) -> Tensor | None:
         """The positions ``[k]`` int64, ascending, if both ends know them; else None."""
-        if self.kept == self.universe:
+        if self.k == self.universe:
             return torch.arange(self.universe, device=device)
-        return None if self.shared is None else self.shared.shared_positions(self.universe, self.kept, device)
+        return None if self.shared is None else self.shared.shared_positions(self.universe, self.k, device)
 
     @cached_property
     def low_width(self) -> int:
         """Number of low bits of a position in the Elias-Fano code."""
-        return reference.elias_fano_low_width(self.universe, self.kept)
+        return reference.elias_fano_low_width(self.universe, self.k)
 
     @property
     def value_bytes(self) -> int:
         """Size of a payload's values in bytes."""
-        return self.wire.nbytes(self.kept)
+        return self.wire.nbytes(self.k)
 
     @property
     def index_bytes(self) -> int:
         """Size of a payload's positions in bytes; 0 if both ends know them."""
-        if self.shared is not None or self.kept == self.universe:
+        if self.shared is not None or self.k == self.universe:
             return 0
-        return reference.elias_fano_bytes(self.universe, self.kept, self.low_width)
+        return reference.elias_fano_bytes(self.universe, self.k, self.low_width)
 
     @cached_property
     def nbytes(self) -> int:
@@ -231,21 +231,21 @@ class Codec:
         assert self.scale is not None
         return torch.finfo(delivered).max * (1 - self.wire.eps) / self.scale
 
-    def format(self, delivered: torch.dtype | None = None) -> Format:
+    def format(self, delivered: torch.dtype | None = None) -> PayloadFormat:
         """What a payload holds where, and the largest magnitude in it, see :meth:`largest`."""
         return self._format._replace(largest=self.largest(delivered))
 
     @cached_property
-    def _format(self) -> Format:
+    def _format(self) -> PayloadFormat:
         wire, low = self.wire, self.low_width
         bits = wire.width if wire.name in ops.FUSED_WIRES else 0
         sizes = self.value_bytes, low, self.index_bytes, self.nbytes
-        return Format(self.universe, self.kept, bits, wire.largest, *sizes, check=self._words_sum)
+        return PayloadFormat(self.universe, self.k, bits, wire.largest, *sizes, check=self._words_sum)
 
     @property
     def _words_sum(self) -> int:
         """The sum of the words of an undamaged payload, modulo 2^32: another one for each k of a tag."""
-        return WORDS_SUM + (self.tag + 0x9E3779 * self.kept) % 2**24
+        return WORDS_SUM + (self.tag + 0x9E3779 * self.k) % 2**24
 
     def encode(
         self, index: Tensor, value: Tensor, delivered: torch.dtype | None = None, finite: Tensor | None = None
@@ -267,7 +267,7 @@ class Codec:
         if finite is not None:
             given.masked_fill_(~finite, torch.nan)
         written = self.wire.write(given)
-        arrives = self._scaled(self.wire.read(written, self.kept))
+        arrives = self._scaled(self.wire.read(written, self.k))
         sent = (arrives if delivered is None else arrives.to(delivered)).to(value.dtype, copy=True)
         if self.scale is not None:
             sent /= self.scale
@@ -301,12 +301,12 @@ class Codec:
 
     def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Decodes payloads that have been checked, see :meth:`decode`."""
-        value = self._scaled(self.wire.read(payload[:, : self.value_bytes], self.kept)).to(dtype)
+        value = self._scaled(self.wire.read(payload[:, : self.value_bytes], self.k)).to(dtype)
         known = self.known_index(payload.device)
         if known is not None:
             return known.expand(len(payload), -1), value
         code = payload[:, self.value_bytes : self.value_bytes + self.index_bytes]
-        return ops.elias_fano_decode(code, self.universe, self.kept, self.low_width), value
+        return ops.elias_fano_decode(code, self.universe, self.k, self.low_width), value
 
     def _scaled(self, value: Tensor) -> Tensor:
         """Values ``[R, k]`` as the receiver delivers them."""

@@ -47,12 +47,12 @@ from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.runtime.state import HookState
 
 # ------------------------------------------------------------------------------------------------ the state
 
 
-class ShardState(ExchangeState):
+class ShardState(HookState):
     """The state of the hooks of one FSDP2 model: exchanges shards of gradients with the model's replicas, and closes.
 
     Made by :func:`attach`. It reports and saves as :class:`lightning_topk.TopKState` does, and can be saved by
@@ -116,7 +116,7 @@ class ShardState(ExchangeState):
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
             self._backward_ended()  # an earlier pass failed, or its end was not seen
         if not self._buckets:
-            self._follow_trained()
+            self._refresh_trained()
             self.begin_pass()
             in_autograd = torch._C._current_graph_task_id() != -1  # else the user finalises backward: torch 2.15
             if not self._end.is_seen(unit) and in_autograd:
@@ -139,7 +139,7 @@ class ShardState(ExchangeState):
         self._buckets.append(bucket)
         self.telemetry.meter.bytes["intra_node"] += unit.node_bytes(g)
 
-    def _follow_trained(self) -> None:
+    def _refresh_trained(self) -> None:
         """Recomputes the amounts if parameters were frozen or unfrozen.
 
         Raises:
@@ -312,7 +312,7 @@ def attach(
             names = {member: name for unit in units for member, name in unit.names.items()}
             state.learn_names(names)
             if optimizers is not optimizer:  # there are some already
-                state.follow_optimizers()
+                state.sync_optimizers()
             check_replicas(model, units, replicas)
         except (RuntimeError, ValueError):
             state.close()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_topk.fsdp.param_groups import Unit
 from lightning_topk.runtime.checks import check_same_model
 from lightning_topk.runtime.groups import check_agreement
-from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.runtime.state import HookState
 
 
 def replicas_of(group: Any) -> dist.ProcessGroup:
@@ -54,7 +54,7 @@ def check_hooks(units: Sequence[Unit]) -> None:
 def has_hook(unit: Unit) -> bool:
     """Whether FSDP calls a hook with a unit's gradients, other than that of a state that was closed."""
     user = getattr(getattr(unit.hook, "func", None), "__self__", None)
-    return unit.hook is not None and not (isinstance(user, ExchangeState) and user.groups is None)
+    return unit.hook is not None and not (isinstance(user, HookState) and user.groups is None)
 
 
 def check_replicas(model: torch.nn.Module, units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:

@@ -19,7 +19,7 @@ from lightning_topk.config import check_bool
 from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.state import ExchangeState
+from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.schedule import LATE
 from lightning_topk.volume import format_bytes
@@ -128,7 +128,7 @@ class CompressionMonitor(Callback):
         self._last = 0.0  # when the last step ended
         self._total = ExchangeVolume(sync_on_compute=False)
         self._steps = 0
-        self._kept = self._elements = 0  # entries that fit in the payloads, and elements exchanged, so far
+        self._k = self._elements = 0  # entries that fit in the payloads, and elements exchanged, so far
         self._density = 0.0  # of the last step
         self._measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
         self._timed: list[float] = []  # seconds of a step's exchanges, for the first COMPARED steps
@@ -155,7 +155,7 @@ class CompressionMonitor(Callback):
                 )
         self._total.reset()
         self._steps, self._measured, self._timed, self._compared = 0, [], [], None
-        self._kept = self._elements = 0
+        self._k = self._elements = 0
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -182,7 +182,7 @@ class CompressionMonitor(Callback):
         report = state.report()
         self._steps += 1
         dense = state.telemetry.dense_seconds(report)
-        self._compare(dense, report.seconds, trainer, state.config.at(LATE, LATE).ratio)
+        self._compare(dense, report.seconds, trainer, state.config.at_step(LATE, LATE).ratio)
         values = self._every_step(state, report)
         if state.measure:
             values |= self._log_step(trainer, state, report, dense)
@@ -192,7 +192,7 @@ class CompressionMonitor(Callback):
             # Lightning does not know the batch size of training_step(dataloader_iter); a step's values need none.
             pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving", batch_size=1)
 
-    def _every_step(self, state: ExchangeState, report: Report) -> dict[str, torch.Tensor]:
+    def _every_step(self, state: HookState, report: Report) -> dict[str, torch.Tensor]:
         """What is known of a step without waiting or reading data: bytes and densities, of it and of all steps."""
         self._total.update(**report.bytes)
         step = ExchangeVolume(sync_on_compute=False)
@@ -209,19 +209,19 @@ class CompressionMonitor(Callback):
                 f"{format_bytes(float(sent))} of gradients. TopKStrategy({BUFFERS}=False) leaves that out; each rank "
                 "then keeps its own, such as the statistics of batch norm."
             )
-        values["bound"] = torch.tensor((1 - report.kept / report.elements) ** 2)
+        values["bound"] = torch.tensor((1 - report.k / report.elements) ** 2)
         for name, total in self._total.compute().items():
             if name.endswith("_bytes"):
                 values[name if name == "total_bytes" else f"total_{name}"] = total
         values["saving"] = torch.tensor(self._saving(state))
-        self._kept, self._elements = self._kept + report.kept, self._elements + report.elements
-        self._density = report.kept / report.elements
+        self._k, self._elements = self._k + report.k, self._elements + report.elements
+        self._density = report.k / report.elements
         values["density"] = torch.tensor(self._density)
-        values["average_density"] = torch.tensor(self._kept / self._elements)
+        values["average_density"] = torch.tensor(self._k / self._elements)
         return values
 
     def _log_step(
-        self, trainer: Trainer, state: ExchangeState, report: Report, dense: float | None
+        self, trainer: Trainer, state: HookState, report: Report, dense: float | None
     ) -> dict[str, torch.Tensor]:
         """What is measured at log steps only: errors and residuals, which all ranks reduce, times, and layers.
 
@@ -284,14 +284,14 @@ class CompressionMonitor(Callback):
         if self._steps and state is not None and state.world > 1 and trainer.is_global_zero:
             rank_zero_info(self.summary(state))
 
-    def _saving(self, state: ExchangeState | None) -> float:
+    def _saving(self, state: HookState | None) -> float:
         """Dense bytes over the bytes sent, since fit began; between nodes, if their ranks exchange as one worker."""
         total = self._total.compute()
         by_node = state is not None and state.config.by_node
         sent = total["inter_node_bytes"] if by_node else total["total_bytes"]
         return float(total["dense_bytes"] / sent) if sent else 1.0  # a ring all-reduce leaves each node once
 
-    def summary(self, state: ExchangeState | None = None) -> str:
+    def summary(self, state: HookState | None = None) -> str:
         """Returns a summary of the run so far, as measured on this rank.
 
         Args:
@@ -331,12 +331,12 @@ class CompressionMonitor(Callback):
         return said
 
     def _density_in_words(self) -> str:
-        average, end = f"{self._kept / max(1, self._elements):.3g}", f"{self._density:.3g}"
+        average, end = f"{self._k / max(1, self._elements):.3g}", f"{self._density:.3g}"
         return f"density {average}" if average == end else f"density {average} on average, {end} at the end"
 
 
 def _by_layer(
-    trainer: Trainer, state: ExchangeState, layers: dict[str, torch.Tensor], shown: Collection[str]
+    trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor], shown: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """The logged values of the layers shown, over all ranks."""
     names = sorted(layers)
@@ -358,7 +358,7 @@ def _by_layer(
     }
 
 
-def _draw_histograms(trainer: Trainer, state: ExchangeState, shown: Collection[str]) -> None:
+def _draw_histograms(trainer: Trainer, state: HookState, shown: Collection[str]) -> None:
     """Draws histograms of rank 0's residuals of the layers shown, with the loggers that support them."""
     experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
     drawers = [experiment.add_histogram for experiment in experiments if hasattr(experiment, "add_histogram")]
@@ -386,7 +386,7 @@ def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
     return values
 
 
-def _state(trainer: Trainer) -> ExchangeState | None:
+def _state(trainer: Trainer) -> HookState | None:
     return getattr(trainer.strategy, "topk_state", None)
 
 

@@ -152,7 +152,7 @@ class TopKStrategy(DDPStrategy):
         check_momentum(self.config, [optimizer])
         self._set_up.append(ref(optimizer))
         for state in self.topk_states:
-            state.follow_optimizers()
+            state.sync_optimizers()
         return super().setup_optimizer(optimizer)
 
     @override

@@ -156,7 +156,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             announce=rank_zero_info,
             process_group=self._replicas,
         )
-        self.topk_state.follow_optimizers()
+        self.topk_state.sync_optimizers()
 
     @contextmanager
     @override

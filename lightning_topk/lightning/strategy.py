@@ -147,7 +147,7 @@ class TopKStrategy(DDPStrategy):
                 self.model = model.module
                 self.configure_ddp()
                 assert self.topk_state is not None
-                self.topk_state.follow(state)
+                self.topk_state.continue_from(state)
         return super().training_step(*args, **kwargs)
 
     @override
@@ -221,7 +221,7 @@ class TopKStrategy(DDPStrategy):
         """Creates the optimizers and checks that momentum is not applied twice."""
         super().setup_optimizers(trainer)
         if self.topk_state is not None:
-            self.topk_state.follow_optimizers()
+            self.topk_state.sync_optimizers()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -46,7 +46,7 @@ def connect(
         raise
     by_node = agreed.by_node and 1 < local < dist.get_world_size(groups.all)
     groups = groups.divided(process_group, timeout, local, by_node)
-    return groups.with_twin(timeout, by_node) if agreed.compresses else groups, agreed
+    return groups.with_second_groups(timeout, by_node) if agreed.compresses else groups, agreed
 
 
 def _agree(config: TopKConfig, group: dist.ProcessGroup, local_world_size: int | None) -> tuple[TopKConfig, int]:
@@ -59,7 +59,7 @@ def _agree(config: TopKConfig, group: dist.ProcessGroup, local_world_size: int |
     local = 1 if world == 1 else local_world_size or _local_world_size(config, group)
     if world == 1 and not config.momentum:  # momentum is applied where something is kept
         return config.dense, local
-    return config.on(world, local), local
+    return config.resolve(world, local), local
 
 
 def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:

@@ -123,7 +123,7 @@ class BucketSettings:
             total += bucket_volume(self.plan_of(bucket), rank, step, epoch, len(bucket) if voting else None)
         return total
 
-    def remarks(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> list[str]:
+    def warnings(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> list[str]:
         """What a user of ``saving=`` should know once the buckets are final.
 
         Args:

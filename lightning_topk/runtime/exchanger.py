@@ -1,6 +1,6 @@
 """The lane's side of a rank: takes jobs, begins and ends their exchanges in order, and says what became of each.
 
-An :class:`Exchanger` uses the rank's endpoints. During a backward pass it is used by the lane alone, on CPU by the
+An :class:`JobRunner` uses the rank's endpoints. During a backward pass it is used by the lane alone, on CPU by the
 lane's thread. What it learns it puts on a queue, which the caller's side empties between two backward passes. So no
 field is written by two threads, and nothing here calls the side that submits jobs.
 """
@@ -76,7 +76,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class JobResult:
     """What became of one job.
 
     Attributes:
@@ -85,7 +85,7 @@ class Exchanged:
         meter: The bytes sent.
         nbytes: Bytes of the gradient.
         elements: Its elements, or those of this rank's part of it.
-        kept: Entries for which this worker's payloads have room.
+        k: Entries for which this worker's payloads have room.
         uncompressed: Elements that were exchanged uncompressed.
     """
 
@@ -94,7 +94,7 @@ class Exchanged:
     meter: Meter
     nbytes: int
     elements: int
-    kept: int
+    k: int
     uncompressed: int
 
 
@@ -113,24 +113,24 @@ class Timed:
         return took, 0.0 if self.ready is None else max(0.0, self.lane.seconds(self.ready, self.ended))
 
 
-class Exchanger:
+class JobRunner:
     """Runs the exchanges of one rank.
 
     Args:
         residuals: What the rank keeps.
-        groups: The process groups that carry the exchanges; with a twin, in turn on one and the other.
+        groups: The process groups that carry the exchanges; with a second_groups, in turn on one and the other.
         timeout: That of the groups, for error messages.
     """
 
     def __init__(self, residuals: Residuals, groups: Groups, timeout: timedelta) -> None:
         self._residuals, self._timeout = residuals, timeout
-        self._groups = [groups] if groups.twin is None else [groups, groups.twin]
+        self._groups = [groups] if groups.second_groups is None else [groups, groups.second_groups]
         self._batches = 0
         self._ended: Any = None  # the last timed one, as a mark of the lane
         self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
-        self._finished: SimpleQueue[Exchanged | Timed] = SimpleQueue()
+        self._finished: SimpleQueue[JobResult | Timed] = SimpleQueue()
 
-    def finished(self) -> list[Exchanged | Timed]:
+    def finished(self) -> list[JobResult | Timed]:
         """What became of the jobs since the last call, in order; for the caller's side, between two backward passes."""
         found = []
         while True:
@@ -147,7 +147,7 @@ class Exchanger:
     def run(self, batch: Batch, lane: Lane) -> Steps[Tensor]:
         """The exchange of a batch, step by step on the lane; it returns the buffer."""
         assert self._groups
-        groups = self._groups[self._batches % min(lane.abreast, len(self._groups))]
+        groups = self._groups[self._batches % min(lane.max_in_flight, len(self._groups))]
         self._batches += 1
         begun = lane.mark() if batch.timed else None
         # Sparse gradients are exchanged as the dense tensors that they stand for, and become sparse again where
@@ -168,7 +168,7 @@ class Exchanger:
             ready: See :class:`Batch`.
         """
         ended = lane.mark()
-        if lane.abreast > 1 and self._ended is not None:
+        if lane.max_in_flight > 1 and self._ended is not None:
             begun = max(begun, self._ended)  # time that two exchanges share counts once
         self._ended = ended
         self._finished.put(Timed(lane, begun, ended, ready))
@@ -184,7 +184,7 @@ class Exchanger:
             codecs = job.plan.codecs(job.step, job.epoch, end.uplink.selector)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
             name = f"{self._place}, step {job.step}, {job.name}"
-            outcome = yield from drive(path, groups, meter, name, background=lane.abreast > 1)
+            outcome = yield from drive(path, groups, meter, name, background=lane.max_in_flight > 1)
         except Exception as error:
             topology = job.plan.config.topology
             raise RuntimeError(
@@ -193,11 +193,11 @@ class Exchanger:
                 "lost.)"
             ) from error
         uncompressed = sum(stop - begin for begin, stop in end.uncompressed) // end.parts.count
-        kept = min(codecs.uplink.kept * end.layout.all_shards + uncompressed, end.layout.numel)
+        k = min(codecs.uplink.k * end.layout.all_shards + uncompressed, end.layout.numel)
         if job.step_outcome is not None and outcome.undo is not None:
             self._residuals.remember(Sent(job.bucket, end.parts.pieces, outcome.undo, job.step_outcome))
         outcome = replace(outcome, undo=None)  # the payloads are kept no longer than needed
-        self._finished.put(Exchanged(job, outcome, meter, g.nbytes, end.layout.numel, kept, uncompressed))
+        self._finished.put(JobResult(job, outcome, meter, g.nbytes, end.layout.numel, k, uncompressed))
 
 
 def same(bucket: Bucket, other: Bucket) -> bool:

@@ -32,7 +32,7 @@ class Groups:
         local: Ranks of a node.
         some: Whether there are other ranks beside these.
         shards_per_node: Ranks of this node, this one included, that exchange a shard each, in groups like these.
-        twin: Groups of the same ranks, for a second exchange at the same time; None if there are none.
+        second_groups: Groups of the same ranks, for a second exchange at the same time; None if there are none.
     """
 
     all: dist.ProcessGroup
@@ -41,7 +41,7 @@ class Groups:
     local: int = 1
     some: bool = False
     shards_per_node: int = 1
-    twin: Groups | None = None
+    second_groups: Groups | None = None
 
     @classmethod
     def make(cls, parent: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
@@ -82,8 +82,8 @@ class Groups:
         assert group is not None, who
         return group
 
-    def with_twin(self, timeout: timedelta | None, hierarchy: bool) -> Groups:
-        """These groups with a twin, if they are of all ranks and gloo's alone; a collective, as :meth:`make`.
+    def with_second_groups(self, timeout: timedelta | None, hierarchy: bool) -> Groups:
+        """These groups with a second_groups, if they are of all ranks and gloo's alone; a collective, as :meth:`make`.
 
         NCCL's have none: on a GPU one side stream takes all exchanges. Nor have those whose collectives torch checks
         before it starts them: see :mod:`lightning_topk.runtime.lanes`.
@@ -91,7 +91,7 @@ class Groups:
         checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # at run time it is
         if self.some or checked or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
             return self
-        return replace(self, twin=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
+        return replace(self, second_groups=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
     def destroy(self, failed: bool = False) -> None:
         """Destroys the groups; those of some ranks only are left to the next state of the same ranks.
@@ -117,8 +117,8 @@ class Groups:
             waits.join(PATIENCE)
 
     def _destroy(self) -> None:
-        if self.twin is not None:
-            self.twin._destroy()
+        if self.second_groups is not None:
+            self.second_groups._destroy()
         for group in (self.peers, self.node, self.all):
             if group is not None:
                 with suppress(KeyError, ValueError):  # of torch, where the caller destroys all groups meanwhile

@@ -9,7 +9,7 @@ the timing; and since the thread waits for the older exchange only, that one alw
 
 This needs collectives that start without waiting for other ranks, since the order in which a rank starts those of two
 sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective among all ranks before it
-starts it. There is one set then, and one exchange at a time: see :meth:`.groups.Groups.with_twin`.
+starts it. There is one set then, and one exchange at a time: see :meth:`.groups.Groups.with_second_groups`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Lane(ABC):
     """Runs jobs in the order of submission, beside the caller.
 
     Attributes:
-        abreast: How many jobs may be in progress at the same time.
+        max_in_flight: How many jobs may be in progress at the same time.
     """
 
-    abreast: int
+    max_in_flight: int
     _error: Exception | None = None  # the first of any job
 
     @abstractmethod
@@ -119,11 +119,11 @@ class ThreadLane(Lane):
     """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit.
 
     Args:
-        abreast: How many jobs may be in progress at the same time.
+        max_in_flight: How many jobs may be in progress at the same time.
     """
 
-    def __init__(self, abreast: int = 1) -> None:
-        self.abreast = abreast
+    def __init__(self, max_in_flight: int = 1) -> None:
+        self.max_in_flight = max_in_flight
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
@@ -135,7 +135,7 @@ class ThreadLane(Lane):
         in_progress: deque[_Submitted] = deque()
         waits = True  # for the next job
         while True:
-            if len(in_progress) < self.abreast:
+            if len(in_progress) < self.max_in_flight:
                 try:
                     job = self._jobs.get(block=waits and not in_progress, timeout=IDLE)
                 except queue.Empty:
@@ -255,7 +255,7 @@ class StreamLane(Lane):
         device: The tensors' device, with its index.
     """
 
-    abreast = 1
+    max_in_flight = 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -308,16 +308,16 @@ class StreamLane(Lane):
         return True
 
 
-def lane_for(device: torch.device, abreast: int = 1) -> Lane:
+def lane_for(device: torch.device, max_in_flight: int = 1) -> Lane:
     """The lane for tensors of a device.
 
     Args:
         device: The device.
-        abreast: How many jobs may be in progress at the same time on a CPU: as many as there are sets of groups.
+        max_in_flight: How many jobs may be in progress at the same time on a CPU: as many as there are sets of groups.
 
     Raises:
         TypeError: The device is neither a CPU nor a GPU.
     """
     if device.type not in ("cpu", "cuda"):
         raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(abreast)
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(max_in_flight)

@@ -10,7 +10,7 @@ from lightning_topk.config import TopKConfig
 LOGGER = logging.getLogger("lightning_topk")
 
 
-class Announcer:
+class WarnOnce:
     """Tells the user something, on rank 0 and once.
 
     Args:
@@ -30,7 +30,7 @@ class Announcer:
         self.said.add(message)
 
 
-def remarks(
+def startup_warnings(
     given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool, peer: str = "process"
 ) -> list[str]:
     """What a user of some settings should know before a run.

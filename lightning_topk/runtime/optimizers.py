@@ -67,7 +67,7 @@ class Optimizers:
         """That of the step under way; None without a GradScaler."""
 
     @property
-    def _followed(self) -> list[Optimizer]:
+    def _in_use(self) -> list[Optimizer]:
         """The optimizers that are followed, as far as they are still in use."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
@@ -82,7 +82,7 @@ class Optimizers:
         scale: Tensor | None = None if self._scaler is None else self._scaler._scale
         return scale
 
-    def follow(self, compressed: Collection[Tensor] | None) -> None:
+    def sync(self, compressed: Collection[Tensor] | None) -> None:
         """Checks the optimizers. If they are new: adapts their momentum, watches the scaler's steps.
 
         Args:
@@ -94,7 +94,7 @@ class Optimizers:
         now = self._now()
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also of those that are known: checkpoints and schedulers set momentum
-        parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._followed
+        parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._in_use
         same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
         if same and parameters == self._parameters:
             return
@@ -141,5 +141,5 @@ class Optimizers:
 
     def release(self) -> None:
         """Leaves the optimizers to themselves again."""
-        AdaptedMomentum.release(self._followed, self)
+        AdaptedMomentum.release(self._in_use, self)
         self._stop_watching()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.buckets import BucketSettings
-from lightning_topk.runtime.messages import Announcer
+from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry
 from lightning_topk.volume import Volume
@@ -37,7 +37,7 @@ class Reporting:
         world: int,
         local: int,
         epoch: Callable[[], int],
-        say: Announcer,
+        say: WarnOnce,
         shards_per_node: int = 1,
     ) -> None:
         self.config, self.residuals, self.rank, self.world, self.local = config, residuals, rank, world, local
@@ -97,8 +97,8 @@ class Reporting:
         )
         return replace(total, intra_node=inside, inter_node=outside, dense_inter_node=dense)
 
-    def follow(self, other: Reporting) -> None:
+    def continue_from(self, other: Reporting) -> None:
         """Goes on counting and measuring where another state of the same training ends."""
         self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
-        self.telemetry.follow(other.telemetry)
+        self.telemetry.continue_from(other.telemetry)
         self._say.said = other._say.said

@@ -7,7 +7,7 @@ element; what a rank served it adds, W-fold, to its own worker residual. As one 
 new server, and the mean undoes the factor. The sum of all mass is the same before and after.
 
 Where the ranks of a node exchange as one worker, a rank's memory is of its piece of every parameter, whatever bucket it
-is in (:class:`lightning_topk.core.layout.Parts`), and W is the number of nodes.
+is in (:class:`lightning_topk.core.layout.NodeShards`), and W is the number of nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_topk.build import BucketPlan
 from lightning_topk.core.endpoint import Endpoint, TakenBack
-from lightning_topk.core.layout import Parts
+from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.memory import Leftover, NoMemory
 from lightning_topk.core.ops import reference
 from lightning_topk.runtime.forms import Form
@@ -77,7 +77,7 @@ class Residuals:
         """Parameters whose residual was dropped, since their size or memory format changed."""
         self.stand_ins: dict[str, Tensor] = {}
         """What stands for parameters that are sharded, by name (:class:`lightning_topk.fsdp.param_groups.Unit`)."""
-        self._kept: Memories = {}  # a view of its endpoint's, while a parameter has one
+        self._by_parameter: Memories = {}  # a view of its endpoint's, while a parameter has one
         self._sent: list[Sent] = []  # for steps that the scaler may still skip
         self._settled: set[Tensor] = set()  # whose part of such a step was taken or skipped
         self._loaded: set[Tensor] = set()  # whose whole memory every rank has, from a checkpoint
@@ -110,12 +110,12 @@ class Residuals:
             self._live[parameters] = end, plan
         elif isinstance(end.uplink.memory, Leftover) and not self._sent and not end.uplink.memory.residual.any():
             end.uplink.memory = NoMemory(end.dtype)  # what other settings had left was delivered
-            self._kept.update({parameter: {} for parameter in parameters})
+            self._by_parameter.update({parameter: {} for parameter in parameters})
         return end
 
     def remember(self, sent: Sent) -> None:
         """Keeps what was sent until the optimizers have taken or skipped their step."""
-        if any(self._kept.get(parameter) for parameter in sent.bucket):  # without a memory, it is lost
+        if any(self._by_parameter.get(parameter) for parameter in sent.bucket):  # without a memory, it is lost
             self._sent.append(sent)
 
     def settle(self) -> None:
@@ -141,7 +141,7 @@ class Residuals:
                 earlier = total.get(parameter, torch.zeros((), dtype=value.dtype, device=value.device))
                 total[parameter] = torch.where(flags, piece, piece + earlier)
         for parameter, piece in total.items():
-            residual, which = self._kept.get(parameter, {}).get("residual"), skipped.get(parameter, False)
+            residual, which = self._by_parameter.get(parameter, {}).get("residual"), skipped.get(parameter, False)
             if residual is None or which is False:
                 continue
             if isinstance(which, Tensor):
@@ -160,22 +160,22 @@ class Residuals:
                     if tensor.is_cuda:  # made on one stream, perhaps, and still in use on this one when it is freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
             if end.downlink is not None and end.downlink.memory.tensors():
-                self._scatter(self._kept, bucket, end, end.folded())
+                self._scatter(self._by_parameter, bucket, end, end.folded())
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
         """Moves what the parameters left into the memories of their new endpoint."""
         self.forget_changed(parameters)
         self._cut(parameters, end.parts.count)
-        known = [kept for parameter in parameters for kept in self._kept.get(parameter, {}).values()]
+        known = [kept for parameter in parameters for kept in self._by_parameter.get(parameter, {}).values()]
         may_return = any(not set(parameters).isdisjoint(sent.bucket) for sent in self._sent)
         if not end.uplink.memory.tensors() and (may_return or any(bool(kept.any()) for kept in known)):
             end.uplink.memory = Leftover(end.layout.numel, end.dtype, end.sizes.device)
         mine = end.uplink.memory.tensors()
         for name, flat in mine.items():
-            flat.copy_(self._gather(self._kept, parameters, name, flat))
+            flat.copy_(self._gather(self._by_parameter, parameters, name, flat))
         for parameter in parameters:
-            self._kept[parameter] = {}  # what the new settings keep no more would be stale
-        self._scatter(self._kept, parameters, end, mine)
+            self._by_parameter[parameter] = {}  # what the new settings keep no more would be stale
+        self._scatter(self._by_parameter, parameters, end, mine)
 
     def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
         """Cuts what parameters left into another number of pieces.
@@ -186,7 +186,7 @@ class Residuals:
         for p in parameters:
             was = self.counts.get(p, 1)
             if was != count:
-                kept = self._kept.get(p, {})
+                kept = self._by_parameter.get(p, {})
                 if count != 1 and p not in self._loaded and any(bool(part.any()) for part in kept.values()):
                     raise ValueError(
                         f"the residuals of a parameter are cut into {was} pieces, one a rank, and would have to be "
@@ -194,10 +194,10 @@ class Residuals:
                         "load them with load_state_dict, which converts them."
                     )
                 if kept and count == 1:  # each rank is a worker of its own now, one of `was` times as many
-                    self._kept[p] = {name: self._whole(piece, p) * was for name, piece in kept.items()}
+                    self._by_parameter[p] = {name: self._whole(piece, p) * was for name, piece in kept.items()}
                 elif kept:
-                    parts = Parts((p.numel(),), count)
-                    self._kept[p] = {
+                    parts = NodeShards((p.numel(),), count)
+                    self._by_parameter[p] = {
                         name: reference.split_parts(part, parts)[self.rank % count] for name, part in kept.items()
                     }
             self.counts[p] = count
@@ -208,13 +208,13 @@ class Residuals:
     def offload_to_cpu(self) -> None:
         """Takes all endpoints apart and moves what they held to the CPU, until their parameters come again."""
         self.drop_endpoints({parameter for bucket in self._live for parameter in bucket})
-        for kept in self._kept.values():
+        for kept in self._by_parameter.values():
             kept.update({name: part.cpu() for name, part in kept.items()})
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
         """Forgets all parameters but these: another model has no use for the residuals of the last, and begins anew."""
         keep, progress = set(parameters), self.progress
-        known = {*self._kept, *self._forms, *(parameter for bucket in progress.buckets for parameter in bucket)}
+        known = {*self._by_parameter, *self._forms, *(parameter for bucket in progress.buckets for parameter in bucket)}
         if known and keep.isdisjoint(known):
             progress = self.progress = Progress()
             self._live.clear()
@@ -228,13 +228,13 @@ class Residuals:
         for parameter in [*self._forms] if parameters is None else parameters:
             now = Form.of(parameter)
             if self._forms.get(parameter, now) != now:
-                self.reset += any(bool(part.any()) for part in self._kept.get(parameter, {}).values())
+                self.reset += any(bool(part.any()) for part in self._by_parameter.get(parameter, {}).values())
                 self._forget(parameter)
             self._forms[parameter] = now
 
     def _forget(self, parameter: Tensor) -> None:
         self._loaded.discard(parameter)
-        for known in (self._kept, self._forms, self.counts):
+        for known in (self._by_parameter, self._forms, self.counts):
             known.pop(parameter, None)
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
@@ -246,7 +246,7 @@ class Residuals:
         self._live.clear()
         self._sent.clear()
         self.counts.clear()
-        self._kept = {parameter: dict(kept) for parameter, kept in memories.items()}
+        self._by_parameter = {parameter: dict(kept) for parameter, kept in memories.items()}
         self._forms = {parameter: Form.of(parameter) for parameter in memories}
         self._loaded = set(memories)
 
@@ -268,7 +268,7 @@ class Residuals:
         for bucket, (end, _) in self._live.items():
             self._scatter(server, bucket, end, end.server_memory())
         found = {}
-        for p, kept in self._kept.items():
+        for p, kept in self._by_parameter.items():
             count, nothing = self.counts.get(p, 1), torch.zeros(()).expand(p.numel())
             worker = self._whole(kept[name], p) * count if name in kept and count > 1 else kept.get(name, nothing)
             mine = server.get(p, {})
@@ -298,7 +298,7 @@ class Residuals:
 
     def _whole(self, piece: Tensor, parameter: Tensor) -> Tensor:
         """A piece of a parameter at its place among ``[numel]``; zero elsewhere."""
-        parts = Parts((parameter.numel(),), self.counts.get(parameter, 1))
+        parts = NodeShards((parameter.numel(),), self.counts.get(parameter, 1))
         if parts.count == 1:
             return piece
         rows = piece.new_zeros(parts.count, len(piece))
@@ -318,7 +318,7 @@ class Residuals:
     def _gather(self, memories: Memories, bucket: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
         """Undoes :meth:`_scatter`: ``[pieces]``, dtype and device of ``like``; zero where nothing is known."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
-        pieces = Parts(tuple(p.numel() for p in bucket), self.counts.get(bucket[0], 1)).pieces
+        pieces = NodeShards(tuple(p.numel() for p in bucket), self.counts.get(bucket[0], 1)).pieces
         found = [
             memories.get(parameter, {}).get(name, zero.expand(size))
             for parameter, size in zip(bucket, pieces, strict=True)

@@ -21,10 +21,10 @@ from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.agreement import compare_functions, connect
-from lightning_topk.runtime.exchanger import Batch, Bucket, Exchanger, Job, Timed
+from lightning_topk.runtime.exchanger import Batch, Bucket, Job, JobRunner, Timed
 from lightning_topk.runtime.groups import Groups, timeout_of
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
-from lightning_topk.runtime.messages import Announcer, remarks
+from lightning_topk.runtime.messages import WarnOnce, startup_warnings
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.reporting import Reporting
 from lightning_topk.runtime.residuals import Residuals
@@ -34,7 +34,7 @@ _LEFT_OPEN: list[Groups] = []
 """Groups with an unfinished collective after an error. Dropping or destroying one would wait for the collective."""
 
 
-class ExchangeState(Reporting):
+class HookState(Reporting):
     """What one rank keeps to exchange the gradients of one model. Every field is written by the caller's side alone.
 
     Args are those of :class:`lightning_topk.TopKState`, which has its errors too, and ``shards_per_node``: how many
@@ -74,15 +74,15 @@ class ExchangeState(Reporting):
         rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
         residuals.rank = rank
         # Every rank of the first node is rank 0 of the replicas of its shard.
-        say = Announcer(announce, rank if shards_per_node == 1 else dist.get_rank())
+        say = WarnOnce(announce, rank if shards_per_node == 1 else dist.get_rank())
         super().__init__(agreed, residuals, rank, world, groups.local, epoch or (lambda: 0), say, shards_per_node)
         self._optimizers = Optimizers(optimizers, scaler, agreed, say)
-        self._exchanger = Exchanger(residuals, groups, timeout)
+        self._exchanger = JobRunner(residuals, groups, timeout)
         self._lane: Lane | None = None
         self._compared = range(0)  # steps for which all ranks have the same functions of the step
         self._say_what_was_reset()
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
-            for message in remarks(config, agreed, world, optimizers is not None, self.PEER):
+            for message in startup_warnings(config, agreed, world, optimizers is not None, self.PEER):
                 self._say(message)
 
     # -------------------------------------------------------------------------------- a backward pass
@@ -99,7 +99,7 @@ class ExchangeState(Reporting):
             )
         groups = self._open_groups()
         if self._lane is None:
-            self._lane = lane_for(device, abreast=1 if groups.twin is None else 2)
+            self._lane = lane_for(device, max_in_flight=1 if groups.second_groups is None else 2)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
                 remedy = f"which fails here: {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
                 self._say(f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}")
@@ -126,7 +126,7 @@ class ExchangeState(Reporting):
             self._compared = compare_functions(self.config, self.residuals.progress.steps, self._open_groups().all)
         self._collect()
         self._say_what_was_reset()
-        self.follow_optimizers()
+        self.sync_optimizers()
         self._optimizers.begin_pass(self.EXCHANGES_SUMS)
 
     def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
@@ -165,7 +165,7 @@ class ExchangeState(Reporting):
         """
         progress = self.residuals.progress
         if self.world > 1 and self.buckets.observe(buckets, progress, static_graph):
-            for message in self.buckets.remarks(progress.buckets, self.predicted(), self.LARGER_BUCKETS):
+            for message in self.buckets.warnings(progress.buckets, self.predicted(), self.LARGER_BUCKETS):
                 self._say(message)
 
     def submit(self, batch: Batch, promised: Future) -> None:
@@ -178,14 +178,14 @@ class ExchangeState(Reporting):
         progress = self.residuals.progress
         progress.steps, progress.buckets = progress.steps + 1, tuple(buckets)
 
-    def follow_optimizers(self) -> None:
+    def sync_optimizers(self) -> None:
         """Checks new optimizers, and changes their momentum as the settings say; a backward pass begins with it.
 
         Raises:
             ValueError: An optimizer and the exchange would both apply momentum.
         """
         compressed = self.buckets.compressed
-        self._optimizers.follow(None if compressed is None else {self.parameter_of(member) for member in compressed})
+        self._optimizers.sync(None if compressed is None else {self.parameter_of(member) for member in compressed})
 
     # -------------------------------------------------------------------------------- between two backward passes
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.runtime.collectives import DenseCost, Meter, dense_cost
-from lightning_topk.runtime.exchanger import Exchanged, Timed
+from lightning_topk.runtime.exchanger import JobResult, Timed
 from lightning_topk.runtime.groups import Groups
 
 PROBE_BYTES = 1 << 20
@@ -26,7 +26,7 @@ class Report:
     Attributes:
         bytes: Bytes sent to other ranks, by what they are for (see :class:`lightning_topk.runtime.collectives.Meter`).
         elements: Gradient elements exchanged.
-        kept: Entries for which this worker's payloads have room.
+        k: Entries for which this worker's payloads have room.
         selected: Entries that its selector selected and that are not zero; zero unless measured.
         energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
             this server's downlink (rows); zero unless measured.
@@ -40,7 +40,7 @@ class Report:
 
     bytes: dict[str, int]
     elements: int = 0
-    kept: int = 0
+    k: int = 0
     selected: int = 0
     energy: Tensor = field(default_factory=lambda: torch.zeros(2, 2, dtype=torch.float64))
     exchanges: int = 0
@@ -64,25 +64,25 @@ class Telemetry:
         """All bytes that this rank sent so far."""
         self._reported = dict(self.meter.bytes)
         self._report = Report(bytes={})
-        self._measured: list[Exchanged] = []
+        self._measured: list[JobResult] = []
         self._timed: list[Timed] = []
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
         self._dense_cost: DenseCost | None = None
 
-    def follow(self, other: Telemetry) -> None:
+    def continue_from(self, other: Telemetry) -> None:
         """Goes on counting where the telemetry of an earlier state ends."""
         self._dense_cost = other._dense_cost
         self._nonfinite_steps = self._nonfinite_reported = other._nonfinite_steps
 
-    def add_pass(self, exchanged: list[Exchanged], timed: list[Timed]) -> None:
+    def add_pass(self, exchanged: list[JobResult], timed: list[Timed]) -> None:
         """Adds what a backward pass exchanged. Figures stay on the device, so the host does not wait."""
         report = self._report
         for done in exchanged:
             self.meter.add(done.meter)
             self.meter.bytes["dense"] += 2 * (self._world - 1) * done.nbytes // self._world
             report.elements += done.elements
-            report.kept += done.kept
+            report.k += done.k
             report.exchanges += 1
             report.nbytes += done.nbytes
             report.largest = max(report.largest, done.nbytes)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Format, Layout
+from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import reference
 
 
@@ -112,7 +112,7 @@ def send(
     x: Tensor,
     finite: Tensor,
     layout: Layout,
-    form: Format,
+    form: PayloadFormat,
     delivered: torch.dtype | None,
     velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
@@ -121,14 +121,14 @@ def send(
     Arguments and results are those of ``cpu.send`` and ``cuda.send``. None where there is no such function: then add,
     select, encode and keep one after the other, with the same result.
     """
-    version = _for(e, x, layout, form.kept) if form.index_bytes and form.bits else None
+    version = _for(e, x, layout, form.k) if form.index_bytes and form.bits else None
     if version is None:
         return None
     sent: tuple[Tensor, Tensor] | None = version.send(e, x, finite, layout, form, delivered, velocity)
     return sent
 
 
-def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: Tensor) -> Tensor | None:
+def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
     """Adds what payloads hold to ``out``, in one function; returns whether it is finite, a scalar bool.
 
     Arguments are those of ``cpu.receive`` and ``cuda.receive``. None where there is no such function: then decode and

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Format, Layout
+from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import Velocity, loops, reference, steps
 from lightning_topk.core.ops.loops import SAMPLE as SAMPLE
 
 _salts = random.Random()  # of samples: the selection does not depend on them
 
 
-def _deal(layout: Layout) -> loops.Deal:
+def _deal(layout: Layout) -> loops.KernelLayout:
     round_ = layout.shards * layout.block
     first, skip = layout.piece * round_, (layout.pieces - 1) * round_
-    return loops.Deal(layout.numel, layout.shards, layout.block, layout.shard_size, first, skip)
+    return loops.KernelLayout(layout.numel, layout.shards, layout.block, layout.shard_size, first, skip)
 
 
 def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:
@@ -37,7 +37,7 @@ def send(
     x: Tensor,
     finite: Tensor,
     layout: Layout,
-    form: Format,
+    form: PayloadFormat,
     delivered: torch.dtype | None,
     velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
@@ -63,7 +63,7 @@ def send(
     return payloads, torch.tensor(selected)
 
 
-def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: Tensor) -> Tensor | None:
+def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
     """Divides what payloads hold, and adds it to ``out``.
 
     Args:
@@ -84,11 +84,11 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
         return None
     dealt = layout.shards == len(payloads)
     finite, rows = True, len(payloads) if dealt else 1
-    places, values = np.empty((rows, form.kept), np.int32), np.empty((rows, form.kept), np.float32)
+    places, values = np.empty((rows, form.k), np.int32), np.empty((rows, form.k), np.float32)
     for row, payload in enumerate(payloads.numpy()):
         place, value = places[row % rows], values[row % rows]
         code = payload[form.value_bytes : form.value_bytes + form.index_bytes]
-        _check(loops.read_positions(code, form.universe, form.low, place), form.kept)
+        _check(loops.read_positions(code, form.universe, form.low, place), form.k)
         finite &= loops.read_values(payload, form, value)
         if divisor > 1:
             value /= divisor

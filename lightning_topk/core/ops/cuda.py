@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_topk.core.layout import BLOCK, Format, Layout
+from lightning_topk.core.layout import BLOCK, Layout, PayloadFormat
 from lightning_topk.core.ops import Velocity, kernels
 
 TILE = 4096
@@ -56,7 +56,7 @@ def send(
     x: Tensor,
     finite: Tensor,
     layout: Layout,
-    form: Format,
+    form: PayloadFormat,
     delivered: torch.dtype | None,
     velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
@@ -78,7 +78,7 @@ def send(
     """
     if delivered not in ROUNDED or form.low > LOW:
         return None
-    shards, k = layout.shards, form.kept
+    shards, k = layout.shards, form.k
     index, value = _selected(e, x, finite, layout, k, velocity)
     payload = torch.zeros(shards, form.nbytes, dtype=torch.uint8, device=e.device)
     words, grid = payload.view(torch.int32), (triton.cdiv(k, SLOTS), shards)
@@ -94,7 +94,7 @@ def send(
     return payload, value.count_nonzero()
 
 
-def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: Tensor) -> Tensor | None:
+def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
     """Divides what payloads hold, and adds it to ``out``, one payload after the other.
 
     Args:
@@ -111,7 +111,7 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
     if out.dtype not in ROUNDED or form.low > LOW or not (layout.shards == 1 or layout.block == BLOCK):
         return None
     payloads, rows, dealt = payloads.contiguous(), len(payloads), layout.shards == len(payloads)
-    begin = form.value_bytes - (-form.kept * form.low // 8)
+    begin = form.value_bytes - (-form.k * form.low // 8)
     size = form.value_bytes + form.index_bytes - begin
     tiles = triton.cdiv(size, OCTETS)
     counts = torch.empty(rows, tiles, dtype=torch.int32, device=out.device)
@@ -124,7 +124,7 @@ def receive(payloads: Tensor, layout: Layout, form: Format, divisor: int, out: T
             # Payload by payload: within one, no two values other than padding's zeros share a position, so sums have
             # one order.
             kernels.add[tiles, rows if dealt else 1](
-                payloads, counts, ends, out, finite, first, form.kept, layout.numel, layout.shards, 1 / divisor,
+                payloads, counts, ends, out, finite, first, form.k, layout.numel, layout.shards, 1 / divisor,
                 form.value_bytes, begin, size, form.nbytes, tiles, form.bits, form.low, dealt, OCTETS, BLOCK, **EXACT,
             )  # fmt: skip
     return finite

@@ -42,7 +42,7 @@ LEAST = np.finfo(np.float32).smallest_subnormal
 LARGEST = np.finfo(np.float32).max
 
 
-class Deal(NamedTuple):
+class KernelLayout(NamedTuple):
     """A layout, as compiled functions take it."""
 
     numel: int
@@ -112,8 +112,8 @@ def _prefetch(_, array, index):
 @compiled
 def send(e, x, deal, form, salt, payloads):
     """A worker's or a server's side of a link; returns how many of the entries sent are not zero."""
-    places, values = add_and_select(e, x, deal, form.kept, salt)
-    k, selected = form.kept, 0
+    places, values = add_and_select(e, x, deal, form.k, salt)
+    k, selected = form.k, 0
     for shard in range(deal.shards):
         for value in values[shard, :k]:
             selected += value != 0
@@ -402,7 +402,7 @@ def write_integers(values, begin, form, largest, integers, payload):
     else:
         for i in range((n + 1) // 2):
             payload[begin // 2 + i] = (octets[2 * i] & 15) | (octets[2 * i + 1] << 4)
-    at = (form.kept * form.bits + 7) // 8 + begin // GROUP * 2
+    at = (form.k * form.bits + 7) // 8 + begin // GROUP * 2
     payload[at], payload[at + 1] = np.uint8(scale & np.uint32(255)), np.uint8(scale >> np.uint32(8))
 
 
@@ -410,7 +410,7 @@ def write_integers(values, begin, form, largest, integers, payload):
 def read_values(payload, form, values):
     """Reads all values of a payload; returns whether they are finite."""
     infinite = 0
-    for begin in range(0, form.kept, GROUP):
+    for begin in range(0, form.k, GROUP):
         group = values[begin : begin + GROUP]
         n = len(group)
         if form.bits == 32:
@@ -422,7 +422,7 @@ def read_values(payload, form, values):
             for i in range(n):
                 group[i] = _float_of(np.uint32(halves[i]) << np.uint32(16))
         else:
-            at = (form.kept * form.bits + 7) // 8 + begin // GROUP * 2
+            at = (form.k * form.bits + 7) // 8 + begin // GROUP * 2
             unit = _float_of((np.uint32(payload[at]) | np.uint32(payload[at + 1]) << np.uint32(8)) << np.uint32(16))
             if form.bits == 8:
                 for i in range(n):

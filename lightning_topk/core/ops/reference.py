@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Layout, Parts
+from lightning_topk.core.layout import Layout, NodeShards
 
 
 def shard_rows(x: Tensor, layout: Layout) -> Tensor:
@@ -68,7 +68,7 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
     return flat.clamp_(max=layout.numel - 1)
 
 
-def split_parts(x: Tensor, parts: Parts) -> Tensor:
+def split_parts(x: Tensor, parts: NodeShards) -> Tensor:
     """Deals a bucket to the ranks of a node.
 
     Args:
@@ -89,7 +89,7 @@ def split_parts(x: Tensor, parts: Parts) -> Tensor:
     return torch.cat([piece for row in rows for piece in row]).view(parts.count, -1)
 
 
-def join_parts(rows: Tensor, parts: Parts, out: Tensor) -> None:
+def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
     """Inverse of :func:`split_parts`.
 
     Args:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.config import SAVING, TopKConfig, check_name
-from lightning_topk.core.layout import kept_count
+from lightning_topk.core.layout import k_of
 from lightning_topk.ddp import TopKState, attach
 from lightning_topk.runtime.collectives import all_gather
 
@@ -29,7 +29,7 @@ def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compa
     g, world = bucket.buffer(), dist.get_world_size()
     kept = residuals.get(bucket.index())
     a = g if kept is None or len(kept) != len(g) else g + kept
-    index = a.abs().topk(kept_count(len(a), ratio)).indices
+    index = a.abs().topk(k_of(len(a), ratio)).indices
     values = a[index]
     residuals[bucket.index()] = a.index_fill(0, index, 0)
     everyones = [values.new_empty(world, len(values)), index.new_empty(world, len(index))]

@@ -35,14 +35,14 @@ def run(numel: int = 25_000_000, ratios: Sequence[float] = (0.001, 0.01)) -> Res
         for world in WORLDS:
             plan, sent = plan_bucket(config, [numel], world, in_pieces=False), volume(config, [numel], world)
             up = plan.codecs().uplink
-            nbytes, k = sent.uplink + sent.downlink, up.kept * plan.shape.layout.shards
-            index, bound = 8 * up.index_bytes / up.kept, 2 * k * (world - 1) / world * (bits + 16) / 8
+            nbytes, k = sent.uplink + sent.downlink, up.k * plan.shape.layout.shards
+            index, bound = 8 * up.index_bytes / up.k, 2 * k * (world - 1) / world * (bits + 16) / 8
             row = {"workers": world, "index bits an entry": index, "of entropy": index / bits, "bytes sent": nbytes}
             rows.append(row | {"of the bound": nbytes / bound, "dense bytes": sent.dense})
             if world == 4:
                 position = f"{index:.1f} ({index / bits:.2f}x its entropy)"
                 words: Row = {"density": f"{ratio:g}", "bits a position": position}
-                sizes = {name: Codec(wire, up.universe, up.kept).nbytes / up.kept for name, wire in WIRES.items()}
+                sizes = {name: Codec(wire, up.universe, up.k).nbytes / up.k for name, wire in WIRES.items()}
                 entries.append(words | {f"bytes an entry, {name}": f"{size:.2f}" for name, size in sizes.items()})
         curves[str(ratio)] = (WORLDS, [row["of the bound"] for row in rows])
         for key, target in (("of entropy", 1.06), ("of the bound", 1.08)):

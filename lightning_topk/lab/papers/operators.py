@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.layout import Layout, kept_count
+from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.select import SELECTORS, Selector, Threshold
 from lightning_topk.lab.bench.select import best
 from lightning_topk.lab.report import Result, Row
@@ -56,7 +56,7 @@ def _times(result: Result, device: torch.device, where: str) -> dict[str, float]
     rows = result.tables["Time"] = []
     for numel in SIZES:
         u = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
-        k, layout = kept_count(numel, RATIO), Layout(numel)
+        k, layout = k_of(numel, RATIO), Layout(numel)
         ways: dict[str, Any] = {name: partial(_select, make, u, layout, k) for name, make in SELECTORS.items()}
         ways["torch.topk of abs"] = partial(lambda u, k: u.abs().topk(k), u, k)
         unit = seconds(partial(torch.add, u, u, out=torch.empty_like(u)))
@@ -83,7 +83,7 @@ def _quality(result: Result) -> dict[tuple[str, str], tuple[float, float]]:
         "Laplace": torch.distributions.Laplace(0.0, 1.0).sample((10**6,)),
         "g + e": with_residual(10**6),
     }.items():
-        k, layout = kept_count(len(u), RATIO), Layout(len(u))
+        k, layout = k_of(len(u), RATIO), Layout(len(u))
         exact = u.abs().topk(k).values.square().sum()
         for name, make in SELECTORS.items():
             _, value, count = make().select(u, layout, k)

@@ -12,7 +12,7 @@ from statistics import linear_regression, mean
 from typing import Any
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.layout import kept_count
+from lightning_topk.core.layout import k_of
 from lightning_topk.lab.report import Result
 from lightning_topk.lab.training import Optimizer, Problem, run_all, train
 from lightning_topk.volume import volume
@@ -39,7 +39,7 @@ def run() -> Result:
     unions, curves = {}, result.panel("what one server delivers", "workers", **labels)
     for ratio, (model, counts) in RUNS.items():
         numel = len(Problem(model, 0).start)
-        k = kept_count(numel, ratio)
+        k = k_of(numel, ratio)
         found = unions[ratio] = {n: sizes[ratio, n] / k for n in counts}
         title = f"{model}, d = {numel:,}, k = {k} (ratio {ratio:g}); bytes of the busiest rank in a step"
         result.tables[title] = [{"N": n, "union / k": found[n], **_bytes(numel, ratio, n)} for n in counts]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.layout import Layout, kept_count
+from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.select import TopK
 from lightning_topk.lab.report import Curve, Result
 from lightning_topk.lab.training import Optimizer, train
@@ -121,7 +121,7 @@ def bound() -> Result:
 
     for name, u in vectors.items():
         errors = [error(u, ratio) for ratio in RATIOS]
-        kept = [kept_count(len(u), ratio) / len(u) for ratio in RATIOS]
+        kept = [k_of(len(u), ratio) / len(u) for ratio in RATIOS]
         sharp[name], general[name] = (
             all(e <= (1 - k) ** power * (1 + 1e-6) for e, k in zip(errors, kept, strict=True)) for power in (2, 1)
         )
@@ -159,5 +159,5 @@ def drawn(numel: int) -> dict[str, Tensor]:
 def error(u: Tensor, ratio: float) -> float:
     """‖u - TopK(u)‖² / ‖u‖², with the library's selector."""
     u = u.double()
-    _, value, _ = TopK().select(u, Layout(len(u)), kept_count(len(u), ratio))
+    _, value, _ = TopK().select(u, Layout(len(u)), k_of(len(u), ratio))
     return float(1 - value.square().sum() / u.square().sum())
