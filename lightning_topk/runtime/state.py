@@ -179,6 +179,7 @@ class ExchangeState(Reporting):
         """The last gradients of a backward pass were submitted; ``buckets`` are all that it exchanges."""
         progress = self.residuals.progress
         progress.steps, progress.buckets = progress.steps + 1, tuple(buckets)
+        self._optimizers.end_pass()
 
     def follow_optimizers(self) -> None:
         """Checks new optimizers, and changes their momentum as the settings say; a backward pass begins with it.
