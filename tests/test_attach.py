@@ -326,13 +326,13 @@ def test_a_run_that_goes_on_with_other_settings_says_so(rank, world):
         state = attach(ddp(net), config, announce=said.append)
         state.load_state_dict(box[0])
         state.close()
-    begin = "lightning_topk: the run goes on with other settings than the checkpoint's: "
+    begin = "lightning_topk: resuming with "
     first, second, third = [words.removeprefix(begin) for words in said if words.startswith(begin)] or [""] * 3
     assert bool(first) == (rank == 0)
     if first:
-        assert first == "ratio=0.2 instead of 0.1, wire='bf16' instead of 'int4'."
+        assert first == "ratio=0.2 (was 0.1), wire='bf16' (was 'int4'). Stored residuals are kept."
         assert second == (
-            "ratio=None instead of 0.1, saving=50 instead of None, wire='bf16' instead of 'int4', "
-            "topology='single_server' instead of 'sharded', error_feedback=False instead of True."
+            "saving=50 (checkpoint: ratio=0.1), wire='bf16' (was 'int4'), topology='single_server' (was 'sharded'), "
+            "error_feedback=False (was True). Stored residuals are kept."
         )
         assert third.startswith("ratio=[0.1, ")

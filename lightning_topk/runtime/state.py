@@ -242,7 +242,7 @@ class ExchangeState(Reporting):
         checkpoint.restore(self.residuals, self._names(), entry)
         changed = checkpoint.changes(entry, self._given)
         if changed:
-            self._say(f"lightning_topk: the run goes on with other settings than the checkpoint's: {changed}.")
+            self._say(f"lightning_topk: resuming with {changed}. Stored residuals are kept.")
 
     def _names(self) -> Mapping[Tensor, str]:
         if not self.names:
