@@ -235,6 +235,34 @@ def test_what_is_saved_of_sparse_gradients_is_said_to_count_against_dense_ones(r
     assert sum("DDP would send only the rows that a batch touches" in line for line in said) == (rank == 0)
 
 
+def gan(rank: int, way: str) -> list[str]:
+    """What is said of three steps of two networks in one DDP model; the first one's loss goes through the second."""
+    said: list[str] = []
+    made, judged = nets = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 1)])
+    model = ddp(nets, find_unused_parameters=True)
+    both = [SGD(net.parameters(), lr=0.1) for net in nets]
+    state = attach(model, ratio=0.2, optimizer=both, announce=said.append)
+    for step in range(3):
+        for net, optimizer in zip(nets, both, strict=True):
+            judged.requires_grad_(net is judged or way in ("adding up", "throwing away"))
+            nets.forward = (lambda x: judged(made(x))) if net is made else judged.forward
+            loss = loss_of(model, rank, step)
+            if way != "adding up":
+                optimizer.zero_grad()
+            loss.backward()
+            if way != "skipping a step" or step != 1:
+                optimizer.step()
+    state.close()
+    assert not any(p._backward_hooks for p in nets.parameters())
+    return [line for line in said if "was zeroed after its exchange, and before its optimizer's step" in line]
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_zeroed_between_its_exchange_and_its_step_is_said_once(rank, world):
+    found = {way: len(gan(rank, way)) for way in ("toggling", "adding up", "throwing away", "skipping a step")}
+    assert found == {"toggling": 0, "adding up": 0, "throwing away": rank == 0, "skipping a step": rank == 0}
+
+
 @on_ranks(2)
 def test_copies_of_an_attached_model_train_as_with_ddp_and_say_so(rank, world):
     """They train as plain DDP models do, and can be attached."""
@@ -301,13 +329,13 @@ def test_a_run_that_goes_on_with_other_settings_says_so(rank, world):
         state = attach(ddp(net), config, announce=said.append)
         state.load_state_dict(box[0])
         state.close()
-    begin = "lightning_topk: the run goes on with other settings than the checkpoint's: "
+    begin = "lightning_topk: resuming with "
     first, second, third = [words.removeprefix(begin) for words in said if words.startswith(begin)] or [""] * 3
     assert bool(first) == (rank == 0)
     if first:
-        assert first == "ratio=0.2 instead of 0.1, wire='bf16' instead of 'int4'."
+        assert first == "ratio=0.2 (was 0.1), wire='bf16' (was 'int4'). Stored residuals are kept."
         assert second == (
-            "ratio=None instead of 0.1, saving=50 instead of None, wire='bf16' instead of 'int4', "
-            "topology='single_server' instead of 'sharded', error_feedback=False instead of True."
+            "saving=50 (checkpoint: ratio=0.1), wire='bf16' (was 'int4'), topology='single_server' (was 'sharded'), "
+            "error_feedback=False (was True). Stored residuals are kept."
         )
         assert third.startswith("ratio=[0.1, ")

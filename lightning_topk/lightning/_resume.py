@@ -24,20 +24,20 @@ def interrupted(module: Any, filepath: Any) -> bool:
     return status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt")
 
 
-def entry_to_resume(entry: Any, residual_checkpoint: bool, strategy: Any) -> Any:
+def entry_to_resume(entry: Any, residual_checkpoint: bool) -> Any:
     """The residuals with which a run goes on: those of a checkpoint, or zeros, which is said.
 
     Args:
         entry: What the checkpoint has of them; None if nothing.
         residual_checkpoint: The strategy's setting.
-        strategy: The strategy, for the message.
     """
-    if not residual_checkpoint:
-        entry = absent("residual_checkpoint=False ignores them")
-    elif entry is None:
+    if entry is None:
         entry = absent("it was saved by another strategy, or with residual_checkpoint=False")
     if isinstance(entry, dict) and entry.get("mode") == "none":
-        name = type(strategy).__name__
-        rank_zero_info(f"{name} starts with zero residuals: the checkpoint provides none ({entry.get('reason')}).")
-        return EMPTY
-    return entry
+        said = f"the checkpoint has no residuals ({entry.get('reason', 'for no reason that it gives')})"
+    elif not residual_checkpoint:
+        said = "residuals in the checkpoint are ignored (residual_checkpoint=False)"
+    else:
+        return entry
+    rank_zero_info(f"lightning_topk: {said}; starting from zero.")
+    return EMPTY

@@ -117,7 +117,12 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
     """
     before, now = entry.get("settings", {}), settings_of(config)
     differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
-    return ", ".join(f"{name}={now[name]!r} instead of {before[name]!r}" for name in differ)
+    words = {name: f"{name}={now[name]!r} (was {before[name]!r})" for name in differ}
+    if "ratio" in differ and "saving" in differ:  # a run has one of them
+        new, old = (next(name for name in ("ratio", "saving") if each[name] is not None) for each in (now, before))
+        del words["ratio"], words["saving"]
+        words = {new: f"{new}={now[new]!r} (checkpoint: {old}={before[old]!r})", **words}
+    return ", ".join(words.values())
 
 
 def settings_of(config: TopKConfig) -> dict[str, Any]:

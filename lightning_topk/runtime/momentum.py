@@ -173,8 +173,8 @@ def adapt_momentum(
                 )
         elif has_momentum:
             messages.append(
-                f"lightning_topk: {name} keeps its own momentum, with which training may end behind DDP's: only "
-                "torch's SGD, Adam, AdamW and NAdam are adapted. If it wraps one of them, pass the inner optimizer."
+                f"lightning_topk: {name} keeps its own momentum: only torch's SGD, Adam, AdamW and NAdam are adapted. "
+                f"If {name} wraps one of them, pass the inner optimizer."
             )
     return messages
 

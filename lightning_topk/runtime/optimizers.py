@@ -62,7 +62,7 @@ class Optimizers:
         self._known: list[ref[Optimizer]] = []  # weakly: the user may drop one and make another
         self._parameters = 0  # that they update
         self._exchanged = False  # whether any backward pass has come
-        self._watches: list[RemovableHandle] = []  # of steps before that
+        self._watched: list[_Watched] = []
         self.outcome: StepOutcome | None = None
         """That of the step under way; None without a GradScaler."""
 
@@ -104,9 +104,8 @@ class Optimizers:
                 self._say(message)
         if self._scaler is not None:
             ScalerSteps.of(self._scaler).watch(now)
-        if not self._exchanged:
-            torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
-            self._watches = [each.register_step_post_hook(self._after_step) for each in torchs]
+        torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
+        self._watched = [_Watched(each, self._first_that_learns(each, compressed), self) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
 
     def begin_pass(self, sums: bool) -> None:
@@ -118,28 +117,82 @@ class Optimizers:
             sums: See :class:`lightning_topk.runtime.skipped_steps.StepOutcome`.
         """
         self._exchanged = True
-        self._stop_watching()
         if self._scaler is not None and (self.outcome is None or self.outcome.skipped):
             if self.outcome is not None:
                 self.outcome.final = True
             self.outcome = StepOutcome(sums)
             ScalerSteps.of(self._scaler).outcomes.add(self.outcome)
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Says that a step was taken on gradients that were not exchanged."""
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+    def end_pass(self) -> None:
+        """A backward pass has ended, and delivers its gradients."""
+        for each in self._watched:
+            each.delivered, each.reached = each.delivered or each.reached, False
+
+    def _first_that_learns(self, optimizer: Optimizer, compressed: Collection[Tensor] | None) -> Tensor | None:
+        """A compressed parameter of an optimizer; None if there is none."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        known = (p for p in parameters if p.requires_grad and (compressed is None or p in compressed))
+        return next(known, None) if self._config.compresses and self._scaler is None else None
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Says, once, that a step was taken on gradients that were not exchanged."""
+        given = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if given and not self._exchanged:
             self._say(
                 f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since attach: "
                 "training calls another wrapper of the model, which exchanges whole gradients. Attach that one; with "
                 "Hugging Face's Trainer it is trainer.model_wrapped."
             )
-            self._stop_watching()
 
-    def _stop_watching(self) -> None:
-        while self._watches:
-            self._watches.pop().remove()
+    def note_loss(self) -> None:
+        """Says, once, that a gradient was thrown away after its exchange."""
+        self._say(
+            "lightning_topk: a gradient was zeroed after its exchange, and before its optimizer's step: what was "
+            "delivered of it is lost, and the rest of it arrives with a later step. Keep such a backward pass out of "
+            "the exchange by toggle_optimizer, requires_grad_(False) or no_sync(); see "
+            "examples/guides/troubleshooting.md."
+        )
 
     def release(self) -> None:
         """Leaves the optimizers to themselves again."""
         AdaptedMomentum.release(self._in_use, self)
-        self._stop_watching()
+        while self._watched:
+            self._watched.pop().stop()
+
+
+class _Watched:
+    """Notices what an optimizer does not do with the gradients that are exchanged for it.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: One of its parameters, whose gradient is looked at before each backward pass adds to it; or None.
+        owner: Is told.
+
+    Attributes:
+        reached: Whether the parameter got a gradient in the backward pass under way.
+        delivered: Whether it got one in a pass that has ended, and no step was taken since.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Optimizers) -> None:
+        self.reached = self.delivered = False
+        self._owner, self._parameter = owner, parameter
+        self._steps = False  # whether its step calls hooks at all
+        self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
+        if parameter is not None:
+            self._hooks.append(parameter.register_hook(self._before_gradient))
+
+    def _before_gradient(self, _: Tensor) -> None:
+        if self.delivered and self._steps and self._parameter is not None and self._parameter.grad is None:
+            self.delivered = False
+            self._owner.note_loss()
+        self.reached = True
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.reached = self.delivered = False
+        self._steps = True
+        self._owner.note_step(optimizer)
+
+    def stop(self) -> None:
+        """Ends watching."""
+        for hook in self._hooks:
+            hook.remove()

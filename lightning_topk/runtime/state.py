@@ -177,6 +177,7 @@ class HookState(Reporting):
         """The last gradients of a backward pass were submitted; ``buckets`` are all that it exchanges."""
         progress = self.residuals.progress
         progress.steps, progress.buckets = progress.steps + 1, tuple(buckets)
+        self._optimizers.end_pass()
 
     def sync_optimizers(self) -> None:
         """Checks new optimizers, and changes their momentum as the settings say; a backward pass begins with it.
@@ -239,7 +240,7 @@ class HookState(Reporting):
         checkpoint.restore(self.residuals, self._names(), entry)
         changed = checkpoint.changes(entry, self._given)
         if changed:
-            self._say(f"lightning_topk: the run goes on with other settings than the checkpoint's: {changed}.")
+            self._say(f"lightning_topk: resuming with {changed}. Stored residuals are kept.")
 
     def _names(self) -> Mapping[Tensor, str]:
         if not self.names:
