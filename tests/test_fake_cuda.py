@@ -173,7 +173,7 @@ def copies_of(
         g = torch.empty(sum(SIZES), device=CUDA, dtype=dtype)
         used = torch.tensor([True, False, True, True]) if voted else None
         with watch if step else contextlib.nullcontext():
-            path, reply = exchange.exchange(end, g, codecs, 0, scale, used, measure), None
+            path, reply = exchange.exchange(end, g, codecs, step, scale, used, measure), None
             with contextlib.suppress(StopIteration):
                 while True:
                     reply = reply_to(path.send(reply), rank, WORLD, LOCAL)
