@@ -15,12 +15,12 @@ from typing_extensions import Unpack
 from lightning_topk import ddp
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.ddp import TopKState
-from lightning_topk.runtime.checkpoint import EMPTY
 from lightning_topk.runtime.checks import one_config
+from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.memory.checkpoint import EMPTY
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings
-from lightning_topk.runtime.optimizers import GetOptimizers
-from lightning_topk.runtime.reporting import Reporting
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.optimizer.optimizers import GetOptimizers
+from lightning_topk.runtime.telemetry import Reporting
 
 if TYPE_CHECKING:
     from lightning_topk.fsdp.hook import ShardState

@@ -23,7 +23,7 @@ from torch.optim import SGD, Adam, AdamW
 from lightning_topk import TopKConfig, attach
 from lightning_topk.core import ops
 from lightning_topk.ddp import TopKState
-from lightning_topk.runtime import agreement
+from lightning_topk.runtime import groups as agreement
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checks import check_parameters, check_same_model
 from lightning_topk.schedule import ExponentialWarmup

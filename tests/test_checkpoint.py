@@ -28,8 +28,8 @@ from trainers import fit
 from lightning_topk import TopKStrategy
 from lightning_topk.ddp import attach
 from lightning_topk.lightning._resume import entry_to_resume
-from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
-from lightning_topk.runtime.residuals import Progress, Residuals
+from lightning_topk.runtime.memory.by_parameter import Progress, Residuals
+from lightning_topk.runtime.memory.checkpoint import EMPTY, KEY, absent
 
 MODES = {
     "several_buckets": {"bucket_cap_mb": 0.001},
@@ -330,7 +330,6 @@ def test_a_checkpoint_knows_parameters_whatever_wraps_or_prunes_them(rank, world
 
 
 # ------------------------------------------------------------------------------------------------ in a Trainer
-
 
 
 def test_a_run_that_starts_from_zero_says_why():

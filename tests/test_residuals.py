@@ -15,9 +15,9 @@ from lightning_topk import build
 from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.runtime.checkpoint import still_to_deliver
-from lightning_topk.runtime.residuals import Residuals, Sent
-from lightning_topk.runtime.skipped_steps import StepOutcome
+from lightning_topk.runtime.memory.by_parameter import Residuals, Sent
+from lightning_topk.runtime.memory.checkpoint import still_to_deliver
+from lightning_topk.runtime.memory.skipped_steps import StepOutcome
 from lightning_topk.simulate import Cluster
 
 NUMELS = (700, 1, 300, 64)

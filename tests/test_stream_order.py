@@ -306,7 +306,7 @@ def test_a_caller_that_does_not_wait_for_the_lane_is_noticed(gpu, monkeypatch):
 
 @pytest.mark.parametrize(
     ("forgets", "case"),
-    [("residuals.py", Case(scaler="fused")), ("residuals.py", Case(resumed=True))],
+    [("by_parameter.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))],
     ids=str,
 )
 def test_memory_that_a_stream_frees_under_another_is_noticed(gpu, monkeypatch, forgets, case):

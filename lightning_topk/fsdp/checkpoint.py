@@ -4,7 +4,7 @@
 be delivered becomes DTensors that are sharded as the parameters are::
 
     residual  {parameter: DTensor}    what is still to be delivered; with momentum, ``velocity`` too
-    about     the rest of an entry of :mod:`lightning_topk.runtime.checkpoint`, as JSON: one value, whatever is in it
+    about     the rest of an entry of :mod:`lightning_topk.runtime.memory.checkpoint`, as JSON
 
 Put together, they are an entry of that module: one file, with which a model without shards can go on, and vice versa.
 """
@@ -23,13 +23,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.fsdp.param_groups import Unit
-from lightning_topk.runtime.checkpoint import (
+from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.memory.checkpoint import (
     memory_names,
     still_to_deliver,
     unusable_if_it_fails,
     without_parameters,
 )
-from lightning_topk.runtime.residuals import Residuals
 
 
 def collect(
@@ -73,7 +73,7 @@ def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
     """Puts an entry of sharded residuals together. A collective of the node.
 
     Returns:
-        On rank 0, an entry of :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same without tensors.
+        On rank 0, an entry of :mod:`lightning_topk.runtime.memory.checkpoint`; elsewhere the same without tensors.
     """
     parameters: dict[str, Any] = {}
     for name in sharded["residual"]:

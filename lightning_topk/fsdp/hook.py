@@ -45,8 +45,8 @@ from lightning_topk.runtime.checks import check_parameters, check_settings, one_
 from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
-from lightning_topk.runtime.optimizers import GetOptimizers, getter
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.optimizer.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
 # ------------------------------------------------------------------------------------------------ the state

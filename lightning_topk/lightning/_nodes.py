@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_topk.config import check_count
 from lightning_topk.fsdp.hook import ShardState
 from lightning_topk.lightning._compat import rank_zero_info
-from lightning_topk.runtime.checkpoint import EMPTY, KEY, SHARDED, VERSION
+from lightning_topk.runtime.memory.checkpoint import EMPTY, KEY, SHARDED, VERSION
 
 Size = Literal["auto"] | int
 

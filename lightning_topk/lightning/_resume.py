@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_topk.lightning._compat import TrainerStatus, rank_zero_info
-from lightning_topk.runtime.checkpoint import EMPTY, absent
+from lightning_topk.runtime.memory.checkpoint import EMPTY, absent
 
 INTERRUPTED = absent("it was saved while an exception or a signal was handled, when collectives could hang")
 """In a checkpoint that not all ranks may have saved."""

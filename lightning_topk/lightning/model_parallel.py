@@ -31,9 +31,9 @@ from lightning_topk.lightning._nodes import (
 )
 from lightning_topk.lightning._rendezvous import connect_after_restart
 from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
-from lightning_topk.runtime.checkpoint import KEY
 from lightning_topk.runtime.checks import check_known
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.memory.checkpoint import KEY
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH

@@ -23,9 +23,9 @@ from lightning_topk.lightning._compat import (
 )
 from lightning_topk.lightning._rendezvous import connect_after_restart
 from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
-from lightning_topk.runtime.checkpoint import KEY, absent, collect
 from lightning_topk.runtime.checks import check_ddp_options, check_known, check_same_model
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.memory.checkpoint import KEY, absent, collect
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TopKStrategy(DDPStrategy):
             which ends for an entry that is sent. The optimizer's own must then be 0.
         adapt_momentum: Whether torch's SGD, Adam, AdamW and NAdam move an entry of the parameters only in steps that
             deliver its gradient, and then for all the steps that it waited; see
-            :mod:`lightning_topk.runtime.momentum`. False leaves optimizers as they are, as does ``momentum``.
+            :mod:`lightning_topk.runtime.optimizer.momentum`. False leaves optimizers as they are, as does ``momentum``.
         clip_norm: Norm to which W workers together clip a bucket's gradient, before
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         saving: How many times fewer bytes than a ring all-reduce to send in every step, 1 or more, instead of

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_topk.build import TOLERANCE, BucketPlan, for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.exchanger import Bucket, same
-from lightning_topk.runtime.residuals import Progress
+from lightning_topk.runtime.memory.by_parameter import Progress
 from lightning_topk.schedule import ratio_at
 from lightning_topk.volume import Volume, bucket_volume
 

@@ -19,15 +19,14 @@ from typing_extensions import override
 from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
-from lightning_topk.runtime import checkpoint
-from lightning_topk.runtime.agreement import compare_functions, connect
 from lightning_topk.runtime.exchanger import Batch, Bucket, Job, JobRunner, Timed
-from lightning_topk.runtime.groups import Groups, timeout_of
+from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
+from lightning_topk.runtime.memory import checkpoint
+from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings
-from lightning_topk.runtime.optimizers import Optimizers
-from lightning_topk.runtime.reporting import Reporting
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.optimizer.optimizers import Optimizers
+from lightning_topk.runtime.telemetry import Reporting
 from lightning_topk.schedule import Schedule
 
 _LEFT_OPEN: list[Groups] = []
@@ -216,8 +215,8 @@ class HookState(Reporting):
         """The residuals for a checkpoint: every rank calls it at the same point, between two backward passes.
 
         Returns:
-            On rank 0, numbers, words and CPU tensors, see :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same
-            without tensors.
+            On rank 0, numbers, words and CPU tensors, see :mod:`lightning_topk.runtime.memory.checkpoint`; elsewhere the
+            same without tensors.
 
         Raises:
             RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names, or

@@ -223,7 +223,7 @@ def sgd_step_(
     nesterov: bool,
     maximize: bool,
 ) -> bool:
-    """Takes a step of ``torch.optim.SGD`` by the rule of :mod:`lightning_topk.runtime.momentum`.
+    """Takes a step of ``torch.optim.SGD`` by the rule of :mod:`lightning_topk.runtime.optimizer.momentum`.
 
     Args:
         x: The parameter, of any shape, float32; updated.
@@ -263,7 +263,7 @@ def adam_step_(
     decay: float,
     maximize: bool,
 ) -> bool:
-    """Takes a step of ``torch.optim.Adam`` or ``AdamW`` by the rule of :mod:`lightning_topk.runtime.momentum`.
+    """Takes a step of ``torch.optim.Adam`` or ``AdamW``; :mod:`lightning_topk.runtime.optimizer.momentum` has the rule.
 
     Arguments and result are those of :func:`sgd_step_`, but for:
 

@@ -329,7 +329,7 @@ def catch_up_(
     skipped: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.momentum`.
+    """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.optimizer.momentum`.
 
     Args:
         buffer: An optimizer's momentum buffer, of any shape, b. Where the gradient is not zero it becomes m^d v, with

@@ -1,9 +1,9 @@
 """Steps of SGD and Adam with adapted momentum on a CPU, each one pass over memory, compiled by numba.
 
-:mod:`lightning_topk.runtime.momentum` has the rule. Most entries are not delivered: a tile is first scanned for those
-that are, whose momentum buffers and new values are computed one by one; what every entry needs (counting the steps that
-it waits, weight decay, Adam's second moment) runs over the whole tile, vectorised. All arrays are float32 and flat, but
-``waited``, which is uint8: the steps that each entry has waited since its last delivery, at most 254.
+:mod:`lightning_topk.runtime.optimizer.momentum` has the rule. Most entries are not delivered: a tile is first scanned
+for those that are, whose momentum buffers and new values are computed one by one; what every entry needs (counting the
+steps that it waits, weight decay, Adam's second moment) runs over the whole tile, vectorised. All arrays are float32
+and flat, but ``waited``, which is uint8: the steps that each entry has waited since its last delivery, at most 254.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from lightning_topk.core.endpoint import Endpoint, TakenBack
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.memory import Leftover, NoMemory
 from lightning_topk.core.ops import reference
-from lightning_topk.runtime.forms import Form
-from lightning_topk.runtime.skipped_steps import Skipped, StepOutcome
+from lightning_topk.runtime.memory.forms import Form
+from lightning_topk.runtime.memory.skipped_steps import Skipped, StepOutcome
 
 Memories = dict[Tensor, dict[str, Tensor]]
 """Tensors by parameter and name: ``residual``, and ``velocity`` with momentum on the workers."""

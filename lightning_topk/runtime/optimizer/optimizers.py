@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.checks import check_closures, check_momentum
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
-from lightning_topk.runtime.skipped_steps import ScalerSteps, StepOutcome
+from lightning_topk.runtime.memory.skipped_steps import ScalerSteps, StepOutcome
+from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_momentum
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Gives the optimizers, which may be made later, or be replaced."""
@@ -114,7 +114,7 @@ class Optimizers:
         It is one of the next step, if a step was taken or skipped since the last pass.
 
         Args:
-            sums: See :class:`lightning_topk.runtime.skipped_steps.StepOutcome`.
+            sums: See :class:`lightning_topk.runtime.memory.skipped_steps.StepOutcome`.
         """
         self._exchanged = True
         if self._scaler is not None and (self.outcome is None or self.outcome.skipped):

@@ -11,7 +11,7 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
 
 A residual is the gradient that is still to be delivered: the mean of what the workers hold plus what the servers hold,
 1 x the model at any world size. Every worker resumes with it. Elements are in the order of their indices
-(:mod:`lightning_topk.runtime.forms`).
+(:mod:`lightning_topk.runtime.memory.forms`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.forms import Form
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.memory.forms import Form
 
 KEY = "lightning_topk"
 """The entry's key in a checkpoint."""
