@@ -215,8 +215,8 @@ class HookState(Reporting):
         """The residuals for a checkpoint: every rank calls it at the same point, between two backward passes.
 
         Returns:
-            On rank 0, numbers, words and CPU tensors, as :mod:`lightning_topk.runtime.memory.checkpoint` says; elsewhere
-            the same without tensors.
+            On rank 0, numbers, words and CPU tensors: :mod:`lightning_topk.runtime.memory.checkpoint`. Elsewhere the
+            same without tensors.
 
         Raises:
             RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names, or
