@@ -389,7 +389,7 @@ def test_metrics_can_be_held_by_users_and_count_exactly():
 def summary_of(topology: str, since: int = 0, steps: int = 1000, end: float = 0.05) -> str:
     monitor = CompressionMonitor()
     sent = {"uplink": 0, "downlink": 3_000_000, "dense": 90_000_000, "broadcast": 23_200_000}
-    monitor._by_parameter, monitor._elements, monitor._density = 5, 100, end
+    monitor._k, monitor._elements, monitor._density = 5, 100, end
     monitor._total.update(**sent, intra_node=8_000_000, inter_node=1_500_000)
     monitor._steps, monitor._since = steps, since
     state = SimpleNamespace(
