@@ -29,7 +29,7 @@ from lightning_topk.schedule import Ratio, ratio_at
 
 PIECE = 1 << 30
 """Elements of a piece. Pieces of 4 million overlap computing and sending, but their strided blocks cost more CPU than
-that saves: a step of 25 million elements took 17 to 23 % longer at 1 Gbit/s, and was not clearly faster at 100 Mbit/s."""
+that saves: a step of 25 million elements took 17 to 23 % longer at 1 Gbit/s, and was no faster at 100 Mbit/s."""
 
 TOLERANCE = 0.02
 """Relative difference between the saving of a model and the one asked for that is not worth a warning."""
