@@ -5,8 +5,8 @@ A bucket of ``numel`` elements is cut into blocks of 256, and the blocks are dea
 server gets a sample of every layer. Loads are then even enough that every shard keeps the same number of entries, and
 all sizes on the wire follow from integers known in advance.
 
-A large bucket is exchanged in *pieces*, one compressed while another travels. It is then dealt to P times as many
-shards, and each piece has W of them, so that every piece is a sample of every layer too.
+A large bucket is exchanged in *pieces*, one compressed while another travels. Runs of 32 kB are dealt to the pieces in
+turn, so that every piece is a sample of every layer too, and is read from memory in long runs.
 
 With ``topology="hierarchical"`` the ranks of a node exchange gradients as one worker. Each rank then takes a *part* of
 the bucket: a piece of every parameter, which does not depend on the bucket that the parameter is in.
@@ -23,6 +23,9 @@ from typing import NamedTuple
 
 BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
+RUN = 1 << 13
+"""Elements, about, that follow each other in one piece of a bucket. Shorter runs cost more time; longer ones lose more
+where rows differ, as in an embedding whose words are sorted by frequency."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Layout:
         numel: Number of elements in the bucket, at least 1.
         shards: Number of servers, at least 1. With one shard, the bucket is not rearranged.
         pieces: Number of pieces, at least 1.
-        piece: The piece in question: shard s of it is shard ``piece * shards + s`` of the bucket.
+        piece: The piece in question. A shard of it is what the piece has of that shard of the bucket.
     """
 
     numel: int
@@ -52,33 +55,37 @@ class Layout:
         """The layouts of all pieces, in order."""
         return [replace(self, piece=piece) for piece in range(self.pieces)]
 
-    @property
-    def all_shards(self) -> int:
-        """Number of shards of all pieces."""
-        return self.shards * self.pieces
-
     @cached_property
     def block(self) -> int:
         """Number of elements in a block."""
-        return self.numel if self.all_shards == 1 else min(BLOCK, math.ceil(self.numel / self.all_shards))
+        whole = self.shards == self.pieces == 1
+        return self.numel if whole else min(BLOCK, math.ceil(self.numel / (self.shards * self.pieces)))
 
     @cached_property
     def rounds(self) -> int:
         """Number of blocks dealt to each shard; in the last round some shards may get a partial block or none."""
-        return math.ceil(self.numel / (self.block * self.all_shards))
+        return math.ceil(self.numel / (self.block * self.shards))
+
+    @cached_property
+    def run(self) -> int:
+        """Number of rounds that follow each other in one piece; at least eight runs, if there are enough rounds."""
+        most = RUN // (self.block * self.shards)
+        return self.rounds if self.pieces == 1 else max(1, min(most, self.rounds // (8 * self.pieces)))
 
     @cached_property
     def shard_size(self) -> int:
-        """Number of elements in the first shard, the largest. The others are padded to this size."""
-        full = (self.rounds - 1) * self.block
-        return full + min(self.block, self.numel - full * self.all_shards)
+        """Number of elements in the first shard of the first piece, the largest. The others are padded to this size."""
+        cycles, rest = divmod(self.rounds, self.run * self.pieces)
+        rounds, has_last = cycles * self.run + min(self.run, rest), self.pieces == 1 or 0 < rest <= self.run
+        last = min(self.block, self.numel - (self.rounds - 1) * self.block * self.shards)
+        return (rounds - 1) * self.block + last if has_last else rounds * self.block
 
     def k_per_shard(self, k: int) -> int:
         """Entries of each shard if ``k`` of the bucket are sent: an equal share, rounded up.
 
         If ``k == numel``, it is ``shard_size``, so a ratio of 1 sends everything.
         """
-        return self.shard_size if k == self.numel else math.ceil(k / self.all_shards)
+        return self.shard_size if k == self.numel else math.ceil(k / (self.shards * self.pieces))
 
 
 @dataclass(frozen=True)

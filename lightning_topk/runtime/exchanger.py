@@ -193,7 +193,7 @@ class JobRunner:
                 "lost.)"
             ) from error
         uncompressed = sum(stop - begin for begin, stop in end.uncompressed) // end.parts.count
-        k = min(codecs.uplink.k * end.layout.all_shards + uncompressed, end.layout.numel)
+        k = min(codecs.uplink.k * end.layout.shards * end.layout.pieces + uncompressed, end.layout.numel)
         if job.step_outcome is not None and outcome.undo is not None:
             self._residuals.remember(Sent(job.bucket, end.parts.pieces, outcome.undo, job.step_outcome))
         outcome = replace(outcome, undo=None)  # the payloads are kept no longer than needed

@@ -22,9 +22,9 @@ _salts = random.Random()  # of samples: the selection does not depend on them
 
 
 def _deal(layout: Layout) -> loops.KernelLayout:
-    round_ = layout.shards * layout.block
-    first, skip = layout.piece * round_, (layout.pieces - 1) * round_
-    return loops.KernelLayout(layout.numel, layout.shards, layout.block, layout.shard_size, first, skip)
+    run = layout.run * layout.shards * layout.block
+    places = layout.piece * run, run, (layout.pieces - 1) * run
+    return loops.KernelLayout(layout.numel, layout.shards, layout.block, layout.shard_size, *places)
 
 
 def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:

@@ -50,7 +50,8 @@ class KernelLayout(NamedTuple):
     block: int
     shard_size: int
     first: int  # element of the piece
-    skip: int  # elements of other pieces, between two rounds of blocks
+    run: int  # elements that follow each other in it
+    skip: int  # elements of other pieces, between two runs
 
 
 def compiled(function):
@@ -179,15 +180,14 @@ def sampled_threshold(e, x, deal, k, salt):
     # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
     # added for each, so that no shard gets fewer than k by chance.
     needed = deal.shards * (k + 4 * np.sqrt(k) + 4)
-    length = deal.shards * deal.block  # of a round
-    count = deal.numel if deal.skip == 0 else deal.numel // (length + deal.skip) * length  # elements to sample from
+    count = deal.numel if deal.skip == 0 else deal.numel // (deal.run + deal.skip) * deal.run  # elements to sample from
     stride = max(1, min(count // SAMPLE, np.int64(needed) // 32))
     sample = np.empty(count // stride, np.float32)
     for i in range(len(sample)):  # one random position in each window: a fixed period may see few columns of a matrix
         turn = (np.uint64(i) + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
         at = i * stride + np.int64(turn * np.uint64(stride) >> np.uint64(32))
         if deal.skip:
-            at += deal.first + at // length * deal.skip
+            at += deal.first + at // deal.run * deal.skip
         sample[i] = e[at]
         if len(x):
             sample[i] += x[at]
@@ -214,7 +214,7 @@ def scan(e, x, deal, k, least, places, values, counts):
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
     block, room = min(deal.block, BLOCK), places.shape[1]
-    shard, turn, begin = 0, 0, deal.first
+    shard, turn, begin, end = 0, 0, deal.first, deal.first + deal.run
     while begin < deal.numel:
         length = min(block, deal.numel - begin)
         for i in range(length, BLOCK):
@@ -247,7 +247,9 @@ def scan(e, x, deal, k, least, places, values, counts):
         if shard == deal.shards:
             shard = 0
             turn += block
-            begin += deal.skip
+            if begin == end:
+                begin += deal.skip
+                end += deal.run + deal.skip
 
 
 @compiled
@@ -514,7 +516,8 @@ def add_at(out, deal, places, values):
     Shards take turns, so that one page after the other is written; a group is written while the lines of the next one
     are loaded.
     """
-    block, skip, k = deal.block, deal.block * (deal.shards - 1) + deal.skip, places.shape[1]
+    block, skip, k = deal.block, deal.block * (deal.shards - 1), places.shape[1]
+    run = deal.run // deal.shards  # elements of a shard in it
     flats = np.empty((2, deal.shards, GROUP), np.int64)
     edges, aheads = np.empty(deal.shards, np.int64), np.empty(deal.shards, np.int64)
     for shard in range(deal.shards):
@@ -526,6 +529,8 @@ def add_at(out, deal, places, values):
             for i in range(min(GROUP, k - begin)):
                 at = np.int64(place[begin + i])
                 while at >= edge:  # in a later block
+                    if deal.skip and edge % run == 0:
+                        ahead += deal.skip
                     edge += block
                     ahead += skip
                 flat[i] = min(at + ahead, deal.numel - 1)

@@ -25,24 +25,30 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
         ``[shards, shard_size]``, where row s is shard s of the piece, padded with zeros. A view of ``x`` if there is
         one shard.
     """
-    if layout.all_shards == 1:
+    if layout.shards == layout.pieces == 1:
         return x.view(1, -1)
-    mine = slice(layout.piece * layout.shards, (layout.piece + 1) * layout.shards)
+    length = layout.shards * layout.block
     rows = x.new_empty(layout.shards, layout.rounds, layout.block)
-    length = layout.all_shards * layout.block
     whole = layout.numel // length  # rounds without padding
     head, tail = x.split([whole * length, layout.numel % length])
-    rows[:, :whole] = head.view(whole, layout.all_shards, layout.block)[:, mine].transpose(0, 1)
+    rows[:, :whole] = head.view(whole, layout.shards, layout.block).transpose(0, 1)
     if len(tail):
-        padding = length - len(tail)
-        rows[:, whole] = torch.nn.functional.pad(tail, (0, padding)).view(layout.all_shards, layout.block)[mine]
-    return rows.view(layout.shards, -1)[:, : layout.shard_size]
+        padded = torch.nn.functional.pad(tail, (0, length - len(tail)))
+        rows[:, whole] = padded.view(layout.shards, layout.block)
+    if layout.pieces > 1:
+        rows = rows[:, _in_piece(torch.arange(layout.rounds, device=x.device), layout)]
+    rows = rows.reshape(layout.shards, -1)[:, : layout.shard_size]
+    return torch.nn.functional.pad(rows, (0, layout.shard_size - rows.shape[1]))
 
 
 def in_piece(layout: Layout, device: torch.device) -> Tensor:
     """``[numel]`` bool: which elements of the bucket are in the piece."""
-    shard = torch.arange(layout.numel, device=device) // layout.block % layout.all_shards
-    return shard // layout.shards == layout.piece
+    return _in_piece(torch.arange(layout.numel, device=device) // (layout.shards * layout.block), layout)
+
+
+def _in_piece(rounds: Tensor, layout: Layout) -> Tensor:
+    """Which rounds are the piece's."""
+    return rounds // layout.run % layout.pieces == layout.piece
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
@@ -57,14 +63,17 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
         ``[R, K]`` int64, positions in the bucket. Positions in the padding map to the bucket's last element; their
         values are zero, so adding them there changes nothing.
     """
-    if layout.all_shards == 1:
+    if layout.shards == layout.pieces == 1:
         return index
     if shard is None:
         shard = torch.arange(layout.shards, device=index.device).unsqueeze(1)
     block = layout.block
     offset = index & (block - 1) if block.bit_count() == 1 else index % block  # a division costs ten times as much
-    first = (layout.piece * layout.shards + shard) * block
-    flat = (index - offset).mul_(layout.all_shards).add_(offset.add_(first))
+    first = index - offset  # of a block
+    if layout.pieces > 1:
+        run = layout.run * block
+        first = first + (first // run * (layout.pieces - 1) + layout.piece) * run
+    flat = first.mul_(layout.shards).add_(offset.add_(shard * block))
     return flat.clamp_(max=layout.numel - 1)
 
 
