@@ -19,7 +19,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
 from lightning_topk.lab import data, hosts, training
 from lightning_topk.lab.bench import steps
-from lightning_topk.lab.papers import counterexample, saving, saving_curves, speedup, tuning, vectors
+from lightning_topk.lab.papers import at_size, counterexample, saving, saving_curves, speedup, tuning, vectors
 from lightning_topk.lab.report import Panel, Result, write_report
 from lightning_topk.volume import volume
 
@@ -235,6 +235,70 @@ def test_saving_curves_go_on_where_they_stopped_and_show_what_there_is(monkeypat
     monkeypatch.setattr(saving_curves, "LEARNERS", (learners[0], saving_curves.Learner("cnn", "AdamW", 1, 5)))
     with pytest.raises(ValueError, match=r"no run has .* such an optimizer: there are mlp, SGD; cnn, AdamW"):
         few(models=["mlp"], optimizers=["AdamW"])
+
+
+def test_large_models_leave_their_curves_and_are_not_trained_twice(monkeypatch, images, tmp_path):
+    adam = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=2)
+    courses = {
+        "gpt": at_size.Course(adam, 1, 2),
+        "convnet": at_size.Course(training.Optimizer(0.05), 1, 2, images=True),
+    }
+    monkeypatch.setattr(at_size, "COURSES", courses)
+    monkeypatch.setattr(training, "run_all", alone)
+    measured = partial(at_size.run, images, steps=4, seeds=1, out=tmp_path)
+    result = measured()
+    assert [[row[""] for row in rows] for rows in result.tables.values()] == 2 * [[*at_size.SYSTEMS[:4], "PowerSGD 2"]]
+    for panel in result.panels:
+        assert [*panel.curves] == [*at_size.SYSTEMS]
+        assert {len(x) for x, _ in panel.curves.values()} == {4}
+    rows = {row[""]: row for row in result.tables["gpt"]}
+    assert rows["saving 50"]["times fewer bytes"] == "50.1"
+    assert rows["saving 50"]["behind dense, %"].endswith("(1 seed)")
+    monkeypatch.setattr(training, "run_all", lambda jobs, *_: {}[next(iter(jobs))] if jobs else {})
+    assert measured().tables == result.tables
+    with pytest.raises(ValueError, match="there is no bert here: there are gpt, convnet, dense, saving 50"):
+        measured(models=["bert"])
+    with pytest.raises(ValueError, match="pass their folder by --data"):
+        at_size.run(models=["convnet"], out=tmp_path)
+
+
+def test_simulated_power_sgd_delivers_low_ranks_exactly_and_loses_nothing():
+    shapes = [torch.Size([40, 5, 8]), torch.Size([7])]
+    ranks = at_size.PowerSGD(2, 3, shapes)
+    low = torch.randn(40, 2) @ torch.randn(2, 40)
+    gradients = [torch.cat([scale * low.flatten(), torch.ones(7)]) for scale in (0.5, 1.0, 1.5)]
+    torch.testing.assert_close(ranks.step(gradients)[2], gradients[1])
+    assert ranks.sent_bytes == {way: [4 * (2 * (40 + 40) + 7) * 2 // 3] * 3 for way in ("uplink", "downlink")}
+    total, delivered = torch.zeros(1607), torch.zeros(1607)
+    for _ in range(5):
+        gradients = [torch.randn(1607) for _ in range(3)]
+        total += sum(gradients) / 3
+        delivered += ranks.step(gradients)[0]
+        torch.testing.assert_close(delivered + ranks.residual, total, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("model", ["large gpt", "resnet18"])
+def test_large_models_have_ten_million_parameters_and_train_in_mixed_precision(model, monkeypatch):
+    shape = (4, 3, 32, 32) if model == "resnet18" else (4, data.LONG)
+    examples = torch.rand(shape) if model == "resnet18" else torch.randint(data.CHARACTERS, shape)
+    labels = torch.randint(10, shape[:1]) if model == "resnet18" else examples.roll(-1, 1)
+    problem = training.Problem(model, 0, data.Data(examples, labels, examples, labels))
+    assert 10e6 < len(problem.start) < 12e6
+    kinds = []
+    last = problem.net.get_submodule("fc" if model == "resnet18" else "head")
+    last.register_forward_hook(lambda layer, inputs, output: kinds.append(output.dtype))
+    problem.held_out(problem.start)
+    assert kinds == [torch.bfloat16]
+
+
+def test_source_code_is_held_out_by_files(monkeypatch, tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number:02}.py").write_bytes(bytes([ord("a") + number % 20, 200]) * 100)
+    monkeypatch.setattr(data, "get_path", lambda name: str(tmp_path))
+    found = data.source_code.__wrapped__()
+    assert set(found.held_examples.unique().tolist()) == {ord("a"), 127}
+    assert ord("a") not in found.examples
+    assert torch.equal(found.examples[:, 1:], found.labels[:, :-1])
 
 
 def test_no_run_begins_when_the_time_is_over():

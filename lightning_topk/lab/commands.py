@@ -61,6 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {"type": float, "help": "seconds of training after which a run is given up (default: 300)"},
     "data": {"type": Path, "help": "folder of images to learn, train/<class>/* and test/<class>/*; takes long"},
     "models": {"nargs": "+", "help": "only these models"},
+    "systems": {"nargs": "+", "help": 'only these, such as dense "saving 50" PowerSGD'},
     "optimizers": {"nargs": "+", "help": 'only these, such as SGD, AdamW, "SGD not adapted" (adapt_momentum=False)'},
     "savings": {"type": float, "nargs": "+", "help": "what to send; below 1 it is a ratio (default: 50 150 0.001)"},
     "lengths": {"type": count, "nargs": "+", "help": "steps of a run (default: 300 1000 3000)"},
@@ -111,6 +112,11 @@ COMMANDS = {
         "papers.saving_curves:run",
         "final quality over saving, by length, model and optimizer; resumable",
         "data models optimizers savings lengths seeds minutes",
+    ),
+    "reproduce at-size": (
+        "papers.at_size:run",
+        "learning curves of models of ten million parameters; hours for each; resumable",
+        "data models systems steps seeds minutes",
     ),
 }
 """The function, the help and the options of each command."""

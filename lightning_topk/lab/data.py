@@ -1,4 +1,4 @@
-"""What the models learn: scikit-learn's digits, Python's own documentation, and folders of images."""
+"""What the models learn: scikit-learn's digits, Python's documentation and source code, and folders of images."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-CHARACTERS, LENGTH = 128, 64
-"""Most characters that :func:`documentation` tells apart, and the length of its pieces, T."""
+CHARACTERS, LENGTH, LONG = 128, 64, 128
+"""Most characters that text has, and T, the length of the pieces of :func:`documentation` and :func:`source_code`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,24 @@ def documentation() -> Data:
     examples, labels = (codes[first : first + count * LENGTH].view(count, LENGTH) for first in (0, 1))
     out = torch.arange(count) % 10 == 0
     return Data(examples[~out], labels[~out], examples[out], labels[out])
+
+
+@cache
+def source_code() -> Data:
+    """The source code of Python's standard library, some 30 million characters; every twentieth file is held out.
+
+    Of the held-out pieces there are about 2,000, from all over these files.
+    """
+    library = Path(get_path("stdlib"))
+    files = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
+    parts: list[Tensor] = []
+    for which in ([path for number, path in enumerate(files) if (number % 20 == 0) == out] for out in (False, True)):
+        text = bytearray(b"".join(path.read_bytes() for path in which))
+        codes = torch.frombuffer(text, dtype=torch.uint8).clamp(max=CHARACTERS - 1).long()
+        count = (len(codes) - 1) // LONG
+        parts += [codes[first : first + count * LONG].view(count, LONG) for first in (0, 1)]
+    some = slice(None, None, max(1, len(parts[2]) // 2000))
+    return Data(parts[0], parts[1], parts[2][some], parts[3][some])
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_topk.lab.commands import need
-from lightning_topk.lab.data import CHARACTERS, LENGTH
+from lightning_topk.lab.data import CHARACTERS, LENGTH, LONG
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
@@ -84,6 +84,13 @@ def convnet(
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
 
 
+def resnet18() -> nn.Module:
+    """The ResNet-18 of torchvision for 32 x 32 images in ten classes, with group norms: 11.2 million parameters."""
+    net = torchvision_model("resnet18", num_classes=10, norm_layer=partial(nn.GroupNorm, 32))
+    net.conv1, net.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return net.to(memory_format=torch.channels_last)
+
+
 class RowLSTM(nn.Module):
     """Reads a digit row by row."""
 
@@ -112,13 +119,13 @@ class CharLSTM(nn.Module):
 
 
 class GPT(nn.Module):
-    """A transformer that predicts the next character: pre-norm blocks of four heads, GELU, no dropout."""
+    """A transformer that predicts the next character: pre-norm blocks, GELU, no dropout."""
 
-    def __init__(self, width: int = 64, depth: int = 2) -> None:
+    def __init__(self, width: int = 64, depth: int = 2, heads: int = 4, length: int = LENGTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CHARACTERS, width)
-        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, CHARACTERS, bias=False)
 
@@ -128,6 +135,16 @@ class GPT(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         states = self.embedding(x) + self.position[: x.shape[1]]
         return self.head(self.blocks(states, mask, is_causal=True))  # type: ignore[no-any-return]
+
+
+def large_gpt() -> nn.Module:
+    """A GPT of 10.8 million parameters: six blocks of width 384, initialised as GPT-2 (Radford et al. 2019, 2.3)."""
+    net = GPT(384, 6, 6, LONG)
+    for name, weight in net.named_parameters():
+        if weight.dim() > 1:
+            last = name.endswith(("out_proj.weight", "linear2.weight"))  # of a residual branch
+            nn.init.normal_(weight, std=0.02 / math.sqrt(12) if last else 0.02)
+    return net
 
 
 class GPT2(nn.Module):
@@ -163,15 +180,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "char lstm": CharLSTM,
     "gpt": GPT,
     "gpt2": GPT2,
+    "large gpt": large_gpt,
+    "resnet18": resnet18,
 }
-"""What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), four of
-32 x 32 colour images (``vgg`` has 1.1 million parameters), three of text."""
-TEXT = ("char lstm", "gpt", "gpt2")
+"""What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), five of
+32 x 32 colour images (``vgg`` has 1.1 million parameters), four of text."""
+TEXT = ("char lstm", "gpt", "gpt2", "large gpt")
 """The models of text."""
 
 
-def torchvision_model(name: str) -> nn.Module:
-    """A model of torchvision, untrained.
+def torchvision_model(name: str, **options: Any) -> nn.Module:
+    """A model of torchvision, untrained, made with its options.
 
     Raises:
         ValueError: There is none of that name, or torchvision is missing.
@@ -181,5 +200,5 @@ def torchvision_model(name: str) -> nn.Module:
 
     if name not in torchvision.models.list_models():
         raise ValueError(f"torchvision has no model {name!r}; torchvision.models.list_models() names them.")
-    net: nn.Module = torchvision.models.get_model(name, weights=None)
+    net: nn.Module = torchvision.models.get_model(name, weights=None, **options)
     return net

@@ -6,20 +6,20 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.data import Data, digits, documentation, image_folder
+from lightning_topk.lab.data import Data, digits, documentation, image_folder, source_code
 from lightning_topk.lab.models import MODELS, TEXT
 from lightning_topk.runtime.optimizer.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
@@ -35,11 +35,13 @@ class Problem:
         model: A key of :data:`lightning_topk.lab.models.MODELS`.
         seed: Seed of the initial parameters.
         data: What it learns, or a folder of images, see :func:`lightning_topk.lab.data.folders`. Default: Python's
-            documentation for models of text, else digits.
+            documentation for models of text, its library's source code for the large one, else digits.
+
+    Models of more than two million parameters are trained as ``precision="bf16-mixed"`` does.
     """
 
     def __init__(self, model: str, seed: int, data: Data | Path | None = None) -> None:
-        own = documentation if model in TEXT else digits
+        own = source_code if model == "large gpt" else documentation if model in TEXT else digits
         self.data = image_folder(data) if isinstance(data, Path) else data or own()
         torch.manual_seed(seed)
         self.net = MODELS[model]()
@@ -47,6 +49,7 @@ class Problem:
         self.start = torch.cat([p.detach().flatten() for p in self.parameters])
         # vmap does not support LSTMs, and is slower for large models.
         large = len(self.start) > 200_000 or model in TEXT or data is not None
+        self._mixed = len(self.start) > 2_000_000
         self._vectorised = not large and not any(isinstance(part, nn.LSTM) for part in self.net.modules())
 
     def gradients(self, theta: Tensor, batches: Tensor, generator: torch.Generator) -> list[Tensor]:
@@ -72,7 +75,11 @@ class Problem:
         """Loss on about 5,000 training examples, loss on held-out data, and accuracy in percent on that."""
         some = slice(None, None, max(1, len(self.data.labels) // 5000))
         loss, _ = self._quality(theta, self.data.examples[some], self.data.labels[some])
-        return loss, *self._quality(theta, self.data.held_examples, self.data.held_labels)
+        return loss, *self.held_out(theta)
+
+    def held_out(self, theta: Tensor, stride: int = 1) -> tuple[float, float]:
+        """Loss, and accuracy in percent, on every so many of the held-out examples."""
+        return self._quality(theta, self.data.held_examples[::stride], self.data.held_labels[::stride])
 
     @torch.no_grad()
     def _quality(self, theta: Tensor, examples: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -91,8 +98,9 @@ class Problem:
 
     def _scores(self, weights: list[Tensor], examples: Tensor) -> Tensor:
         named = {name: weight for (name, _), weight in zip(self.net.named_parameters(), weights, strict=True)}
-        scores: Tensor = torch.func.functional_call(self.net, named, examples)
-        return scores
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._mixed):
+            scores: Tensor = torch.func.functional_call(self.net, named, examples)
+        return scores.float()
 
     def _loss(self, weights: list[Tensor], examples: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self._scores(weights, examples).flatten(0, -2), labels.flatten())
@@ -103,6 +111,7 @@ class Run:
     """A training run: final losses, infinite if it diverged, and accuracy in percent; bytes of a rank and step.
 
     ``union`` has the number of nonzero entries that were delivered, ``seen`` what ``observe`` returned, step by step.
+    ``curve`` has steps, held-out loss, and accuracy in percent.
     """
 
     loss: float = math.inf
@@ -113,6 +122,7 @@ class Run:
     dense_bytes: float = 0.0
     union: list[int] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -150,22 +160,33 @@ class Optimizer:
         made.step()
 
 
+class Ranks(Protocol):
+    """Simulated workers, as :class:`lightning_topk.simulate.Cluster` has them."""
+
+    sent_bytes: dict[str, list[int]]
+
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
+        """Exchanges one gradient of each worker."""
+        ...
+
+
 def train(
     model: str,
-    config: TopKConfig,
+    config: TopKConfig | Callable[[int, Sequence[torch.Size]], Ranks],
     workers: int,
     steps: int,
     optimizer: Optimizer,
     seed: int,
     batch: int = 10,
-    observe: Callable[[Cluster, list[Tensor]], Any] | None = None,
+    observe: Callable[[Any, list[Tensor]], Any] | None = None,
     data: Path | None = None,
+    every: int = 0,
 ) -> Run:
     """Trains a model of :data:`lightning_topk.lab.models.MODELS` by simulated workers.
 
     Args:
         model: Its name.
-        config: Settings of the exchange.
+        config: Settings of the exchange, or what makes another one for so many workers, and parameters of some shapes.
         workers: Simulated workers.
         steps: Steps of the run.
         optimizer: The optimizer.
@@ -173,13 +194,19 @@ def train(
         batch: Examples of each worker in a step, drawn from all training data.
         observe: Called before each exchange with the cluster and the workers' gradients.
         data: A folder of images. Default: the data of :class:`Problem`.
+        every: Steps after which a point is added to the curve, on a quarter of the held-out data. Default: no curve.
     """
     problem = Problem(model, seed, data)
     theta = problem.start
     stepped = optimizer.make(theta)
-    ranks = Cluster(config, workers, len(theta), sizes=tuple(parameter.numel() for parameter in problem.parameters))
-    if config.adapts_momentum:
-        adapt_momentum([stepped], ranks)
+    shapes = [parameter.shape for parameter in problem.parameters]
+    ranks: Ranks
+    if isinstance(config, TopKConfig):
+        ranks = cluster = Cluster(config, workers, len(theta), sizes=tuple(shape.numel() for shape in shapes))
+        if config.adapts_momentum:
+            adapt_momentum([stepped], cluster)
+    else:
+        ranks = config(workers, shapes)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run()
@@ -191,6 +218,8 @@ def train(
         theta.grad = ranks.step(gradients, epoch=step // epoch_steps)[0]
         run.union.append(int(theta.grad.count_nonzero()))
         optimizer.step(stepped, theta, step, steps)
+        if every and (step + 1) % every == 0:
+            run.curve.append((step + 1, *problem.held_out(theta, 4)))
     if theta.isfinite().all():
         run.loss, run.held_loss, run.accuracy = problem.evaluate(theta)
     sent = (sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink"))

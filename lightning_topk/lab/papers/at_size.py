@@ -1,0 +1,181 @@
+"""What compression costs with ten million parameters: learning curves of a GPT and a ResNet-18, by steps and by bytes.
+
+Each run takes one to three hours of a core. Runs are appended to ``at-size.jsonl`` as they end, the most useful first;
+an interrupted command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.lab.report import Result, Row, in_words
+from lightning_topk.lab.training import Optimizer, Ranks, Runs, train
+
+WORKERS = 8
+SYSTEMS = ("dense", "saving 50", "saving 200", "ratio 0.001", "PowerSGD")
+"""The most useful first."""
+
+
+class Course(NamedTuple):
+    """What suits dense training of a model: the optimizer, and examples of each worker.
+
+    ``powersgd`` is the rank with which PowerSGD sends about as much as ``saving=50``.
+    """
+
+    optimizer: Optimizer
+    batch: int
+    powersgd: int
+    images: bool = False
+
+
+COURSES: Mapping[str, Course] = {
+    "large gpt": Course(Optimizer(1e-3, 0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=100), 1, 5),
+    "resnet18": Course(Optimizer(0.05, 0.9, cosine=True, weight_decay=5e-4), 4, 6, images=True),
+}
+
+
+def run(
+    data: Path | None = None,
+    models: Sequence[str] = (),
+    systems: Sequence[str] = SYSTEMS,
+    steps: int = 3000,
+    seeds: int = 2,
+    minutes: float = math.inf,
+    out: Path = Path("reproduced"),
+) -> Result:
+    """Trains models of ten million parameters; ResNet-18 only with ``data``, a folder of images."""
+    if unknown := {*models} - {*COURSES} | {*systems} - {*SYSTEMS}:
+        raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join((*COURSES, *SYSTEMS))}.")
+    chosen = [name for name in models or COURSES if data is not None or not COURSES[name].images]
+    if not chosen:
+        raise ValueError("ResNet-18 learns images: pass their folder by --data.")
+    found = Runs(out / "at-size.jsonl")
+    every = max(1, steps // 12)
+    jobs = {
+        run_key(model, system, steps, seed): partial(_train, model, system, steps, seed, every, data)
+        for seed in range(seeds)
+        for system in systems
+        for model in chosen
+    }
+    found.complete(jobs, "at-size", minutes)
+    result = Result(
+        "at-size",
+        "what compression costs with ten million parameters",
+        f"{WORKERS} simulated workers, {steps:,} steps, bf16-mixed, nothing set but saving= or ratio=. GPT: 10.8 "
+        "million parameters, AdamW, 128 characters of Python's source code a worker and step. ResNet-18: 11.2 million, "
+        "SGD with momentum 0.9 and weight decay, 4 images a worker and step.",
+    )
+    for model in chosen:
+        result.tables[model] = table(found, model, steps, seeds)
+        for along, unit in ((0, "steps"), (1, "MB that a worker sent")):
+            curves = result.panel(model, unit, xlog=bool(along), ylabel=quality_of(model))
+            for system in systems:
+                if entry := found.get(run_key(model, system, steps, 0)):
+                    curves[system] = curve(entry, model, along)
+    return result
+
+
+def run_key(model: str, system: str, steps: int, seed: int) -> str:
+    """What a run is known by in ``at-size.jsonl``."""
+    return f"{model}, {steps} steps, {system}, seed {seed}"
+
+
+def quality_of(model: str) -> str:
+    """What counts."""
+    return "held-out accuracy %" if COURSES[model].images else "held-out loss"
+
+
+def exchange_of(model: str, system: str) -> TopKConfig | Callable[[int, Sequence[torch.Size]], Ranks]:
+    """The exchange of one of the :data:`SYSTEMS`."""
+    name, _, amount = system.partition(" ")
+    if name == "PowerSGD":
+        return partial(PowerSGD, COURSES[model].powersgd)
+    return TopKConfig(**{name: float(amount)}) if amount else TopKConfig().dense  # type: ignore[arg-type]
+
+
+def _train(model: str, system: str, steps: int, seed: int, every: int, data: Path | None) -> dict[str, Any]:
+    course = COURSES[model]
+    images = data if course.images else None
+    ended = train(
+        model,
+        exchange_of(model, system),
+        WORKERS,
+        steps,
+        course.optimizer,
+        seed,
+        course.batch,
+        data=images,
+        every=every,
+    )
+    sent = ended.uplink_bytes + ended.downlink_bytes
+    measured = {"loss": ended.loss, "held": ended.held_loss, "accuracy": ended.accuracy, "curve": ended.curve}
+    return measured | {"sent": sent, "saving": ended.dense_bytes / sent}
+
+
+def curve(entry: Mapping[str, Any], model: str, along: int) -> tuple[list[float], list[float]]:
+    """A learning curve: over steps, or over the MB that a worker sent until then."""
+    steps, losses, accuracies = zip(*entry["curve"], strict=True)
+    scale = entry["sent"] / 1e6 if along else 1
+    return [step * scale for step in steps], [*(accuracies if COURSES[model].images else losses)]
+
+
+def table(found: Runs, model: str, steps: int = 3000, seeds: int = 2) -> list[Row]:
+    """Final quality by system, with the bytes that were saved and the gap to dense training of the same seeds."""
+    images, rows = COURSES[model].images, []
+    ends: dict[str, dict[int, float]] = {}
+    for system in SYSTEMS:
+        keys = {seed: run_key(model, system, steps, seed) for seed in range(seeds)}
+        runs = {seed: found[key] for seed, key in keys.items() if key in found}
+        if runs:
+            ends[system] = {seed: each["accuracy" if images else "held"] for seed, each in runs.items()}
+            both = [(ours, ends["dense"][seed]) for seed, ours in ends[system].items() if seed in ends.get("dense", {})]
+            gaps = [b - a if images else 100 * (a / b - 1) for a, b in both] if system != "dense" else []
+            name = f"PowerSGD {COURSES[model].powersgd}" if system == "PowerSGD" else system
+            row: Row = {"": name, "times fewer bytes": f"{mean(each['saving'] for each in runs.values()):.3g}"}
+            row[quality_of(model)] = in_words([*ends[system].values()], ".2f" if images else ".3f")
+            rows.append(row | {f"behind dense, {'points' if images else '%'}": in_words(gaps, "+.2f")})
+    return rows
+
+
+class PowerSGD:
+    """Workers that exchange gradients as torch's ``powerSGD_hook`` does, from the first step on (Vogels et al. 2019).
+
+    There is error feedback, and each factor starts from the one before. Both factors are linear in the workers' mean
+    gradient, so that the mean of their residuals says all.
+    """
+
+    def __init__(self, rank: int, workers: int, shapes: Sequence[torch.Size]) -> None:
+        self.rank, self.workers = rank, workers
+        self.shapes = [torch.Size([shape[0], shape[1:].numel()]) for shape in shapes]
+        self.sizes = [shape.numel() for shape in shapes]
+        self.residual = torch.zeros(sum(self.sizes))
+        self.factors: dict[int, Tensor] = {}
+        self.sent_bytes = {"uplink": [0] * workers, "downlink": [0] * workers}
+
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
+        """Exchanges one gradient of each worker."""
+        mean = torch.stack([*gradients]).mean(0).add_(self.residual)
+        delivered = mean.clone()
+        sent = 0
+        for number, (part, shape) in enumerate(zip(delivered.split(self.sizes), self.shapes, strict=True)):
+            matrix, rank = part.view(shape), min(self.rank, *shape)
+            if 2 * rank * sum(shape) >= shape.numel():  # the hook's min_compression_rate
+                sent += shape.numel()
+                continue
+            sent += rank * sum(shape)
+            left, _ = torch.linalg.qr(matrix @ self.factors.get(number, torch.randn(shape[1], rank)))
+            self.factors[number] = matrix.T @ left
+            matrix.copy_(left @ self.factors[number].T)
+        self.residual = mean - delivered
+        for way in self.sent_bytes.values():  # an all-reduce sends half before its sums are known, and half after
+            way[:] = [each + 4 * sent * (self.workers - 1) // self.workers for each in way]
+        return [delivered] * self.workers
