@@ -15,6 +15,8 @@ from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Begin, Begun, Broadcast, Gather, Request
 
+CPU = torch.device("cpu")
+
 
 class Cluster:
     """W simulated workers (and servers) that exchange one bucket, step by step.
@@ -28,6 +30,7 @@ class Cluster:
         sizes: Elements of each parameter of the gradient. Default: there is one.
         uncompressed: Which of them, by number, are not compressed.
         measure: What the exchanges measure.
+        device: Where the gradients are.
     """
 
     def __init__(
@@ -40,15 +43,16 @@ class Cluster:
         sizes: tuple[int, ...] | None = None,
         uncompressed: Sequence[int] = (),
         measure: Measure = NOTHING,
+        device: torch.device = CPU,
     ) -> None:
-        parts, cpu = sizes or (numel,), torch.device("cpu")
+        parts = sizes or (numel,)
         skipped = sum(parts[number] for number in uncompressed)
         self.plan = plan_bucket(
             for_compressed(config, sum(parts), skipped), parts, world, local, dtype.itemsize, uncompressed
         )
         """How the gradient is exchanged."""
         self.local, self.measure = local, measure
-        self.endpoints = [self.plan.endpoint(rank, dtype, cpu) for rank in range(world)]
+        self.endpoints = [self.plan.endpoint(rank, dtype, device) for rank in range(world)]
         self.outcomes: list[Outcome] = []
         """What became of the last exchange, rank by rank."""
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}

@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ratio": {"type": float, "help": "fraction of the entries to send, instead"},
     "wire": {"help": "format of values (default: int4)"},
     "bucket_cap_mb": {"type": float, "help": "size of DDP's buckets, MiB (default: 25)"},
-    "device": {"choices": ("cpu", "cuda"), "help": "where the gradient lives (default: cpu)"},
+    "device": {"choices": ("cpu", "cuda"), "help": "where it is computed (default: cpu)"},
     "numel": {"type": count, "help": "elements of the gradient (default: 25e6)"},
     "ratios": {"type": float, "nargs": "+", "help": "fractions of the entries to send (default: 0.001 0.01)"},
     "hosts": {"type": count, "help": "emulated hosts (default: 4; of a race 2)"},
@@ -116,7 +116,7 @@ COMMANDS = {
     "reproduce at-size": (
         "papers.at_size:run",
         "learning curves of models of ten million parameters; hours for each; resumable",
-        "data models systems steps seeds minutes",
+        "data models systems steps seeds minutes device",
     ),
 }
 """The function, the help and the options of each command."""

@@ -31,6 +31,12 @@ class Data:
     held_labels: Tensor
     augment: Callable[[Tensor, torch.Generator], Tensor] = lambda examples, generator: examples
 
+    def to(self, device: torch.device | str) -> Data:
+        """The same on a device."""
+        parts = (self.examples, self.labels, self.held_examples, self.held_labels)
+        examples, labels, held_examples, held_labels = (part.to(device) for part in parts)
+        return Data(examples, labels, held_examples, held_labels, self.augment)
+
 
 @cache
 def digits() -> Data:

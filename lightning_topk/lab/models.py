@@ -132,18 +132,18 @@ class GPT(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         states = self.embedding(x) + self.position[: x.shape[1]]
         return self.head(self.blocks(states, mask, is_causal=True))  # type: ignore[no-any-return]
 
 
-def large_gpt() -> nn.Module:
-    """A GPT of 10.8 million parameters: six blocks of width 384, initialised as GPT-2 (Radford et al. 2019, 2.3)."""
-    net = GPT(384, 6, 6, LONG)
+def large_gpt(width: int = 384, depth: int = 6) -> nn.Module:
+    """A GPT of 10.8 million parameters by default, initialised as GPT-2 (Radford et al. 2019, 2.3)."""
+    net = GPT(width, depth, width // 64, LONG)
     for name, weight in net.named_parameters():
         if weight.dim() > 1:
             last = name.endswith(("out_proj.weight", "linear2.weight"))  # of a residual branch
-            nn.init.normal_(weight, std=0.02 / math.sqrt(12) if last else 0.02)
+            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * depth) if last else 0.02)
     return net
 
 
@@ -181,11 +181,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": GPT,
     "gpt2": GPT2,
     "large gpt": large_gpt,
+    "huge gpt": partial(large_gpt, 768, 12),
     "resnet18": resnet18,
 }
 """What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), five of
-32 x 32 colour images (``vgg`` has 1.1 million parameters), four of text."""
-TEXT = ("char lstm", "gpt", "gpt2", "large gpt")
+32 x 32 colour images (``vgg`` has 1.1 million parameters), five of text (``huge gpt`` has 85 million)."""
+LARGE = ("large gpt", "huge gpt")
+"""The models of source code."""
+TEXT = ("char lstm", "gpt", "gpt2", *LARGE)
 """The models of text."""
 
 

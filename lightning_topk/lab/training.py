@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab.data import Data, digits, documentation, image_folder, source_code
-from lightning_topk.lab.models import MODELS, TEXT
+from lightning_topk.lab.models import LARGE, MODELS, TEXT
 from lightning_topk.runtime.optimizer.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
 
@@ -35,16 +35,19 @@ class Problem:
         model: A key of :data:`lightning_topk.lab.models.MODELS`.
         seed: Seed of the initial parameters.
         data: What it learns, or a folder of images, see :func:`lightning_topk.lab.data.folders`. Default: Python's
-            documentation for models of text, its library's source code for the large one, else digits.
+            documentation for models of text, its library's source code for the large ones, else digits.
+        device: Where it is computed.
 
     Models of more than two million parameters are trained as ``precision="bf16-mixed"`` does.
     """
 
-    def __init__(self, model: str, seed: int, data: Data | Path | None = None) -> None:
-        own = source_code if model == "large gpt" else documentation if model in TEXT else digits
-        self.data = image_folder(data) if isinstance(data, Path) else data or own()
+    def __init__(
+        self, model: str, seed: int, data: Data | Path | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        own = source_code if model in LARGE else documentation if model in TEXT else digits
+        self.data = (image_folder(data) if isinstance(data, Path) else data or own()).to(device)
         torch.manual_seed(seed)
-        self.net = MODELS[model]()
+        self.net = MODELS[model]().to(device)
         self.parameters = list(self.net.parameters())
         self.start = torch.cat([p.detach().flatten() for p in self.parameters])
         # vmap does not support LSTMs, and is slower for large models.
@@ -98,7 +101,7 @@ class Problem:
 
     def _scores(self, weights: list[Tensor], examples: Tensor) -> Tensor:
         named = {name: weight for (name, _), weight in zip(self.net.named_parameters(), weights, strict=True)}
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._mixed):
+        with torch.autocast(examples.device.type, torch.bfloat16, enabled=self._mixed):
             scores: Tensor = torch.func.functional_call(self.net, named, examples)
         return scores.float()
 
@@ -181,6 +184,7 @@ def train(
     observe: Callable[[Any, list[Tensor]], Any] | None = None,
     data: Path | None = None,
     every: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Run:
     """Trains a model of :data:`lightning_topk.lab.models.MODELS` by simulated workers.
 
@@ -195,14 +199,16 @@ def train(
         observe: Called before each exchange with the cluster and the workers' gradients.
         data: A folder of images. Default: the data of :class:`Problem`.
         every: Steps after which a point is added to the curve, on a quarter of the held-out data. Default: no curve.
+        device: Where it is computed.
     """
-    problem = Problem(model, seed, data)
+    problem = Problem(model, seed, data, device)
     theta = problem.start
     stepped = optimizer.make(theta)
     shapes = [parameter.shape for parameter in problem.parameters]
     ranks: Ranks
     if isinstance(config, TopKConfig):
-        ranks = cluster = Cluster(config, workers, len(theta), sizes=tuple(shape.numel() for shape in shapes))
+        sizes = tuple(shape.numel() for shape in shapes)
+        ranks = cluster = Cluster(config, workers, len(theta), sizes=sizes, device=theta.device)
         if config.adapts_momentum:
             adapt_momentum([stepped], cluster)
     else:

@@ -20,6 +20,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.lab.report import Result, Row, in_words
 from lightning_topk.lab.training import Optimizer, Ranks, Runs, train
 
+_adamw = partial(Optimizer, momentum=0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=100)
 WORKERS = 8
 SYSTEMS = ("dense", "saving 50", "saving 200", "ratio 0.001", "PowerSGD")
 """The most useful first."""
@@ -38,30 +39,34 @@ class Course(NamedTuple):
 
 
 COURSES: Mapping[str, Course] = {
-    "large gpt": Course(Optimizer(1e-3, 0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=100), 1, 5),
+    "large gpt": Course(_adamw(1e-3), 1, 5),
+    "huge gpt": Course(_adamw(6e-4), 8, 10),
     "resnet18": Course(Optimizer(0.05, 0.9, cosine=True, weight_decay=5e-4), 4, 6, images=True),
 }
 
 
 def run(
     data: Path | None = None,
-    models: Sequence[str] = (),
+    models: Sequence[str] = ("large gpt", "resnet18"),
     systems: Sequence[str] = SYSTEMS,
     steps: int = 3000,
     seeds: int = 2,
     minutes: float = math.inf,
+    device: str = "cpu",
     out: Path = Path("reproduced"),
 ) -> Result:
-    """Trains models of ten million parameters; ResNet-18 only with ``data``, a folder of images."""
+    """Trains large models; ResNet-18 only with ``data``, a folder of images. ``huge gpt`` needs a GPU, by its time."""
     if unknown := {*models} - {*COURSES} | {*systems} - {*SYSTEMS}:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join((*COURSES, *SYSTEMS))}.")
-    chosen = [name for name in models or COURSES if data is not None or not COURSES[name].images]
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here.")
+    chosen = [name for name in models if data is not None or not COURSES[name].images]
     if not chosen:
         raise ValueError("ResNet-18 learns images: pass their folder by --data.")
     found = Runs(out / "at-size.jsonl")
     every = max(1, steps // 12)
     jobs = {
-        run_key(model, system, steps, seed): partial(_train, model, system, steps, seed, every, data)
+        run_key(model, system, steps, seed): partial(_train, model, system, steps, seed, every, data, device)
         for seed in range(seeds)
         for system in systems
         for model in chosen
@@ -71,8 +76,8 @@ def run(
         "at-size",
         "what compression costs with ten million parameters",
         f"{WORKERS} simulated workers, {steps:,} steps, bf16-mixed, nothing set but saving= or ratio=. GPT: 10.8 "
-        "million parameters, AdamW, 128 characters of Python's source code a worker and step. ResNet-18: 11.2 million, "
-        "SGD with momentum 0.9 and weight decay, 4 images a worker and step.",
+        "million parameters (huge: 85), AdamW, 128 (1,024) characters of Python's source code a worker and step. "
+        "ResNet-18: 11.2 million, SGD with momentum 0.9 and weight decay, 4 images a worker and step.",
     )
     for model in chosen:
         result.tables[model] = table(found, model, steps, seeds)
@@ -102,20 +107,12 @@ def exchange_of(model: str, system: str) -> TopKConfig | Callable[[int, Sequence
     return TopKConfig(**{name: float(amount)}) if amount else TopKConfig().dense  # type: ignore[arg-type]
 
 
-def _train(model: str, system: str, steps: int, seed: int, every: int, data: Path | None) -> dict[str, Any]:
-    course = COURSES[model]
-    images = data if course.images else None
-    ended = train(
-        model,
-        exchange_of(model, system),
-        WORKERS,
-        steps,
-        course.optimizer,
-        seed,
-        course.batch,
-        data=images,
-        every=every,
-    )
+def _train(
+    model: str, system: str, steps: int, seed: int, every: int, data: Path | None, device: str = "cpu"
+) -> dict[str, Any]:
+    course, exchanged = COURSES[model], exchange_of(model, system)
+    given: dict[str, Any] = {"data": data if course.images else None, "every": every, "device": device}
+    ended = train(model, exchanged, WORKERS, steps, course.optimizer, seed, course.batch, **given)
     sent = ended.uplink_bytes + ended.downlink_bytes
     measured = {"loss": ended.loss, "held": ended.held_loss, "accuracy": ended.accuracy, "curve": ended.curve}
     return measured | {"sent": sent, "saving": ended.dense_bytes / sent}
@@ -157,13 +154,13 @@ class PowerSGD:
         self.rank, self.workers = rank, workers
         self.shapes = [torch.Size([shape[0], shape[1:].numel()]) for shape in shapes]
         self.sizes = [shape.numel() for shape in shapes]
-        self.residual = torch.zeros(sum(self.sizes))
+        self.residual: Tensor | float = 0.0
         self.factors: dict[int, Tensor] = {}
         self.sent_bytes = {"uplink": [0] * workers, "downlink": [0] * workers}
 
     def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
         """Exchanges one gradient of each worker."""
-        mean = torch.stack([*gradients]).mean(0).add_(self.residual)
+        mean = torch.stack([*gradients]).mean(0) + self.residual
         delivered = mean.clone()
         sent = 0
         for number, (part, shape) in enumerate(zip(delivered.split(self.sizes), self.shapes, strict=True)):
@@ -172,7 +169,9 @@ class PowerSGD:
                 sent += shape.numel()
                 continue
             sent += rank * sum(shape)
-            left, _ = torch.linalg.qr(matrix @ self.factors.get(number, torch.randn(shape[1], rank)))
+            if number not in self.factors:
+                self.factors[number] = torch.randn(shape[1], rank, device=matrix.device)
+            left, _ = torch.linalg.qr(matrix @ self.factors[number])
             self.factors[number] = matrix.T @ left
             matrix.copy_(left @ self.factors[number].T)
         self.residual = mean - delivered
