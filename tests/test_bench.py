@@ -253,7 +253,13 @@ def test_race_says_who_is_sooner_and_goes_on_where_it_stopped(monkeypatch, tmp_p
     assert [check.holds for check in result.checks] == [True, False, True]  # fp16 is ahead
     assert again().tables == result.tables
     assert len(Rehearsed.runs) == 5, "a run was repeated"
-    for wrong, message in (({"racers": ["nobody"]}, "racer"), ({"hosts": 1}, "2 hosts"), ({"rates": ["fast"]}, "rate")):
+    mistakes = (
+        ({"racers": ["nobody"]}, "racer"),
+        ({"hosts": 1}, "2 hosts"),
+        ({"rates": ["fast"]}, "rate"),
+        ({"course": "images"}, "needs --data"),
+    )
+    for wrong, message in mistakes:
         with pytest.raises(ValueError, match=message):
             race.run(**wrong)
 

@@ -58,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch_size": {"type": count, "help": "images of each worker in a step (default: 4)"},
     "image_size": {"type": count, "help": "height and width of an image, pixels (default: 64)"},
     "racers": {"nargs": "+", "help": "who takes part (default: all)"},
+    "course": {"choices": ("digits", "images", "code"), "help": "what is learnt (default: digits)"},
     "budget": {"type": float, "help": "seconds of training after which a run is given up (default: 300)"},
     "data": {"type": Path, "help": "folder of images to learn, train/<class>/* and test/<class>/*; takes long"},
     "models": {"nargs": "+", "help": "only these models"},
@@ -98,7 +99,7 @@ COMMANDS = {
     "bench race": (
         "bench.race:run",
         "whole trainings on emulated hosts, until they are as good as dense training is at its end; resumable",
-        "hosts rates racers data seeds budget out",
+        "hosts rates racers course data seeds budget out",
     ),
     "reproduce counterexample": ("papers.counterexample:run", "where compressing the downlink too helps", ""),
     "reproduce saving": ("papers.saving:run", "the union of the workers' selections, as their number grows", ""),

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,11 +144,11 @@ class Optimizer:
     weight_decay: float = 0.0
     warmup: int = 0
 
-    def make(self, theta: Tensor) -> torch.optim.Optimizer:
-        """The optimizer of one flat vector of parameters ``[d]``."""
+    def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """The optimizer of some parameters."""
         if self.adamw:
-            return torch.optim.AdamW([theta], self.lr, (self.momentum, 0.999))
-        return torch.optim.SGD([theta], self.lr, self.momentum, weight_decay=self.weight_decay)
+            return torch.optim.AdamW(parameters, self.lr, (self.momentum, 0.999))
+        return torch.optim.SGD(parameters, self.lr, self.momentum, weight_decay=self.weight_decay)
 
     def step(self, made: torch.optim.Optimizer, theta: Tensor, step: int, steps: int) -> None:
         """Clips the gradient, sets the learning rate of a step of a run of ``steps``, and takes the step."""
@@ -203,7 +203,7 @@ def train(
     """
     problem = Problem(model, seed, data, device)
     theta = problem.start
-    stepped = optimizer.make(theta)
+    stepped = optimizer.make([theta])
     shapes = [parameter.shape for parameter in problem.parameters]
     ranks: Ranks
     if isinstance(config, TopKConfig):
