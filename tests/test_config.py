@@ -180,7 +180,7 @@ def test_numbers_of_numpy_and_sets_become_what_checkpoints_hold():
         ({"topology": "dense", "clip_norm": 1.0, "wire": "int8"}, 4, [r"Without effect: wire\."]),
         ({"topology": "dense", "ratio": 0.01, "dense_parameters": "*.bias"}, 4, ["effect: ratio, dense_parameters"]),
         ({"topology": "dense", "saving": 10}, 4, [r"Without effect: saving\."]),
-        ({}, 1, ["there is one process only, so nothing is sent and nothing is compressed"]),
+        ({}, 1, ["there is nobody to exchange gradients with, so nothing is compressed"]),
         ({"topology": "dense"}, 1, []),
     ],
 )

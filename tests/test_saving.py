@@ -85,13 +85,14 @@ def startup_warnings(saving: float, buckets: list[list[int]], dtype: torch.dtype
     """What is said of buckets of parameters of these sizes, on four ranks."""
     settings = BucketSettings(TopKConfig(saving=saving), 4, 1)
     made = [tuple(nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes) for sizes in buckets]
-    return " ".join(settings.warnings(made, settings.volume(made, 0, 0, 0, voting=False), "a larger bucket_cap_mb="))
+    return " ".join(settings.warnings(made, settings.volume(made, 0, 0, 0, voting=False)))
 
 
 def test_a_saving_that_is_missed_is_said_with_what_helps():
     asked = "lightning_topk: saving=50 was requested, but"
     assert startup_warnings(50, [[100, 30]]) == f"{asked} this model is too small: each step saves 10.8x. Use DDP."
-    small = f"{asked} its buckets are too small: each step saves 33.3x. Use a larger bucket_cap_mb=."
+    small = f"{asked} its buckets are too small: each step saves 33.3x. "
+    small += "Use a larger bucket_cap_mb= or, with fully_shard, larger modules."
     assert startup_warnings(50, [[400]] * 100) == small
     assert startup_warnings(50, [[300_000]]) == ""
     assert startup_warnings(2, [[300_000]]) == "", "more is saved"

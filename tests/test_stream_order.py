@@ -225,12 +225,12 @@ def test_all_that_streams_share_is_ordered_and_freed_in_time(gpu, monkeypatch, t
 
 
 class Shards:
-    """A unit of FSDP2, whose gradient is computed on the caller's stream."""
+    """A parameter group of FSDP2, whose gradient is computed on the caller's stream."""
 
     def __init__(self, gpu: Gpu, number: int) -> None:
         self.members = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES[number : number + 2]]
         self.names = {member: f"{number}.{place}" for place, member in enumerate(self.members)}
-        self.stand_ins, self.trained = dict(self.names), self.members
+        self.proxies, self.trained = dict(self.names), self.members
         self.skips_all_reduce = self.user_divides = False
         self.stream, self.device = gpu.current, CUDA
         self.bucket = lambda g: tuple(self.members)

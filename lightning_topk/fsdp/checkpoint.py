@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.fsdp.param_groups import Unit
+from lightning_topk.fsdp.param_groups import ParamGroup
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.memory.checkpoint import (
     memory_names,
@@ -33,13 +33,13 @@ from lightning_topk.runtime.memory.checkpoint import (
 
 
 def collect(
-    residuals: Residuals, units: Sequence[Unit], config: TopKConfig, replicas: dist.ProcessGroup
+    residuals: Residuals, groups: Sequence[ParamGroup], config: TopKConfig, replicas: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Creates the entry of sharded residuals. A collective: every rank calls it, between two backward passes.
 
     Args:
         residuals: This rank's residuals.
-        units: The model's.
+        groups: The model's.
         config: The settings that the user gave.
         replicas: The ranks that hold the same shards.
 
@@ -50,13 +50,15 @@ def collect(
     world = dist.get_world_size(replicas)
     for kind, parts in found.items():
         held = residuals.held(kind)
-        for unit in units:
-            for member in unit.trained:
+        for group in groups:
+            for member in group.trained:
                 nothing = torch.zeros(()).expand(member.numel())
                 total = still_to_deliver(held.get(member, (nothing, nothing)), member, world).to(member.device)
                 if world > 1:
                     dist.all_reduce(total, group=replicas)
-                parts[unit.names[member]] = _like_parameter(total / unit.later_divided_by(member), unit.sharded(member))
+                parts[group.names[member]] = _like_parameter(
+                    total / group.later_divided_by(member), group.sharded(member)
+                )
     return {**found, "about": json.dumps(without_parameters(residuals, config, world))}
 
 
@@ -91,12 +93,12 @@ def _join(shards: DTensor) -> Tensor:
 
 
 @unusable_if_it_fails()
-def of_this_rank(entry: Any, units: Sequence[Unit], frozen: Collection[str] = ()) -> Any:
+def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[str] = ()) -> Any:
     """The entry that is this rank's part of another one, sharded or whole; as it is where it is damaged.
 
     Args:
         entry: The entry.
-        units: The model's.
+        groups: The model's.
         frozen: Names of its parameters that are not trained, for whose residuals there is no use.
 
     Raises:
@@ -110,11 +112,11 @@ def of_this_rank(entry: Any, units: Sequence[Unit], frozen: Collection[str] = ()
     if not isinstance(entry, Mapping) or not isinstance(entry.get("parameters"), Mapping):
         return entry
     mine = {name: kept for name, kept in entry["parameters"].items() if name not in frozen}
-    for unit in units:
-        for member, name in unit.names.items():
+    for group in groups:
+        for member, name in group.names.items():
             if isinstance(mine.get(name), Mapping):
                 mine[name] = {
-                    kind: _shard_of(part, unit.sharded(member), member.numel()) * unit.later_divided_by(member)
+                    kind: _shard_of(part, group.sharded(member), member.numel()) * group.later_divided_by(member)
                     for kind, part in mine[name].items()
                 }
     return {**entry, "parameters": mine}

@@ -9,8 +9,8 @@
 
 1. Backward has the gradients of a wrapped module. FSDP takes their mean over the node and gives each rank its shard of
    it, one flat tensor: the shards of the module's parameters, one after the other, each padded to equal size.
-2. FSDP calls its all-reduce hook with that tensor, on the stream that belongs to the hook. A *unit* here is the module
-   with its hook; :meth:`ShardState.exchange` makes a job of the tensor.
+2. FSDP calls its all-reduce hook with that tensor, on the stream that belongs to the hook. :meth:`ShardState.exchange`
+   makes a job of it; a :class:`ParamGroup` names the parameters in it.
 3. The job runs at once: the exchange of :mod:`lightning_topk.core.exchange` with the ranks that hold the same shard on
    other nodes. On CUDA this only queues work on the hook's stream, so backward goes on; on CPU it is waited for, since
    FSDP reads the tensor when the hook returns.
@@ -38,7 +38,7 @@ from typing_extensions import Unpack, override
 
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.fsdp import checkpoint as sharded_checkpoint
-from lightning_topk.fsdp.param_groups import EndOfBackward, Unit, units_of
+from lightning_topk.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
 from lightning_topk.fsdp.replicas import check_group, check_hooks, check_replicas, has_hook, replicas_of
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checks import check_parameters, check_settings, one_config
@@ -59,47 +59,44 @@ class ShardState(HookState):
     ``torch.distributed.checkpoint``: its residuals are sharded as the parameters are.
     """
 
-    AFTER_CLOSE = "attach the model again, or its replicas will diverge"
-    LARGER_BUCKETS = "larger modules for fully_shard"
     EXCHANGES_SUMS = False
-    PEER = "replica"
 
     def __init__(
-        self, model: torch.nn.Module, units: Sequence[Unit], replicas: dist.ProcessGroup, **arguments: Any
+        self, model: torch.nn.Module, groups: Sequence[ParamGroup], replicas: dist.ProcessGroup, **arguments: Any
     ) -> None:
         self.node_size = dist.get_world_size() // dist.get_world_size(replicas)
         """Ranks of a node."""
         super().__init__(process_group=replicas, local_world_size=1, shards_per_node=self.node_size, **arguments)
-        self.device = units[0].device
-        self._units, self._replicas = units, replicas
-        sharded = {name for unit in units for name in unit.names.values()}
+        self.device = groups[0].device
+        self._param_groups, self._replicas = groups, replicas
+        sharded = {name for group in groups for name in group.names.values()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
         self._trained: set[Tensor] = set()  # in the last pass
         self._end = EndOfBackward(model, self._backward_ended)
-        self._unit_of = {member: unit for unit in units for member in unit.stand_ins}
+        self._group_of = {member: group for group in groups for member in group.proxies}
         self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # when the last gradient was computed, on a GPU, where that is timed
 
     def learn_names(self, names: Mapping[Tensor, str]) -> None:
         """Learns the names of the parameters, see :meth:`lightning_topk.runtime.buckets.BucketSettings.learn_names`."""
-        self._trained = {member for unit in self._units for member in unit.trained}
-        self.buckets.learn_names(names, _copied_inside(self, self._units))
+        self._trained = {member for group in self._param_groups for member in group.trained}
+        self.buckets.learn_names(names, _copied_inside(self, self._param_groups))
 
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients are exchanged, as the model has them between two passes."""
-        return [unit.sharded(member) for unit in self._units for member in unit.trained]
+        return [group.sharded(member) for group in self._param_groups for member in group.trained]
 
     @override
     def parameter_of(self, member: Tensor) -> Tensor:
-        return self._unit_of[member].sharded(member)
+        return self._group_of[member].sharded(member)
 
-    def exchange(self, unit: Unit, g: Tensor) -> None:
+    def exchange(self, group: ParamGroup, g: Tensor) -> None:
         """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.
 
         Args:
-            unit: Whose gradient it is.
+            group: Whose gradient it is.
             g: ``[elements]``, the mean over the node; it will hold the mean over all replicas that they agree on.
 
         Raises:
@@ -107,37 +104,37 @@ class ShardState(HookState):
                 has for its own replicas only.
             ValueError: Replicas have gradients of different parameters; or as :meth:`begin_pass`.
         """
-        if unit.skips_all_reduce:
+        if group.skips_all_reduce:
             raise RuntimeError(
                 "set_requires_all_reduce(False) skips the exchange, and the replicas would diverge. To accumulate "
                 "gradients, use set_requires_gradient_sync(False)."
             )
-        bucket, lane = unit.bucket(g), self.lane(g.device)
+        bucket, lane = group.bucket(g), self.lane(g.device)
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
             self._backward_ended()  # an earlier pass failed, or its end was not seen
         if not self._buckets:
             self._refresh_trained()
             self.begin_pass()
             in_autograd = torch._C._current_graph_task_id() != -1  # else the user finalises backward: torch 2.15
-            if not self._end.is_seen(unit) and in_autograd:
+            if not self._end.is_seen(group) and in_autograd:
                 Variable._execution_engine.queue_callback(self._backward_ended)
         self._match_gradient(bucket, g)
         if bucket not in self._agreed:
-            self._agree_on(f"that of {unit} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
+            self._agree_on(f"that of {group} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
             self._agreed.add(bucket)
-        if unit.user_divides:
+        if group.user_divides:
             g.mul_(self.world)
         if g.is_cuda:
             g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
         # On CPU the hook is waited for. On CUDA backward goes on beside it, and ends where the last of these marks is.
         ready = lane.mark() if self.timing and not g.is_cuda else None
-        if self.timing and unit.stream is not None:
-            with torch.cuda.stream(unit.stream):
+        if self.timing and group.stream is not None:
+            with torch.cuda.stream(group.stream):
                 self._ready = lane.mark()
-        job = self.job(bucket, f"the gradient of {unit}", None)
+        job = self.job(bucket, f"the gradient of {group}", None)
         lane.run(self._exchanger.run(Batch(g, job, self.timing, ready), lane))
         self._buckets.append(bucket)
-        self.telemetry.meter.bytes["intra_node"] += unit.node_bytes(g)
+        self.telemetry.meter.bytes["intra_node"] += group.node_bytes(g)
 
     def _refresh_trained(self) -> None:
         """Recomputes the amounts if parameters were frozen or unfrozen.
@@ -151,11 +148,11 @@ class ShardState(HookState):
                 f"the parameter {unfrozen[0]!r} (one of {len(unfrozen)}) was unfrozen, but nobody reduces its "
                 "gradient. Shard it by fully_shard before attach, or attach again."
             )
-        trained = {member for unit in self._units for member in unit.trained}
+        trained = {member for group in self._param_groups for member in group.trained}
         if trained == self._trained:
             return
         self._trained = trained
-        whole, compressed = _copied_inside(self, self._units), self.buckets.compressed
+        whole, compressed = _copied_inside(self, self._param_groups), self.buckets.compressed
         if compressed is not None and not trained.isdisjoint(compressed):
             try:
                 self.buckets.learn_names(self.names, whole)
@@ -163,7 +160,7 @@ class ShardState(HookState):
                 self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
     def _match_gradient(self, bucket: Bucket, g: Tensor) -> None:
-        """Gives the stand-ins the dtype and device of the gradient, which FSDP decides at the first forward pass."""
+        """Gives the proxies the dtype and device of the gradient, which FSDP decides at the first forward pass."""
         if any((member.dtype, member.device) != (g.dtype, g.device) for member in bucket):
             self.residuals.drop_endpoints(set(bucket))
             for member in bucket:
@@ -196,8 +193,8 @@ class ShardState(HookState):
     @override
     def close(self) -> None:
         self._end.stop()
-        for unit in self._units:
-            unit.stop()
+        for group in self._param_groups:
+            group.stop()
         super().close()
 
     # -------------------------------------------------------------------------------- checkpoints
@@ -209,7 +206,7 @@ class ShardState(HookState):
         Returns:
             What :mod:`lightning_topk.fsdp.checkpoint` says, on every rank.
         """
-        return sharded_checkpoint.collect(self.residuals, self._units, self._given, self._replicas)
+        return sharded_checkpoint.collect(self.residuals, self._param_groups, self._given, self._replicas)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The residuals as one file holds them; every rank calls it between two backward passes.
@@ -231,9 +228,9 @@ class ShardState(HookState):
         Raises:
             ValueError: The entry is damaged, or of another model.
         """
-        trained = {unit.names[member] for unit in self._units for member in unit.trained}
+        trained = {group.names[member] for group in self._param_groups for member in group.trained}
         frozen = {*self._strangers, *self.names.values()} - trained
-        super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._units, frozen))
+        super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._param_groups, frozen))
 
 
 # ------------------------------------------------------------------------------------------------ attach
@@ -292,13 +289,13 @@ def attach(
     optimizers = getter(optimizer)
     residuals = residuals or Residuals()
     # What is frozen may be a part of two models. It is left to the first of them.
-    units = [unit for unit in units_of(model, residuals.stand_ins) if unit.trained or not has_hook(unit)]
-    check_group(units, replicas)
-    check_hooks(units)
+    groups = [group for group in param_groups_of(model, proxies_of(residuals)) if group.trained or not has_hook(group)]
+    check_group(groups, replicas)
+    check_hooks(groups)
     with device_of(model.parameters()):
         state = ShardState(
             model,
-            units,
+            groups,
             replicas,
             config=config,
             timeout=timeout,
@@ -309,19 +306,19 @@ def attach(
             announce=announce,
         )
         try:
-            names = {member: name for unit in units for member, name in unit.names.items()}
+            names = {member: name for group in groups for member, name in group.names.items()}
             state.learn_names(names)
             if optimizers is not optimizer:  # there are some already
                 state.sync_optimizers()
-            check_replicas(model, units, replicas)
+            check_replicas(model, groups, replicas)
         except (RuntimeError, ValueError):
             state.close()
             raise
         if init_sync:
             _broadcast(model, replicas, state)
-        for unit in units:
-            unit.watch_use()
-            unit.set_hook(partial(state.exchange, unit), state.lane(unit.device).stream)
+        for group in groups:
+            group.watch_use()
+            group.set_hook(partial(state.exchange, group), state.lane(group.device).stream)
     return state
 
 
@@ -338,8 +335,8 @@ def check_shardable(config: TopKConfig) -> None:
         )
 
 
-def _copied_inside(state: ShardState, units: Sequence[Unit]) -> list[Tensor]:
-    """The stand-ins of parameters of which a node has several copies, as tensor parallelism leaves them of norms.
+def _copied_inside(state: ShardState, groups: Sequence[ParamGroup]) -> list[Tensor]:
+    """The proxies of parameters of which a node has several copies, as tensor parallelism leaves them of norms.
 
     Each copy is exchanged by its own ranks. Where their gradients differ in the last bit, other entries would be
     selected, and the copies would drift apart; so they are exchanged whole.
@@ -348,9 +345,9 @@ def _copied_inside(state: ShardState, units: Sequence[Unit]) -> list[Tensor]:
         ValueError: The exchange would apply momentum, which is for what is compressed only.
     """
     found = []
-    for unit in units:
-        for member in unit.stand_ins:
-            sharded = unit.sharded(member)
+    for group in groups:
+        for member in group.proxies:
+            sharded = group.sharded(member)
             sizes = [
                 size
                 for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True)

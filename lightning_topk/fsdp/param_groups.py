@@ -1,4 +1,4 @@
-"""The parameter groups of an FSDP2 model, and the stand-ins for their shards in buckets.
+"""The parameter groups of an FSDP2 model, and the proxies for their shards in buckets.
 
 torch offers no list of what an all-reduce hook's tensor holds. So this reads FSDP's own account of its parameter
 groups, which is private; nothing else here does.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,21 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.exchanger import Bucket
+from lightning_topk.runtime.memory.by_parameter import Residuals
+
+_PROXIES: WeakKeyDictionary[Residuals, dict[str, Tensor]] = WeakKeyDictionary()
 
 
-class Unit:
+def proxies_of(residuals: Residuals) -> dict[str, Tensor]:
+    """The proxies by name of those residuals: a model that is attached again finds its own."""
+    return _PROXIES.setdefault(residuals, {})
+
+
+class ParamGroup:
     """A group of parameters whose gradients FSDP reduces together.
 
     A bucket is a tuple of tensors with an identity, a size, a dtype and a device. A sharded parameter has the size of
-    the whole one, so a *stand-in* takes its place: ``[elements of the padded shard]`` in the dtype of the reduced
+    the whole one, so a *proxy* takes its place: ``[elements of the padded shard]`` in the dtype of the reduced
     gradient, without memory of its own.
 
     Args:
@@ -39,8 +47,8 @@ class Unit:
 
     def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
         self.module, self._group = module, group
-        self.stand_ins: dict[Tensor, Any] = {}
-        """FSDP's account of each parameter, by stand-in, whether it is trained now or may be later."""
+        self.proxies: dict[Tensor, Any] = {}
+        """FSDP's account of each parameter, by proxy, whether it is trained now or may be later."""
         self.names: dict[Tensor, str] = {}
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
@@ -49,7 +57,7 @@ class Unit:
                 policy = parameter.mp_policy
                 dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
                 known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size)
-            self.stand_ins[known[name]], self.names[known[name]] = parameter, name
+            self.proxies[known[name]], self.names[known[name]] = parameter, name
         self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
         """The ranks to which the parameters are dealt."""
         self.stream: torch.cuda.Stream | None = None
@@ -57,18 +65,18 @@ class Unit:
         self._used: set[Any] = set()  # parameters with a gradient that was not reduced yet
         self._watches: list[RemovableHandle] = []
 
-    def sharded(self, stand_in: Tensor) -> DTensor:
+    def sharded(self, proxy: Tensor) -> DTensor:
         """The parameter as the model has it between two passes, and as optimizers know it."""
-        parameter: DTensor = self.stand_ins[stand_in].sharded_param
+        parameter: DTensor = self.proxies[proxy].sharded_param
         return parameter
 
     @property
     def trained(self) -> list[Tensor]:
-        """The stand-ins of parameters that are trained now; theirs alone require a gradient."""
-        for stand_in, parameter in self.stand_ins.items():
-            if stand_in.requires_grad != parameter.sharded_param.requires_grad:
-                stand_in.requires_grad_(parameter.sharded_param.requires_grad)
-        return [stand_in for stand_in in self.stand_ins if stand_in.requires_grad]
+        """The proxies of parameters that are trained now; theirs alone require a gradient."""
+        for proxy, parameter in self.proxies.items():
+            if proxy.requires_grad != parameter.sharded_param.requires_grad:
+                proxy.requires_grad_(parameter.sharded_param.requires_grad)
+        return [proxy for proxy in self.proxies if proxy.requires_grad]
 
     def __str__(self) -> str:
         first, *others = self.names.values()
@@ -77,7 +85,7 @@ class Unit:
     def watch_use(self) -> None:
         """Notes from now on which parameters get a gradient. A collective of the node: all are gathered, once."""
         self.module.unshard()
-        for parameter in self.stand_ins.values():
+        for parameter in self.proxies.values():
             # Weakly: the garbage collector does not see through a tensor's hooks, and the model would never be freed.
             note = partial(_note, ref(self), ref(parameter))
             whole = parameter._unsharded_param
@@ -101,10 +109,10 @@ class Unit:
         parameters = self._group.fsdp_params
         order = getattr(self._group, "_reduce_scatter_param_indices", None)  # torch 2.15 sorts them by dtype
         ordered = parameters if order is None else [parameters[number] for number in order]
-        member = {parameter: stand_in for stand_in, parameter in self.stand_ins.items()}
+        member = {parameter: proxy for proxy, parameter in self.proxies.items()}
         trained, used = (
             tuple(member[parameter] for parameter in ordered if parameter in those)
-            for those in ({self.stand_ins[each] for each in self.trained}, self._used.copy())
+            for those in ({self.proxies[each] for each in self.trained}, self._used.copy())
         )
         self._used.clear()
         for bucket in (trained, used):
@@ -146,7 +154,7 @@ class Unit:
 
     @property
     def root(self) -> Any:
-        """FSDP's state of the module whose forward pass this unit is a part of."""
+        """FSDP's state of the module whose forward pass this group is a part of."""
         return self.module._get_fsdp_state()._state_ctx.all_states[0]
 
     @property
@@ -158,12 +166,12 @@ class Unit:
         """Has FSDP call a hook with each reduced gradient, on that stream."""
         self.module.set_all_reduce_hook(hook, stream=stream)
 
-    def later_divided_by(self, stand_in: Tensor) -> float:
+    def later_divided_by(self, proxy: Tensor) -> float:
         """By what FSDP divides the hook's result: with float16, whose sums could overflow, and where it only sums.
 
-        Residuals have the hook's units; in a checkpoint they have the gradient's.
+        Residuals have the hook's param_groups; in a checkpoint they have the gradient's.
         """
-        risky = stand_in.dtype not in (torch.float32, torch.bfloat16)
+        risky = proxy.dtype not in (torch.float32, torch.bfloat16)
         if not risky and not self._group.force_sum_reduction_for_comms:
             return 1.0
         factor = self._group.gradient_divide_factor or len(self.ranks)  # as torch's _get_gradient_divide_factors
@@ -173,21 +181,21 @@ class Unit:
         return float(factor / before)
 
 
-def _note(unit: ref[Unit], used: ref[Any], _: Tensor) -> None:
-    """Notes that a parameter of a unit got a gradient."""
-    here = unit()
+def _note(param_group: ref[ParamGroup], used: ref[Any], _: Tensor) -> None:
+    """Notes that a parameter of a group got a gradient."""
+    here = param_group()
     if here is not None:
         here._used.add(used())
         if here.device.type == "cuda":
             here.stream = torch.cuda.current_stream(here.device)
 
 
-def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
+def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[ParamGroup]:
     """The groups of parameters of an FSDP2 model, in the order of its modules.
 
     Args:
         model: The model.
-        known: See :class:`Unit`.
+        known: See :class:`ParamGroup`.
 
     Raises:
         ValueError: Replicas are exchanged by FSDP itself, modules have several meshes, or parameters are not sharded.
@@ -196,7 +204,7 @@ def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
         if isinstance(module, FSDPModule):
             module.reshard()  # a backward pass that failed may have left parameters gathered
     names = names_of(model)
-    units, seen = [], set()
+    param_groups, seen = [], set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -212,21 +220,21 @@ def units_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Unit]:
             if id(group) not in seen:
                 seen.add(id(group))
                 _check_mesh(group, name)
-                units.append(Unit(module, group, names, known))
-    found = {parameter for unit in units for parameter in unit.names.values()}
+                param_groups.append(ParamGroup(module, group, names, known))
+    found = {parameter for param_group in param_groups for parameter in param_group.names.values()}
     strangers = [name for parameter, name in names.items() if parameter.requires_grad and name not in found]
     if strangers:
         raise ValueError(
             f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so nobody would "
             "reduce its gradient. Wrap the module that holds it too, or freeze it."
         )
-    meshes = {tuple(unit.ranks) for unit in units if unit.trained}
+    meshes = {tuple(param_group.ranks) for param_group in param_groups if param_group.trained}
     if len(meshes) > 1:
         raise ValueError(
             f"the model is sharded on several meshes, of the ranks {' and '.join(map(str, sorted(meshes)))}: their "
             "replicas are on different ranks. Shard all modules on one mesh, that of the node."
         )
-    return [unit for unit in units if unit.stand_ins and tuple(unit.ranks) in meshes]
+    return [param_group for param_group in param_groups if param_group.proxies and tuple(param_group.ranks) in meshes]
 
 
 class EndOfBackward:
@@ -250,9 +258,9 @@ class EndOfBackward:
             if isinstance(module, FSDPModule):
                 self._watch(module._get_fsdp_state())
 
-    def is_seen(self, unit: Unit) -> bool:
+    def is_seen(self, param_group: ParamGroup) -> bool:
         """Whether FSDP will call back at the end of this backward pass; from the next pass on it will."""
-        root = unit.root
+        root = param_group.root
         seen = root in self._parts
         self._watch(root)
         return seen

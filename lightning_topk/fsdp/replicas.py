@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_topk.fsdp.param_groups import Unit
+from lightning_topk.fsdp.param_groups import ParamGroup
 from lightning_topk.runtime.checks import check_same_model
 from lightning_topk.runtime.groups import check_agreement
 from lightning_topk.runtime.state import HookState
@@ -31,35 +31,37 @@ def replicas_of(group: Any) -> dist.ProcessGroup:
     return group
 
 
-def check_group(units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
+def check_group(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:
     """Refuses ranks that hold different shards."""
-    if not units:
+    if not groups:
         raise ValueError("no parameter of the model is to be trained: there is no gradient to exchange.")
     ranks = dist.get_process_group_ranks(replicas)
-    if set(ranks) & set(units[0].ranks) != {dist.get_rank()}:
+    if set(ranks) & set(groups[0].ranks) != {dist.get_rank()}:
         raise ValueError(
-            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {units[0].ranks}: all "
+            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {groups[0].ranks}: all "
             "ranks of the group must hold the same shard, each on another node. Pass the dimension of the mesh along "
             "which nodes are counted."
         )
 
 
-def check_hooks(units: Sequence[Unit]) -> None:
-    """Refuses units whose gradients go to another hook."""
-    for unit in units:
-        if has_hook(unit):
-            raise RuntimeError(f"FSDP calls a hook with the gradient of {unit} already. Close the earlier state first.")
+def check_hooks(groups: Sequence[ParamGroup]) -> None:
+    """Refuses groups whose gradients go to another hook."""
+    for group in groups:
+        if has_hook(group):
+            raise RuntimeError(
+                f"FSDP calls a hook with the gradient of {group} already. Close the earlier state first."
+            )
 
 
-def has_hook(unit: Unit) -> bool:
-    """Whether FSDP calls a hook with a unit's gradients, other than that of a state that was closed."""
-    user = getattr(getattr(unit.hook, "func", None), "__self__", None)
-    return unit.hook is not None and not (isinstance(user, HookState) and user.groups is None)
+def has_hook(group: ParamGroup) -> bool:
+    """Whether FSDP calls a hook with the gradients of a group, other than that of a state that was closed."""
+    user = getattr(getattr(group.hook, "func", None), "__self__", None)
+    return group.hook is not None and not (isinstance(user, HookState) and user.groups is None)
 
 
-def check_replicas(model: torch.nn.Module, units: Sequence[Unit], replicas: dist.ProcessGroup) -> None:
+def check_replicas(model: torch.nn.Module, groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:
     """Refuses replicas that hold other shards, or that are of other models."""
-    shards = {"the shard that a rank holds": units[0].ranks.index(dist.get_rank())}
+    shards = {"the shard that a rank holds": groups[0].ranks.index(dist.get_rank())}
     remedy = "process_group= must be the ranks that hold the same shard, one on each node."
     check_agreement(shards, remedy, replicas)
     check_same_model(model, replicas)

@@ -79,7 +79,7 @@ class BucketSettings:
 
     def plan_of(self, bucket: Bucket) -> BucketPlan:
         """How a bucket is exchanged."""
-        key = bucket, bucket[0].dtype  # that of FSDP's stand-ins may change
+        key = bucket, bucket[0].dtype  # a wrapper may change it
         if key not in self._plans:
             names = " ".join(self.names.get(parameter, "") for parameter in bucket)
             self._plans[key] = plan_bucket(
@@ -123,19 +123,18 @@ class BucketSettings:
             total += bucket_volume(self.plan_of(bucket), rank, step, epoch, len(bucket) if voting else None)
         return total
 
-    def warnings(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> list[str]:
+    def warnings(self, buckets: Sequence[Bucket], sent: Volume) -> list[str]:
         """What a user of ``saving=`` should know once the buckets are final.
 
         Args:
             buckets: That are exchanged.
             sent: The bytes of a step.
-            larger: What makes buckets larger.
         """
         if self.config.saving is None or not self.config.compresses:
             return []
-        return [words for words in (self._missed_saving(buckets, sent, larger), self._narrow(buckets)) if words]
+        return [words for words in (self._missed_saving(buckets, sent), self._narrow(buckets)) if words]
 
-    def _missed_saving(self, buckets: Sequence[Bucket], sent: Volume, larger: str) -> str:
+    def _missed_saving(self, buckets: Sequence[Bucket], sent: Volume) -> str:
         """Says that less is saved than requested, and why."""
         asked, seen = self.config.saving or 0, self._saving(sent)
         if seen >= asked * (1 - TOLERANCE):
@@ -143,7 +142,7 @@ class BucketSettings:
         whole = tuple(parameter for bucket in buckets for parameter in bucket)
         small, remedy = "this model is", "Use DDP"
         if len(buckets) > 1 and self._saving(self.volume([whole], 0, 0, 0, voting=False)) >= asked * (1 - TOLERANCE):
-            small, remedy = "its buckets are", f"Use {larger}"
+            small, remedy = "its buckets are", "Use a larger bucket_cap_mb= or, with fully_shard, larger modules"
         return (
             f"lightning_topk: saving={asked:g} was requested, but {small} too small: each step saves {seen:.3g}x. "
             f"{remedy}."

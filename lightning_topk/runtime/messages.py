@@ -30,9 +30,7 @@ class WarnOnce:
         self.said.add(message)
 
 
-def startup_warnings(
-    given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool, peer: str = "process"
-) -> list[str]:
+def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
     """What a user of some settings should know before a run.
 
     Args:
@@ -40,14 +38,13 @@ def startup_warnings(
         config: What they amount to on these ranks.
         world: Number of ranks.
         has_optimizers: Whether the optimizers are known.
-        peer: What exchanges gradients with others of its kind.
     """
     if not config.compresses:
         idle = [name for name in given.changed if name not in ("topology", "clip_norm")]
         if not given.compresses and not idle:
             return []
         if world == 1:
-            return [f"lightning_topk: there is one {peer} only, so nothing is sent and nothing is compressed."]
+            return ["lightning_topk: there is nobody to exchange gradients with, so nothing is compressed."]
         where = f"topology={given.topology!r}" + " on one node" * given.compresses
         return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
     if config.adapts_momentum and not has_optimizers:

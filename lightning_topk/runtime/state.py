@@ -40,14 +40,8 @@ class HookState(Reporting):
     ranks of this node, this one included, exchange a shard of the same gradients each.
     """
 
-    AFTER_CLOSE = "save residuals before, and wrap the model in a new DistributedDataParallel to attach again"
-    """What to do about it."""
-    LARGER_BUCKETS = "a larger bucket_cap_mb="
-    """How buckets become larger."""
     EXCHANGES_SUMS = True
     """Whether gradients are accumulated before their exchange, as DDP does; FSDP2 does so after it."""
-    PEER = "process"
-    """What exchanges gradients with others of its kind."""
 
     def __init__(
         self,
@@ -81,7 +75,7 @@ class HookState(Reporting):
         self._compared = range(0)  # steps for which all ranks have the same functions of the step
         self._say_what_was_reset()
         if not self.residuals.progress.steps:  # a model that is wrapped again goes on
-            for message in startup_warnings(config, agreed, world, optimizers is not None, self.PEER):
+            for message in startup_warnings(config, agreed, world, optimizers is not None):
                 self._say(message)
 
     # -------------------------------------------------------------------------------- a backward pass
@@ -111,7 +105,10 @@ class HookState(Reporting):
             RuntimeError: The state was closed.
         """
         if self.groups is None:
-            raise RuntimeError(f"this {type(self).__name__} was closed; {self.AFTER_CLOSE}.")
+            raise RuntimeError(
+                f"this {type(self).__name__} was closed. Save residuals before that; to go on, attach again, with "
+                "DDP to a new DistributedDataParallel."
+            )
         return self.groups
 
     def begin_pass(self) -> None:
@@ -164,7 +161,7 @@ class HookState(Reporting):
         """
         progress = self.residuals.progress
         if self.world > 1 and self.buckets.observe(buckets, progress, static_graph):
-            for message in self.buckets.warnings(progress.buckets, self.predicted(), self.LARGER_BUCKETS):
+            for message in self.buckets.warnings(progress.buckets, self.predicted()):
                 self._say(message)
 
     def submit(self, batch: Batch, promised: Future) -> None:

@@ -75,8 +75,6 @@ class Residuals:
         missing."""
         self.reset = 0
         """Parameters whose residual was dropped, since their size or memory format changed."""
-        self.stand_ins: dict[str, Tensor] = {}
-        """What stands for parameters that are sharded, by name (:class:`lightning_topk.fsdp.param_groups.Unit`)."""
         self._by_parameter: Memories = {}  # a view of its endpoint's, while a parameter has one
         self._sent: list[Sent] = []  # for steps that the scaler may still skip
         self._settled: set[Tensor] = set()  # whose part of such a step was taken or skipped
