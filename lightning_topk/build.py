@@ -28,7 +28,8 @@ from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.schedule import Ratio, ratio_at
 
 PIECE = 1 << 22
-"""Most elements, about, of a piece of a bucket, where pieces overlap: one is compressed while another travels."""
+"""Elements, about, of a piece, where one piece is compressed while another travels. A piece is a message of its own to
+every rank, so pieces are larger where fewer than a 64th of the entries are sent."""
 
 TOLERANCE = 0.02
 """Relative difference between the saving of a model and the one asked for that is not worth a warning."""
@@ -233,8 +234,14 @@ def _shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int, in_
     topology = TOPOLOGIES[config.topology]
     parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among = world // parts.count
-    pieces = max(1, round(parts.numel / PIECE)) if in_pieces else 1
+    pieces = _pieces(config, parts.numel) if in_pieces else 1
     return BucketSpec(topology, parts, Layout(max(1, parts.numel), topology.shards(among), pieces), among, world)
+
+
+def _pieces(config: TopKConfig, numel: int) -> int:
+    """Number of pieces of a bucket; none has more than 2^30 elements."""
+    sent = config.ratio if isinstance(config.ratio, float | int) else 3 / config.saving if config.saving else 1.0
+    return max(1, round(min(1.0, 64 * sent) * numel / PIECE), math.ceil(numel / 2**30))
 
 
 def _make_memory(config: TopKConfig, side: str, numel: int, dtype: torch.dtype, device: torch.device) -> Memory:

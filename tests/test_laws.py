@@ -95,6 +95,20 @@ def test_laws_hold_for_buckets_of_several_pieces(topology, bidirectional, numel,
         assert cluster.plan.shape.layout.pieces > 1
 
 
+@pytest.mark.parametrize(
+    ("numel", "amount", "pieces"),
+    [
+        (25_000_000, {"saving": 50}, 6),
+        (25_000_000, {"ratio": 0.01}, 4),
+        (25_000_000, {"ratio": 0.001}, 1),
+        (5_000_000, {"saving": 50}, 1),
+        (2**33, {"ratio": 1e-5}, 8),
+    ],
+)
+def test_pieces_are_larger_where_less_is_sent(numel, amount, pieces):
+    assert build.plan_bucket(TopKConfig(**amount), [numel], world=4).shape.layout.pieces == pieces
+
+
 def test_pieces_are_compressed_to_the_same_bits_whatever_is_fused(monkeypatch):
     """And are measured as they are when they are not."""
     monkeypatch.setattr(build, "PIECE", 40_000)

@@ -26,8 +26,9 @@ from numba.extending import intrinsic
 
 from lightning_topk.core.layout import BLOCK
 
-SAMPLE = 1 << 14
-"""Minimum size of a sample. Each element costs a cache line of the residual and one of the gradient."""
+SAMPLE = 1 << 13
+"""Minimum size of a sample. Each element costs a cache line of the residual and one of the gradient; a smaller sample
+leaves more candidates to sort out."""
 
 BUCKETS = 1 << 12
 """Of a histogram of magnitudes, few enough to stay in a core's cache."""
