@@ -40,10 +40,9 @@ def page(rows: Sequence[Row]) -> str:
     return markdown([{words(head): words(cell) for head, cell in row.items()} for row in rows])
 
 
-def races(name: str, racers: Sequence[str], course: str = "digits") -> str:
+def races() -> str:
     """Seconds to the aim by link, and the steps and bytes that they take."""
-    raced = race.by_racer(Runs(RUNS / name), course)
-    return page(race.table(raced, [*race.SOONER], racers))
+    return page(race.table(race.by_racer(Runs(RUNS / "race.jsonl")), [*race.SOONER], [*race.RACERS]))
 
 
 def bench(name: str) -> dict[str, list[Row]]:
@@ -137,8 +136,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-select": compress_step,
     "bench-wire": wires,
     "gpu-bytes": lambda: page(json.loads((RUNS / "gpu-bytes.json").read_text())),
-    "race": lambda: races("race.jsonl", [*race.RACERS]),
-    "race-images": lambda: races("race-images.jsonl", ["saving 50", "DDP"], "images"),
+    "race": races,
     "results": results,
     "momentum": momentum,
     "saving-curves": lambda: page(gaps()),
