@@ -2,7 +2,7 @@
 """Writes the tables of the README and the guides that come from the runs in examples/reproduced.
 
 A table stands under a comment that names it: ``<!-- table: race -->``. ``--check`` writes nothing, and exits with
-status 1 where a page is not up to date. ``--pictures`` draws saving-curves.svg, too, which needs matplotlib.
+status 1 where a page is not up to date. ``--pictures`` also draws saving-curves.svg and at-size.svg, by matplotlib.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_topk.lab.bench import race, wire
 from lightning_topk.lab.bench.peers import PEERS
-from lightning_topk.lab.papers import saving_curves
+from lightning_topk.lab.papers import at_size, saving_curves
 from lightning_topk.lab.report import Row, draw, in_words, markdown
 from lightning_topk.lab.training import Runs
 
@@ -130,7 +130,14 @@ def results() -> str:
     return page(rows)
 
 
+def large() -> str:
+    """How models of ten million parameters end, by what is sent."""
+    found = Runs(RUNS / "at-size.jsonl")
+    return page([{"model": model, **row} for model in at_size.COURSES for row in at_size.table(found, model)])
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "at-size": large,
     "bench-hosts": lambda: steps("hosts", also="of them exchange", title="CPU ms of a rank, by link"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", title="hidden, by link"),
     "bench-select": compress_step,
@@ -159,6 +166,11 @@ def main() -> None:
         found = Runs(RUNS / "saving-curves.jsonl")
         drawn = saving_curves.panels(found, [*LEARNERS.values()], saving_curves.LENGTHS)
         draw(drawn, RUNS / "saving-curves.svg")
+        found = Runs(RUNS / "at-size.jsonl")
+        draw(
+            at_size.panels(found, [name for name in at_size.COURSES if at_size.table(found, name)]),
+            RUNS / "at-size.svg",
+        )
     old = [each for each in PAGES if filled(each.read_text()) != each.read_text()]
     if options.check and old:
         sys.exit(f"not up to date: {', '.join(each.name for each in old)}. Run python .ci/tables.py.")

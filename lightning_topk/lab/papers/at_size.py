@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.report import Result, Row, in_words
+from lightning_topk.lab.report import Panel, Result, Row, in_words
 from lightning_topk.lab.training import Optimizer, Ranks, Runs, train
 
 _adamw = partial(Optimizer, momentum=0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=100)
@@ -79,13 +79,8 @@ def run(
         "million parameters (huge: 85), AdamW, 128 (1,024) characters of Python's source code a worker and step. "
         "ResNet-18: 11.2 million, SGD with momentum 0.9 and weight decay, 4 images a worker and step.",
     )
-    for model in chosen:
-        result.tables[model] = table(found, model, steps, seeds)
-        for along, unit in ((0, "steps"), (1, "MB that a worker sent")):
-            curves = result.panel(model, unit, xlog=bool(along), ylabel=quality_of(model))
-            for system in systems:
-                if entry := found.get(run_key(model, system, steps, 0)):
-                    curves[system] = curve(entry, model, along)
+    result.tables = {model: table(found, model, steps, seeds) for model in chosen}
+    result.panels = panels(found, chosen, systems, steps)
     return result
 
 
@@ -118,11 +113,20 @@ def _train(
     return measured | {"sent": sent, "saving": ended.dense_bytes / sent}
 
 
-def curve(entry: Mapping[str, Any], model: str, along: int) -> tuple[list[float], list[float]]:
-    """A learning curve: over steps, or over the MB that a worker sent until then."""
-    steps, losses, accuracies = zip(*entry["curve"], strict=True)
-    scale = entry["sent"] / 1e6 if along else 1
-    return [step * scale for step in steps], [*(accuracies if COURSES[model].images else losses)]
+def panels(found: Runs, models: Sequence[str], systems: Sequence[str] = SYSTEMS, steps: int = 3000) -> list[Panel]:
+    """Learning curves of the first seed, over steps and over the bytes that a worker sent."""
+    drawn = []
+    for model in models:
+        runs = {system: found[key] for system in systems if (key := run_key(model, system, steps, 0)) in found}
+        for along in ("steps", "MB that a worker sent"):
+            panel = Panel(model, along, xlog=along != "steps", ylabel=quality_of(model))
+            for system, run in runs.items():
+                passed, losses, accuracies = zip(*run["curve"], strict=True)
+                scale = 1.0 if along == "steps" else run["sent"] / 1e6
+                quality = accuracies if COURSES[model].images else losses
+                panel.curves[system] = [step * scale for step in passed], quality
+            drawn.append(panel)
+    return drawn
 
 
 def table(found: Runs, model: str, steps: int = 3000, seeds: int = 2) -> list[Row]:
