@@ -1,4 +1,4 @@
-"""The models of the classifier example: those of the package, and a large one. None of them knows how it is trained."""
+"""Models of the classifier example: those of the package, and a large one. None depends on how it is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange in a training loop of one's own, without Lightning.
+"""Top-k exchange in a plain DDP training loop, without Lightning.
 
 torchrun --nproc-per-node=2 examples/plain_ddp.py
 """

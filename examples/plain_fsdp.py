@@ -1,8 +1,8 @@
-"""A model sharded by FSDP2 inside each node, and top-k between nodes, in a training loop of one's own.
+"""A model sharded by FSDP2 inside each node, and top-k between nodes, in a plain training loop.
 
 torchrun --nproc-per-node=4 examples/plain_fsdp.py
 
-Without a cluster, the ranks of one machine are two nodes.
+On a single machine, its ranks form two nodes.
 """
 
 from __future__ import annotations

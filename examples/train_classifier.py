@@ -62,12 +62,12 @@ class Classifier(L.LightningModule):
 
 
 def datasets(source: str | None, download: bool) -> tuple[Dataset, Dataset, int]:
-    """Images to train on, images held out, and the number of classes.
+    """Training images, held-out images, and the number of classes.
 
     Args:
         source: A folder with ``train/<class>/*`` and ``test/<class>/*``; or ``"cifar10"``; or None for
             scikit-learn's digits.
-        download: Whether to download CIFAR-10 if it is not there.
+        download: Whether to download CIFAR-10 if it is missing.
     """
     if source is None:
         data = digits()
@@ -90,7 +90,7 @@ def datasets(source: str | None, download: bool) -> tuple[Dataset, Dataset, int]
 
 
 def topk_settings(options: argparse.Namespace, name: str) -> dict[str, object]:
-    """The strategy's settings: those of the preset, if it has the name of one; else what the options say."""
+    """The strategy's settings: those of preset ``name`` with ``--preset``, else those of the options."""
     if options.preset:
         own = name in ("dense", "dgc")  # these two say how much they send
         return {**presets[name], **({} if own else {"ratio": options.ratio or 0.01})}
@@ -107,7 +107,7 @@ def fit(options: argparse.Namespace, name: str) -> tuple[bool, dict[str, float],
     """Trains once, with ``"ddp"``, ``"topk"`` or a preset.
 
     Returns:
-        Whether this is rank 0, the last logged values, and the series of all of them.
+        Whether this is rank 0, the last logged values, and the series of all logged values.
     """
     L.seed_everything(options.seed, workers=True, verbose=False)
     train, test, classes = datasets(options.data, options.download)
@@ -165,7 +165,7 @@ def read_series(path: Path) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """The runs side by side; bytes are those that rank 0 sent, saving and error those of the whole run."""
+    """The runs side by side. Bytes are those that rank 0 sent; saving and error cover the whole run."""
     lines = [f"{'strategy':<20}{'accuracy':>10}{'up':>10}{'down':>10}{'dense':>10}{'saving':>9}{'error':>8}"]
     for name, values in results.items():
         dense = values["topk/total_dense_bytes"]
@@ -185,7 +185,7 @@ def plot(runs: dict[str, dict[str, Curve]], path: str) -> None:
         (Panel("training loss", "step", ylog=True), {"train_loss": ""}),
         (
             Panel("bytes sent by rank 0 so far", "step", ylog=True),
-            {"topk/total_bytes": "", "topk/total_dense_bytes": "were it a ring all-reduce"},
+            {"topk/total_bytes": "", "topk/total_dense_bytes": "as a ring all-reduce"},
         ),
         (
             Panel("compression error ‖a - C(a)‖² / ‖a‖²", "step"),
@@ -201,11 +201,11 @@ def plot(runs: dict[str, dict[str, Curve]], path: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", help="a folder with train/<class>/* and test/<class>/*, or 'cifar10' (default: digits)")
-    add("--download", action="store_true", help="download CIFAR-10 to ./data if it is not there")
+    add("--download", action="store_true", help="download CIFAR-10 to ./data if it is missing")
     add("--model", choices=list(MODELS), default="mlp", help="default: %(default)s")
     gpus = torch.cuda.device_count()
     add("--devices", type=int, default=gpus or 2, help="workers on each node (default: all GPUs, else 2 CPU processes)")
@@ -216,19 +216,19 @@ def parse() -> argparse.Namespace:
         "--preset",
         nargs="+",
         choices=list(presets),
-        help="systems of the papers, one after the other, instead of the next options (--ratio counts, but for dense "
-        "and dgc; it is 0.01 by default)",
+        help="systems of the papers to train in turn, instead of the next options; of these only --ratio applies, "
+        "except to dense and dgc (default: 0.01)",
     )
     add("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
-    add("--ratio", type=float, help="fraction that each worker sends, instead")
-    add("--server-ratio", type=float, help="fraction that the servers send (default: the same)")
-    add("--no-bidirectional", dest="bidirectional", action="store_false", help="servers send all that is nonzero")
+    add("--ratio", type=float, help="fraction of the entries that each worker sends, instead of --saving")
+    add("--server-ratio", type=float, help="fraction of the entries that the servers send (default: the same)")
+    add("--no-bidirectional", dest="bidirectional", action="store_false", help="servers send every nonzero entry")
     add("--topology", default="sharded", help="sharded, single_server or allgather (default: %(default)s)")
     add("--max-epochs", type=int, default=20, help="default: %(default)s")
-    add("--batch-size", type=int, default=32, help="of each worker (default: %(default)s)")
+    add("--batch-size", type=int, default=32, help="batch size per worker (default: %(default)s)")
     add("--lr", type=float, default=0.05, help="default: %(default)s")
-    add("--loaders", type=int, default=0, help="data loading processes of each worker (default: %(default)s)")
-    add("--limit-train-batches", type=int, help="batches in an epoch, at most")
+    add("--loaders", type=int, default=0, help="data loading processes per worker (default: %(default)s)")
+    add("--limit-train-batches", type=int, help="maximum number of batches per epoch")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--plot", metavar="FILE", help="draw loss, bytes and compression error over steps")
     return parser.parse_args()

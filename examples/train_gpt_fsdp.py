@@ -1,9 +1,9 @@
-"""A GPT on Python's documentation, sharded by FSDP2 inside nodes: torch's own HSDP, and top-k between the nodes.
+"""Trains a GPT on Python's documentation: FSDP2 inside nodes, and torch's own HSDP or top-k between them.
 
-python examples/train_gpt_fsdp.py                    # 2 nodes of 2 ranks: processes of this machine, or its GPUs
-python examples/train_gpt_fsdp.py --rate 100mbit     # emulated hosts with such links (root and iproute2)
+python examples/train_gpt_fsdp.py                    # 2 nodes of 2 ranks: processes or GPUs of this machine
+python examples/train_gpt_fsdp.py --rate 100mbit     # emulated hosts with links of this rate (root and iproute2)
 
-Prints the loss on held-out text, the bytes that leave a node, and seconds a step.
+Prints the loss on held-out text, milliseconds per step and, with --rate, the bytes that leave a node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_topk.lab.report import markdown
 
 
 def train(options: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
-    """One rank's training, first with HSDP and then with ours."""
+    """Trains one rank, first with HSDP and then with ours."""
     return [_train(options, rank, way) for way in ("HSDP", f"saving={options['saving']:g}")]
 
 
@@ -52,7 +52,7 @@ def _train(options: dict[str, Any], rank: int, way: str) -> dict[str, Any]:
         state = attach(model, process_group=mesh["replicate"], saving=options["saving"], optimizer=optimizer)
     drawn = torch.Generator().manual_seed(rank)
     for step in tqdm(range(steps), desc=way, unit="step", disable=rank > 0):
-        if step == 3:  # connections are there, and so are residuals
+        if step == 3:  # connections and residuals exist by now
             begin, sent = time.perf_counter(), hosts.sent_bytes()
         chosen = torch.randint(len(data.labels), (options["batch"],), generator=drawn)
         optimizer.zero_grad()
@@ -84,11 +84,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500, help="steps, more than 3 (default: %(default)s)")
     parser.add_argument("--saving", type=float, default=50, help="how many times fewer bytes (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=2, help="nodes (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of a node (default: %(default)s)")
-    parser.add_argument("--rate", help="rate of the links of emulated hosts, such as 100mbit")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks per node (default: %(default)s)")
+    parser.add_argument("--rate", help="link rate of emulated hosts, such as 100mbit")
     parser.add_argument("--width", type=int, default=64, help="width of the states (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=2, help="blocks (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="pieces of text a rank and step (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="pieces of text per rank and step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.01, help="peak learning rate (default: %(default)s)")
     options = parser.parse_args()
     if options.steps <= 3:

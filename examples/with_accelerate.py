@@ -1,4 +1,4 @@
-"""The exchange in a loop with Hugging Face Accelerate (``pip install accelerate``).
+"""Top-k exchange in a training loop with Hugging Face Accelerate (``pip install accelerate``).
 
 torchrun --nproc-per-node=2 examples/with_accelerate.py
 """

@@ -16,15 +16,14 @@ import lightning_topk
 
 PACKAGE = Path(lightning_topk.__file__).parent
 
-SETTINGS = ["schedule", "config", "systems", "build", "saving"]
+SETTINGS = ["schedule", "config", "systems", "build"]
 MAY_IMPORT = {
     "core": [],
     "schedule": [],
     "config": ["core", "schedule"],
     "systems": ["schedule"],
     "build": ["config", "core", "schedule"],
-    "saving": ["build", "config", "core"],
-    "simulate": ["build", "config", "core", "saving"],
+    "simulate": ["build", "config", "core"],
     "volume": ["core", *SETTINGS],
     "runtime": ["core", *SETTINGS, "volume"],
     "ddp": ["core", *SETTINGS, "volume", "runtime"],

@@ -193,7 +193,7 @@ def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
     assert not any("each rank sent" in line for line in said)
     fit(rank, world, plain, DDPStrategy(), monitor=False)
     assert [logged[f"topk/{name}"] for name in ("total_bytes", "saving", "uplink_error")] == [0, 1, 0]
-    assert sum("so nothing is sent and nothing is compressed" in line for line in said) == 1
+    assert sum("so nothing is compressed" in line for line in said) == 1
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
 

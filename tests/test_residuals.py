@@ -150,6 +150,17 @@ def lose_nothing(run) -> None:
         ranks.check()
 
 
+@pytest.mark.parametrize("piece", [build.PIECE, 250])
+def test_energies_are_those_of_what_is_held(piece, monkeypatch):
+    monkeypatch.setattr(build, "PIECE", piece)
+    ranks = Ranks(3, 1)
+    ranks.step([([*range(len(NUMELS))], len(NUMELS), TopKConfig(ratio=0.05))], (False, False))
+    for residuals in ranks.residuals:
+        workers, servers = zip(*residuals.held().values(), strict=True)
+        expected = torch.stack([sum(part.square().sum() for part in parts) for parts in (workers, servers)])
+        torch.testing.assert_close(residuals.energy(), expected)
+
+
 def test_a_parameter_that_leaves_takes_nothing_of_its_buckets_others():
     """A new head that comes while a bucket of the old one is in use."""
     body, head, new = (nn.Parameter(torch.zeros(8)) for _ in range(3))

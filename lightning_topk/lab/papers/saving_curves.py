@@ -1,8 +1,8 @@
-"""How far can you go: final quality by saving, for runs of several lengths, models and optimizers.
+"""Final quality over saving, for runs of several lengths, models and optimizers.
 
-Every run is held against dense training of as many steps with the same seed, batches and hyper-parameters, those of the
-optimizer included. Runs are appended to ``saving-curves.jsonl`` as they end, the most useful first; an interrupted
-command goes on where it stopped.
+Every run is compared with dense training of as many steps with the same seed, batches and hyper-parameters, including
+the optimizer's. The most useful runs come first. Each run is appended to ``saving-curves.jsonl`` when it ends, so an
+interrupted command resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lightning_topk.lab.training import Optimizer, Runs, train
 from lightning_topk.systems import presets
 
 AMOUNTS = (50, 150, 0.001)
-"""What is sent, the most useful first: a saving, or a ratio where it is below 1."""
+"""Amounts to send, the most useful first: a saving, or a ratio below 1."""
 LENGTHS = (300, 1000, 3000, 10_000, 30_000)
 
 
 class Way(NamedTuple):
-    """One way to step: changes to SGD with a momentum of 0.9, settings of the exchange, a factor of the learning rate.
+    """A variant of the optimizer: changes to SGD with a momentum of 0.9, exchange settings, a learning rate factor.
 
-    ``baseline`` is the way of dense training that it is held against; empty for its own.
+    ``baseline`` is the variant of the dense training to compare with; empty for the same variant.
     """
 
     steps: Mapping[str, Any] = {}
@@ -41,6 +41,10 @@ class Way(NamedTuple):
 WAYS: dict[str, Way] = {
     "SGD": Way(),
     "SGD decay": Way({"weight_decay": 5e-4}),
+    "SGD, clip 0.5": Way({"clip_norm": 0.5}),
+    "SGD, clip 0.25": Way({"clip_norm": 0.25}),
+    "SGD, workers clip 0.5": Way({"clip_norm": None}, {"clip_norm": 0.5}, baseline="SGD"),
+    "SGD, workers clip 1": Way({"clip_norm": None}, {"clip_norm": 1.0}, baseline="SGD"),
     "SGD not adapted": Way(settings={"adapt_momentum": False}, baseline="SGD"),
     "DGC": Way({"momentum": 0.0}, presets["dgc"], baseline="SGD"),
     "AdamW": Way({"adamw": True}),
@@ -48,15 +52,16 @@ WAYS: dict[str, Way] = {
     "AdamW, lr / 3": Way({"adamw": True}, lr=1 / 3),
     "AdamW not adapted": Way({"adamw": True}, {"adapt_momentum": False}, baseline="AdamW"),
 }
-"""By name; ``decay`` is a weight decay of 0.0005, ``DGC`` the preset, whose density falls in the first epochs."""
+"""Variants by name; ``decay`` is a weight decay of 0.0005, ``clip`` the norm to which the delivered gradient or each
+worker's is clipped, ``DGC`` the preset with falling density at first."""
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A model and the hyper-parameters that suit dense training of it with an optimizer of :data:`WAYS`.
+    """A model and the hyper-parameters for its dense training with an optimizer of :data:`WAYS`.
 
-    The learning rate falls from ``lr`` along half a cosine; with a warm-up, of so many steps, it stays constant after
-    it. Text is clipped at a norm of 1.
+    The learning rate falls from ``lr`` along half a cosine; with ``warmup`` steps, it is constant after them instead.
+    Gradients of text models are clipped at a norm of 1.
     """
 
     model: str
@@ -77,20 +82,20 @@ class Learner:
         return self.model in TEXT
 
     def stepped(self) -> Optimizer:
-        """The optimizer."""
+        """Makes the optimizer."""
         way, clip = WAYS[self.optimizer], 1.0 if self.text else None
         made = Optimizer(self.lr * way.lr, 0.9, cosine=not self.warmup, clip_norm=clip, warmup=self.warmup)
         return replace(made, **way.steps)
 
     def config(self, amount: float) -> TopKConfig:
-        """The settings with which so much is sent; zero is dense training."""
+        """Settings that send ``amount``; zero is dense training."""
         if not amount:
             return TopKConfig().dense
         return TopKConfig(**{"saving" if amount >= 1 else "ratio": amount} | dict(WAYS[self.optimizer].settings))
 
 
 def _learners(model: str, batch: int, rates: Mapping[str, float], ways: Sequence[str], **more: int) -> list[Learner]:
-    """The learners of one model; ``rates`` are those of dense training with SGD and AdamW."""
+    """The learners of one model; ``rates`` are the learning rates of dense training with SGD and AdamW."""
     return [Learner(model, way, rates[way.replace(",", " ").split()[0]], batch, **more) for way in ways]
 
 
@@ -99,19 +104,20 @@ LEARNERS = (
     *_learners("wide mlp", 10, {"SGD": 0.1, "AdamW": 0.01}, (*SGDS, *ADAMS)),
     *_learners("cnn", 10, {"SGD": 0.1, "AdamW": 0.01}, (*SGDS, *ADAMS)),
     *_learners("char lstm", 4, {"SGD": 1.0, "AdamW": 0.02}, (*SGDS, *ADAMS)),
-    *_learners("gpt", 4, {"SGD": 0.3, "AdamW": 0.01}, (*SGDS, *ADAMS)),
+    *_learners("gpt", 4, {"SGD": 0.3, "AdamW": 0.01}, (*SGDS, "SGD, clip 0.25", "SGD, workers clip 1", *ADAMS)),
     *_learners("gpt2", 8, {"AdamW": 0.003}, ("AdamW", "AdamW not adapted"), workers=2, warmup=20),
 )
+CLIPPED = ("SGD, clip 0.5", "SGD, workers clip 0.5")
 CONVNET = {"SGD": 0.05, "DGC": 0.05, "AdamW": 0.003}
 IMAGES = (
-    *_learners("convnet", 16, CONVNET, (*SGDS, "SGD decay", "DGC", *ADAMS)),
+    *_learners("convnet", 16, CONVNET, (*SGDS, "SGD decay", *CLIPPED, "DGC", *ADAMS)),
     *_learners("batch-norm convnet", 16, CONVNET, (*SGDS, "SGD decay")),
     *_learners("resnet20", 16, {"SGD": 0.02, "AdamW": 0.003}, (*SGDS, *ADAMS)),
 )
 
 
 def baseline(learner: Learner) -> Learner:
-    """The dense training that a learner is held against."""
+    """The dense training to compare a learner with."""
     name = WAYS[learner.optimizer].baseline or learner.optimizer
     return replace(learner, optimizer=name)
 
@@ -128,13 +134,13 @@ def run(
 ) -> Result:
     """Measures final quality over saving, by the length of the run, the model and the optimizer.
 
-    With ``data``, a folder of images, convnets and ResNet-20 learn those, instead of digits and text.
+    With ``data``, a folder of images, convnets and ResNet-20 learn these images instead of digits and text.
     """
     here = LEARNERS if data is None else IMAGES
     wanted = [each for each in here if not models or each.model in models]
     chosen = [each for each in wanted if not optimizers or each.optimizer in optimizers]
     for saving in savings:
-        _ = TopKConfig(saving=saving) if saving >= 1 else TopKConfig(ratio=saving)  # says what is wrong with it
+        _ = TopKConfig(saving=saving) if saving >= 1 else TopKConfig(ratio=saving)  # raises if it is invalid
     known = {name for each in here for name in (each.model, each.optimizer)}
     if unknown := {*models, *optimizers} - known:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(sorted(known))}.")
@@ -168,12 +174,12 @@ def run(
 
 
 def amount_name(amount: float) -> str:
-    """What is sent, in words; zero is dense training."""
+    """Name of an amount; zero is dense training."""
     return f"saving {amount:g}" if amount >= 1 else f"ratio {amount:g}" if amount else "dense"
 
 
 def run_key(learner: Learner, steps: int, saving: float, seed: int) -> str:
-    """What a run is known by in ``saving-curves.jsonl``."""
+    """Key of a run in ``saving-curves.jsonl``."""
     lr = learner.stepped().lr
     return f"{learner.name}, lr {lr:.3g}, batch {learner.batch}, {steps} steps, {amount_name(saving)}, seed {seed}"
 
@@ -187,14 +193,14 @@ def _train(learner: Learner, steps: int, saving: float, seed: int, data: Path | 
 
 
 def ends(found: Runs, learner: Learner, steps: int, amount: float, seeds: int = 3) -> dict[int, float]:
-    """What the runs of a learner end with, by seed: the loss on held-out text, or accuracy in percent."""
+    """Final quality of a learner's runs by seed: the loss on held-out text, or accuracy in percent."""
     held = learner if amount else baseline(learner)
     keys = {seed: run_key(held, steps, amount, seed) for seed in range(seeds)}
     return {seed: found[key]["held" if learner.text else "accuracy"] for seed, key in keys.items() if key in found}
 
 
 def gaps(found: Runs, learner: Learner, steps: int, amount: float, seeds: int = 3) -> list[float]:
-    """The distances to dense training of each seed, positive is worse: percent of the loss, or points of accuracy."""
+    """Gap to dense training for each seed, positive if worse: percent of the loss, or points of accuracy."""
     ours, dense = (ends(found, learner, steps, each, seeds) for each in (amount, 0.0))
     both = [(ours[seed], dense[seed]) for seed in ours if seed in dense]
     return [100 * (a / b - 1) if learner.text else b - a for a, b in both]
@@ -203,7 +209,7 @@ def gaps(found: Runs, learner: Learner, steps: int, amount: float, seeds: int = 
 def table(
     found: Runs, learners: Sequence[Learner], lengths: Sequence[int], amounts: Sequence[float], seeds: int = 3
 ) -> list[Row]:
-    """The gaps by learner and length, as far as there are runs."""
+    """Gaps by learner and length, for existing runs."""
     rows = []
     for learner in learners:
         unit, style = ("%", ".3f") if learner.text else ("points", ".2f")
@@ -219,7 +225,7 @@ def table(
 def panels(
     found: Runs, learners: Sequence[Learner], lengths: Sequence[int], amount: float = SAVING, seeds: int = 3
 ) -> list[Panel]:
-    """The gaps over the length of the run, of images and of text."""
+    """Gaps over the length of the run, for images and for text."""
     drawn = []
     for text, unit in ((False, "points of accuracy"), (True, "% of the loss on held-out text")):
         panel = Panel(amount_name(amount), "steps of the run", {}, True, False, f"gap to dense, {unit}", 0.0)

@@ -1,13 +1,13 @@
-"""Residuals belong to parameters, while DDP regroups its buckets.
+"""Residuals by parameter, since DDP regroups its buckets.
 
-DDP's first bucket holds the whole model; later buckets come in the order in which gradients arrive, and every ``fit``
-starts anew. A bucket of other parameters, or of the same in another order, gets an endpoint of its own. What the old
-ones held moves over without communication, as one memory for each parameter: a worker's residual is copied, element by
-element; what a rank served it adds, W-fold, to its own worker residual. As one of W workers it then sends that to the
-new server, and the mean undoes the factor. The sum of all mass is the same before and after.
+DDP's first bucket holds the whole model; later buckets follow the order in which gradients arrive, and every ``fit``
+starts anew. A bucket with other parameters, or with the same in another order, gets a new endpoint. The old memories
+move to it without communication, as one memory per parameter: a worker's residual is copied element by element, and a
+rank adds its server residual, times W, to its own worker residual. As one of W workers it then sends that to the new
+server, and the mean cancels the factor. The total mass does not change.
 
-Where the ranks of a node exchange as one worker, a rank's memory is of its piece of every parameter, whatever bucket it
-is in (:class:`lightning_topk.core.layout.NodeShards`), and W is the number of nodes.
+If the ranks of a node exchange as one worker, a rank holds the memory of its piece of every parameter, whatever bucket
+the parameter is in (:class:`lightning_topk.core.layout.NodeShards`), and W is the number of nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Memories = dict[Tensor, dict[str, Tensor]]
 
 @dataclass
 class Progress:
-    """How far a run has come; written between two backward passes.
+    """Progress of a run; written between two backward passes.
 
     Attributes:
         steps: Gradients exchanged so far, for schedules and selectors.
@@ -45,13 +45,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one exchange sent, until the optimizers have taken or skipped their step.
+    """Record of one exchange, kept until the optimizers take or skip their step.
 
     Attributes:
         bucket: The parameters of the bucket.
         pieces: Elements of each of them in this rank's residual.
         undo: Computes what the residual takes back if the step is skipped.
-        step: Will tell whether it was.
+        step: The outcome of the step.
     """
 
     bucket: tuple[Tensor, ...]
@@ -63,7 +63,7 @@ class Sent:
 class Residuals:
     """The memories of one rank: by parameter, and in the endpoints of the buckets in use.
 
-    While an exchange is under way only the lane uses them; the caller's side does between two backward passes.
+    During an exchange only the lane uses them; between two backward passes, the caller's side does.
     """
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class Residuals:
         self.rank = 0
         """This rank."""
         self.counts: dict[Tensor, int] = {}
-        """Pieces into which the ranks of a node cut a parameter: this rank holds piece ``rank % count``. 1 if
+        """Number of pieces of a parameter among the ranks of a node: this rank holds piece ``rank % count``. 1 if
         missing."""
         self.reset = 0
-        """Parameters whose residual was dropped, since their size or memory format changed."""
-        self._by_parameter: Memories = {}  # a view of its endpoint's, while a parameter has one
+        """Number of parameters whose residual was dropped because their size or memory format changed."""
+        self._by_parameter: Memories = {}  # views of an endpoint's memory, while a parameter has an endpoint
         self._sent: list[Sent] = []  # for steps that the scaler may still skip
-        self._settled: set[Tensor] = set()  # whose part of such a step was taken or skipped
-        self._loaded: set[Tensor] = set()  # whose whole memory every rank has, from a checkpoint
+        self._settled: set[Tensor] = set()  # parameters whose part of such a step was taken or skipped
+        self._loaded: set[Tensor] = set()  # parameters whose whole memory every rank has, from a checkpoint
         self._forms: dict[Tensor, Form] = {}
         self._live: dict[tuple[Tensor, ...], tuple[Endpoint, BucketPlan]] = {}
 
@@ -91,12 +91,12 @@ class Residuals:
     # -------------------------------------------------------------------------------- endpoints
 
     def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan, step: StepOutcome | None = None) -> Endpoint:
-        """The endpoint of a bucket for its next exchange, with all that its parameters have left so far.
+        """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters.
 
         Args:
             parameters: The bucket's parameters, in its order.
-            plan: How it is exchanged. Another plan makes a new endpoint.
-            step: The outcome of the step under way; that of earlier ones is known.
+            plan: The exchange plan. Another plan creates a new endpoint.
+            step: The outcome of the current step; that of earlier ones is known.
         """
         if self._sent and self._sent[0].step is not step:
             self.settle()
@@ -107,17 +107,17 @@ class Residuals:
             self._fill(end, parameters)
             self._live[parameters] = end, plan
         elif isinstance(end.uplink.memory, Leftover) and not self._sent and not end.uplink.memory.residual.any():
-            end.uplink.memory = NoMemory(end.dtype)  # what other settings had left was delivered
+            end.uplink.memory = NoMemory(end.dtype)  # the residual left by other settings was delivered
             self._by_parameter.update({parameter: {} for parameter in parameters})
         return end
 
     def remember(self, sent: Sent) -> None:
-        """Keeps what was sent until the optimizers have taken or skipped their step."""
-        if any(self._by_parameter.get(parameter) for parameter in sent.bucket):  # without a memory, it is lost
+        """Keeps the record of an exchange until the optimizers take or skip their step."""
+        if any(self._by_parameter.get(parameter) for parameter in sent.bucket):  # without a memory there is nothing to restore
             self._sent.append(sent)
 
     def settle(self) -> None:
-        """Takes back what was sent for steps that were skipped."""
+        """Adds the gradients delivered for skipped steps back to the residuals."""
         for step in dict.fromkeys(sent.step for sent in self._sent):
             decided = {p: skipped for p, skipped in step.skipped.items() if p not in self._settled}
             self._settled |= decided.keys()
@@ -128,7 +128,7 @@ class Residuals:
                 self._settled.clear()
 
     def _take_back(self, step: StepOutcome, skipped: Mapping[Tensor, Skipped]) -> None:
-        """Adds to the residuals of some parameters what all exchanges of a step delivered, where it was skipped."""
+        """Adds the gradients delivered for a step back to the residuals of the parameters that skipped it."""
         total: dict[Tensor, Tensor] = {}
         for sent in self._sent:
             if sent.step is not step:
@@ -143,25 +143,25 @@ class Residuals:
             if residual is None or which is False:
                 continue
             if isinstance(which, Tensor):
-                if which.is_cuda:  # made on the optimizer's stream, read on this one, and freed when it is forgotten
+                if which.is_cuda:  # created on the optimizer's stream, read on this one, and freed later
                     which.record_stream(torch.cuda.current_stream(which.device))
                 piece = torch.where(which.to(piece.device), piece, 0)
             residual.add_(piece.to(residual.device))
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
-        """Takes apart the endpoints that hold any of these parameters; their next exchange makes new ones."""
+        """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
         self.settle()
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
             end, _ = self._live.pop(bucket)
             for link in end.links:
                 for tensor in link.memory.tensors().values():
-                    if tensor.is_cuda:  # made on one stream, perhaps, and still in use on this one when it is freed
+                    if tensor.is_cuda:  # possibly created on another stream, and still in use on this one when freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
             if end.downlink is not None and end.downlink.memory.tensors():
                 self._scatter(self._by_parameter, bucket, end, end.folded())
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
-        """Moves what the parameters left into the memories of their new endpoint."""
+        """Moves the memories of the parameters into their new endpoint."""
         self.forget_changed(parameters)
         self._cut(parameters, end.parts.count)
         known = [kept for parameter in parameters for kept in self._by_parameter.get(parameter, {}).values()]
@@ -172,11 +172,11 @@ class Residuals:
         for name, flat in mine.items():
             flat.copy_(self._gather(self._by_parameter, parameters, name, flat))
         for parameter in parameters:
-            self._by_parameter[parameter] = {}  # what the new settings keep no more would be stale
+            self._by_parameter[parameter] = {}  # memories that the new settings do not keep would be stale
         self._scatter(self._by_parameter, parameters, end, mine)
 
     def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
-        """Cuts what parameters left into another number of pieces.
+        """Cuts the memories of parameters into another number of pieces.
 
         Raises:
             ValueError: Other ranks hold the rest of this rank's new piece.
@@ -187,11 +187,11 @@ class Residuals:
                 kept = self._by_parameter.get(p, {})
                 if count != 1 and p not in self._loaded and any(bool(part.any()) for part in kept.values()):
                     raise ValueError(
-                        f"the residuals of a parameter are cut into {was} pieces, one a rank, and would have to be "
-                        f"cut into {count}, for which ranks would need each other's. Save them with state_dict, and "
-                        "load them with load_state_dict, which converts them."
+                        f"the residuals of a parameter are cut into {was} pieces, one per rank, and cutting them into "
+                        f"{count} needs the pieces of other ranks. Save them with state_dict, and load them with "
+                        "load_state_dict, which converts them."
                     )
-                if kept and count == 1:  # each rank is a worker of its own now, one of `was` times as many
+                if kept and count == 1:  # each rank is now its own worker, one of `was` times as many
                     self._by_parameter[p] = {name: self._whole(piece, p) * was for name, piece in kept.items()}
                 elif kept:
                     parts = NodeShards((p.numel(),), count)
@@ -204,13 +204,13 @@ class Residuals:
     # -------------------------------------------------------------------------------- all parameters
 
     def offload_to_cpu(self) -> None:
-        """Takes all endpoints apart and moves what they held to the CPU, until their parameters come again."""
+        """Drops all endpoints and moves their memories to the CPU, until the next exchange of their parameters."""
         self.drop_endpoints({parameter for bucket in self._live for parameter in bucket})
         for kept in self._by_parameter.values():
             kept.update({name: part.cpu() for name, part in kept.items()})
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
-        """Forgets all parameters but these: another model has no use for the residuals of the last, and begins anew."""
+        """Forgets all parameters but these, so that another model starts without the residuals of the last one."""
         keep, progress = set(parameters), self.progress
         known = {*self._by_parameter, *self._forms, *(parameter for bucket in progress.buckets for parameter in bucket)}
         if known and keep.isdisjoint(known):
@@ -236,7 +236,7 @@ class Residuals:
             known.pop(parameter, None)
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Replaces all that there is by the memories of a checkpoint: the mean over the workers, on every rank.
+        """Replaces all memories by those of a checkpoint: the mean over the workers, on every rank.
 
         Args:
             memories: By parameter and name, each ``[numel]``.
@@ -248,18 +248,18 @@ class Residuals:
         self._forms = {parameter: Form.of(parameter) for parameter in memories}
         self._loaded = set(memories)
 
-    # -------------------------------------------------------------------------------- what is held
+    # -------------------------------------------------------------------------------- queries
 
     def held(self, name: str = "residual") -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """What this rank holds of each parameter that was exchanged: as a worker and as a server.
+        """Returns this rank's memory of each exchanged parameter, as a worker and as a server.
 
         Args:
-            name: Which memory.
+            name: Name of the memory.
 
         Returns:
-            Two tensors ``[numel]`` for each parameter; the server's is zero where another rank serves. The mean over
-            the ranks of the first plus the sum of the second is the gradient that is still to be delivered. So a rank
-            that holds a piece for its node shows it times the ranks of a node, and zero elsewhere.
+            Two tensors ``[numel]`` for each parameter; the server's is zero where another rank serves. Over all ranks,
+            the mean of the first plus the sum of the second is the gradient not yet delivered. So a rank that holds a
+            piece for its node returns it times the ranks per node, and zero elsewhere.
         """
         self.settle()
         server: Memories = {}
@@ -274,28 +274,27 @@ class Residuals:
         return found
 
     def form(self, parameter: Tensor) -> Form:
-        """The form in which the residuals of a parameter are."""
+        """The form of a parameter's residuals."""
         return self._forms[parameter] if parameter in self._forms else Form.of(parameter)
 
     def energy(self) -> Tensor:
         """``[2]`` float64: the sums of squares of this rank's worker and server residuals.
 
-        The mean over the ranks of the first is the mean over the workers, also where the ranks of a node are one
-        worker.
+        The mean of the first over the ranks is the mean over the workers, even if the ranks of a node are one worker.
         """
         energy = torch.zeros(2, dtype=torch.float64)
         for end in self.endpoints:
-            for side, link in enumerate(end.links):
+            for number, link in enumerate(end.links):
                 kept = link.memory.tensors().get("residual")
                 if kept is not None:
-                    shared = 1 if side else end.parts.count
+                    side, shared = (1, 1) if number else (0, end.parts.count)
                     energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
     # -------------------------------------------------------------------------------- pieces
 
     def _whole(self, piece: Tensor, parameter: Tensor) -> Tensor:
-        """A piece of a parameter at its place among ``[numel]``; zero elsewhere."""
+        """Places a piece of a parameter in a tensor ``[numel]`` that is zero elsewhere."""
         parts = NodeShards((parameter.numel(),), self.counts.get(parameter, 1))
         if parts.count == 1:
             return piece
@@ -308,13 +307,13 @@ class Residuals:
     def _scatter(
         self, memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, memory: Mapping[str, Tensor]
     ) -> None:
-        """Enters each parameter's piece of a bucket's tensors ``[pieces]`` into ``memories``."""
+        """Splits a bucket's tensors ``[pieces]`` into ``memories``, by parameter."""
         for name, flat in memory.items():
             for parameter, piece in zip(bucket, flat.split(list(end.parts.pieces)), strict=True):
                 memories.setdefault(parameter, {})[name] = piece
 
     def _gather(self, memories: Memories, bucket: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
-        """Undoes :meth:`_scatter`: ``[pieces]``, dtype and device of ``like``; zero where nothing is known."""
+        """Inverse of :meth:`_scatter`: ``[pieces]``, dtype and device of ``like``; zero for missing memories."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
         pieces = NodeShards(tuple(p.numel() for p in bucket), self.counts.get(bucket[0], 1)).pieces
         found = [
@@ -322,6 +321,6 @@ class Residuals:
             for parameter, size in zip(bucket, pieces, strict=True)
         ]
         for piece in found:
-            if piece.is_cuda:  # made on another stream, perhaps, such as a checkpoint's, and freed after this
+            if piece.is_cuda:  # possibly created on another stream, such as a checkpoint's, and freed after this
                 piece.record_stream(torch.cuda.current_stream(piece.device))
         return torch.cat([piece.to(like.device, like.dtype) for piece in found])
