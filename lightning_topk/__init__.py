@@ -4,7 +4,7 @@ With Lightning, change one argument::
 
     Trainer(strategy=TopKStrategy(saving=50))
 
-With plain DistributedDataParallel, :func:`attach` a model; Lightning is not imported then.
+With plain DistributedDataParallel, call :func:`attach` on the model; this does not import Lightning.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _HOMES = {
     "presets": "systems",
     "topk_hook": "ddp",
 }
-"""The modules of the public names, imported when they are asked for: Lightning takes seconds."""
+"""Module of each public name, imported on first access: importing Lightning takes seconds."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the public modules and names when they are first asked for."""
+    """Imports public modules and names on first access."""
     if name in _MODULES:
         return importlib.import_module(f"lightning_topk.{name}")
     if name in _HOMES:
@@ -69,7 +69,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES])
 
 
-# Trainer(strategy="topk") finds the name in Lightning's registry. Importing Lightning takes seconds, which users of
-# plain DDP should not pay, so the name is registered only where Lightning was imported before.
+# Registers the name for Trainer(strategy="topk"), but only if Lightning was imported before: importing it takes
+# seconds, which users of plain DDP should not pay.
 if {"lightning.pytorch.strategies", "pytorch_lightning.strategies"} & set(sys.modules):
     importlib.import_module("lightning_topk.lightning")

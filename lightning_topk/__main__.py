@@ -8,7 +8,7 @@ from lightning_topk.lab import commands
 
 
 def main() -> None:
-    """Runs the command that was asked for; ends with a sentence if it cannot."""
+    """Runs the requested command; exits with an error message if it fails."""
     parser = commands.make_parser()
     arguments = parser.parse_args()
     try:

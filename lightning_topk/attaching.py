@@ -1,4 +1,4 @@
-"""``attach``: hands a model to the adapter of what wraps it, DDP or FSDP2."""
+"""``attach``: passes a model to the adapter for its wrapper, DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def attach(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     **settings: Unpack[Settings],
 ) -> TopKState | ShardState | Alone:
-    """Makes a wrapped model exchange its gradients compressed.
+    """Compresses the gradient exchange of a wrapped model.
 
-    Call it on every rank, right after wrapping the model. A DDP model's ranks exchange its buckets. Of a model that
-    ``fully_shard`` (FSDP2) deals to the ranks of a node, the replicas on other nodes exchange their shards::
+    Call it on every rank, right after wrapping the model. With DDP, all ranks exchange the model's buckets. With
+    ``fully_shard`` (FSDP2) inside each node, the replicas on different nodes exchange their shards::
 
         mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
@@ -51,32 +51,31 @@ def attach(
 
     Args:
         model: The wrapped model. In a single process it may be a bare module, as Accelerate's ``prepare`` returns it
-            there: nothing is exchanged then, and the state only answers.
+            there; the state then exchanges nothing.
         config: The settings; or pass them as keywords.
         timeout: See :class:`TopKState`.
         residuals: See :class:`TopKState`.
         epoch: See :class:`TopKState`.
         init_sync: For DDP, whether the model was wrapped with ``init_sync``, which broadcasts the weights once. For
-            FSDP2, whether to give all replicas the weights of the first one now.
-        optimizer: The optimizer, or several in a list, for settings that depend on it (``adapt_momentum``,
-            ``momentum``, ``scaler``); or a function that gives the optimizers at the first step, if they
-            do not exist yet.
+            FSDP2, whether to broadcast the first replica's weights to the others now.
+        optimizer: The optimizer or a list of optimizers, for settings that depend on them (``adapt_momentum``,
+            ``momentum``, ``scaler``); or, if they do not exist yet, a function that returns them at the first step.
         scaler: See :class:`TopKState`.
         local_world_size: See :class:`TopKState`. For DDP only.
         announce: See :class:`TopKState`.
-        process_group: For FSDP2 only: the ranks that hold the same shard, one on each node, or the dimension of a
-            device mesh that they are. A DDP model has a group of its own.
+        process_group: For FSDP2 only: the ranks that hold the same shard, one per node, as a process group or as one
+            dimension of a device mesh. A DDP model has its own group.
         **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Returns:
         The state; call its ``close()`` when training is over.
 
     Raises:
-        TypeError: The model is neither wrapped in DistributedDataParallel nor by ``fully_shard``, ``optimizer`` is
-            something else, or a setting is unknown.
-        ValueError: An option of the model bypasses or contradicts the hook, a setting needs what is not passed, or an
-            argument belongs to the other wrapper.
-        RuntimeError: The model has a communication hook already.
+        TypeError: The model is wrapped neither in DistributedDataParallel nor by ``fully_shard``, ``optimizer`` has
+            another type, or a setting is unknown.
+        ValueError: A model option bypasses or contradicts the hook, a setting needs an argument that was not passed,
+            or an argument belongs to the other wrapper.
+        RuntimeError: The model already has a communication hook.
     """
     same = config, timeout, residuals, epoch, init_sync, optimizer, scaler
     if _is_sharded(model):
@@ -84,14 +83,14 @@ def attach(
 
         if local_world_size is not None:
             raise ValueError(
-                f"local_world_size={local_world_size} is for DDP models: the nodes of an FSDP model are those that "
-                "process_group= counts. Leave it out."
+                f"local_world_size={local_world_size} applies only to DDP models: the nodes of an FSDP model follow "
+                "from process_group=. Leave it out."
             )
         return fsdp.attach(model, *same, announce, process_group, **settings)
     if process_group is not None:
         raise ValueError(
-            f"process_group= is for models that fully_shard wrapped, and this is a {type(model).__name__}. A DDP model "
-            "has its own: pass it to DistributedDataParallel."
+            f"process_group= applies only to models wrapped by fully_shard, and this is a {type(model).__name__}. Pass "
+            "the group of a DDP model to DistributedDataParallel."
         )
     if _trains_alone(model):
         return Alone(one_config(ddp.attach, config, settings), announce)
@@ -99,21 +98,21 @@ def attach(
 
 
 def _is_sharded(model: Any) -> bool:
-    """Whether ``fully_shard`` wrapped a model, or modules of it."""
+    """Whether ``fully_shard`` wraps the model or any of its modules."""
     if not isinstance(model, torch.nn.Module):
         return False
     return any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
 
 
 def _trains_alone(model: Any) -> bool:
-    """Whether a model is a bare module, and this process the only one."""
+    """Whether the model is a bare module and this is the only process."""
     fsdp1 = "FullyShardedDataParallel" in {kind.__name__ for kind in type(model).__mro__}
     others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return isinstance(model, torch.nn.Module) and not (ddp.is_ddp(model) or fsdp1 or others)
 
 
 class Alone(Reporting):
-    """The state of a module that one process trains alone: there is nothing to exchange, and nothing to keep.
+    """The state of a module that a single process trains: it exchanges and keeps nothing.
 
     Args:
         config: The settings.
@@ -127,16 +126,16 @@ class Alone(Reporting):
             say(message)
 
     def state_dict(self) -> dict[str, Any]:
-        """An entry without residuals, see :meth:`TopKState.state_dict`."""
+        """Returns an entry without residuals, see :meth:`TopKState.state_dict`."""
         return dict(EMPTY)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
-        """Ignores residuals, and says so."""
+        """Ignores residuals, with a warning."""
         if isinstance(entry, Mapping) and entry.get("parameters"):
             self._say(
                 "lightning_topk: the checkpoint's residuals are ignored: a bare module in one process has no exchange "
-                "that could deliver them. Wrap it in DistributedDataParallel to apply them."
+                "to deliver them. Wrap it in DistributedDataParallel to apply them."
             )
 
     def close(self) -> None:
-        """Does nothing: nothing is held."""
+        """Does nothing: the state holds no resources."""

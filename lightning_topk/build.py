@@ -1,8 +1,8 @@
 """From settings to one bucket's exchange: sizes, ratio, payload formats and links, resolved once.
 
-``ratio=`` is taken literally. ``saving=50`` asks for a fiftieth of the bytes of a ring all-reduce; what a bucket sends
-at a ratio follows from integers (its size, the topology, the ranks, positions, values and headers), so the ratio that
-sends just as much is found here, before anything is sent, and is the same in every step.
+``ratio=`` is used as given. ``saving=50`` requests a fiftieth of the bytes of a ring all-reduce. The bytes of a bucket
+at a given ratio depend only on integers (its size, the topology, the ranks, positions, values and headers), so this
+module finds the matching ratio before anything is sent. It is the same in every step.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.schedule import Ratio, ratio_at
 
 PIECE = 1 << 22
-"""Elements, about, of a piece, where one piece is compressed while another travels. A piece is a message of its own to
-every rank, so pieces are larger where fewer than a 64th of the entries are sent."""
+"""Approximate elements of a piece; one piece is compressed while another travels. Each piece is a separate message to
+every rank, so pieces are larger if fewer than 1/64 of the entries are sent."""
 
 TOLERANCE = 0.02
-"""Relative difference between the saving of a model and the one asked for that is not worth a warning."""
+"""Relative shortfall from the requested saving that gives no warning."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """How one bucket is exchanged. Made by :func:`plan_bucket`.
+    """The exchange plan of one bucket. Created by :func:`plan_bucket`.
 
     Attributes:
-        config: The settings on these nodes.
+        config: The settings, resolved for these nodes.
         shape: The bucket and its ranks.
-        ratio: The fraction of entries that workers send; from ``saving`` where that was given.
-        local: Ranks of a node.
-        itemsize: Bytes of an element of the gradient.
-        uncompressed: Numbers of the parameters that are not compressed.
+        ratio: Fraction of entries that workers send; computed from ``saving`` if that was given.
+        local: Ranks per node.
+        itemsize: Bytes per gradient element.
+        uncompressed: Indices of the uncompressed parameters.
         tag: Identifies the bucket on the wire, see :class:`lightning_topk.core.wire.Codec`.
     """
 
@@ -59,19 +59,19 @@ class BucketPlan:
 
     @property
     def uncompressed_numel(self) -> int:
-        """Elements of the bucket that are not compressed."""
+        """Number of uncompressed elements in the bucket."""
         return sum(self.shape.parts.sizes[number] for number in self.uncompressed)
 
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
-        """How the payloads of a step are written.
+        """Returns the codecs for the payloads of a step.
 
         Args:
             step: Gradients exchanged before this one, for schedules.
             epoch: Epochs completed, for schedules.
-            selector: The selector whose selections are written. Default: a new one, if only sizes are wanted.
+            selector: The selector whose selections are encoded. Default: a new one, which is enough for sizes.
 
         Returns:
-            The codecs. A server that does not compress has room for all that the workers can send it.
+            The codecs. Payloads of a server that does not compress have room for all entries that its workers can send.
         """
         config, layout, world = self.config, self.shape.layout, self.shape.world
         if not self.shape.topology.compresses:
@@ -84,29 +84,29 @@ class BucketPlan:
             server_ratio = self.ratio if config.server_ratio is None else config.server_ratio
             down = layout.k_per_shard(k_of(layout.numel, ratio_at(server_ratio, step, epoch)))
         else:
-            # Workers that draw the same positions send nothing else.
+            # Workers that draw the same positions send no others.
             down = up if shared is not None else min(layout.shard_size, world * up)
         wire, size = WIRES[config.wire_name], layout.shard_size
         return Codecs(Codec(wire, size, up, shared, self.tag), Codec(wire, size, down, shared, self.tag))
 
     def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
-        """What the exchange will ask for, with payloads of the right size and no content.
+        """Returns the requests of the exchange, with placeholder payloads of the right size.
 
         Args:
             step: Gradients exchanged before this one, for schedules.
             epoch: Epochs completed, for schedules.
-            voters: Parameters of the bucket, with ``find_unused_parameters`` only.
+            voters: Number of parameters in the bucket; only with ``find_unused_parameters``.
         """
         codecs = self.codecs(step, epoch)
         return exchange.requests(self.shape, codecs, self.itemsize, self.uncompressed_numel, voters)
 
     def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
-        """The links of one rank, with empty memories.
+        """Creates the endpoint of one rank, with empty memories.
 
         Args:
-            rank: The rank, counted among all.
+            rank: The rank, among all ranks.
             dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
-            device: Where the residuals live.
+            device: Device of the residuals.
         """
         config, shape, layout = self.config, self.shape, self.shape.layout
         selector = make_selector(config)
@@ -122,8 +122,8 @@ class BucketPlan:
             given: torch.dtype,
             delivered: torch.dtype | None = None,
         ) -> Link:
-            # On a GPU the one pass sends what a threshold lets pass; a server that does not compress sends all that
-            # is nonzero.
+            # On a GPU the fused pass sends the entries above a threshold, but a server that does not compress sends
+            # every nonzero entry.
             everything = side == "server" and not config.bidirectional and device.type != "cpu"
             kind = FusedLink if FusedLink.suits(selector, memory, given) and not everything else Link
             return kind(layout, selector, memory, delivered, shape.parts.pieces if side == "worker" else ())
@@ -132,7 +132,7 @@ class BucketPlan:
         uplinks = [link("worker", each, selector, memory, given) for each in layout.of_each_piece]
         downlinks = []
         if shape.topology.has_servers and (layout.shards == shape.world or rank == 0):
-            # A server that does not compress sends sums of selections: it takes the largest exactly.
+            # A server that does not compress sends sums of selections, so it needs exact top-k.
             choice, served = (
                 selector if config.bidirectional or isinstance(selector, RandK) else TopK(),
                 Layout(layout.shard_size),
@@ -167,19 +167,19 @@ def plan_bucket(
     """Resolves the settings for one bucket.
 
     Args:
-        config: The settings. With ``dense_parameters``, those of the compressed rest, see :func:`for_compressed`.
-        sizes: Elements of each parameter of the bucket. One without elements is not exchanged.
+        config: The settings. With ``dense_parameters``, those for the compressed part, see :func:`for_compressed`.
+        sizes: Elements of each parameter in the bucket. An empty bucket is not exchanged.
         world: Number of ranks.
-        local: Ranks of a node.
-        itemsize: Bytes of an element of the gradient.
-        uncompressed: Numbers of the parameters that are not compressed. If all are, the bucket is all-reduced.
+        local: Ranks per node.
+        itemsize: Bytes per gradient element.
+        uncompressed: Indices of the uncompressed parameters. A bucket with no others is all-reduced.
         tag: Identifies the bucket on the wire.
-        in_pieces: Whether a large bucket may be exchanged in pieces: on a CPU, not on a GPU, where one stream takes
+        in_pieces: Whether a large bucket may be exchanged in pieces: on a CPU, but not on a GPU, where one stream runs
             all work and nothing would overlap.
 
     Returns:
-        The plan. With ``saving``, its ratio is the one whose bytes are nearest to those asked for. A single rank,
-        which sends nothing, has the ratio of two.
+        The plan. With ``saving``, its ratio gives the bytes nearest to the requested ones. A single rank, which sends
+        nothing, gets the ratio for two ranks.
     """
     config, skipped = config.resolve(world, local), sum(sizes[number] for number in uncompressed)
     if skipped == sum(sizes):
@@ -196,15 +196,15 @@ def plan_bucket(
 
 
 def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
-    """The settings of the compressed part of a gradient: its saving is higher, so that all of it saves as asked.
+    """Returns the settings for the compressed part of a gradient, whose higher saving makes the whole meet ``saving``.
 
     Args:
         config: The settings of the whole gradient.
         numel: Elements of the gradient.
-        uncompressed: Those that are not compressed.
+        uncompressed: Uncompressed elements.
 
     Raises:
-        ValueError: What is not compressed is more than the bytes asked for.
+        ValueError: The uncompressed elements use up the requested bytes.
     """
     saving = config.saving
     if saving is None or not uncompressed:
@@ -212,25 +212,25 @@ def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKCon
     rest = numel / saving - uncompressed
     if rest <= 0:
         raise ValueError(
-            f"dense_parameters are {uncompressed / numel:.2%} of the gradient, so that it cannot be sent in 1 / "
+            f"dense_parameters are {uncompressed / numel:.2%} of the gradient, so it cannot be sent in 1 / "
             f"{saving:g} of the bytes. Pass saving= below {numel / uncompressed:.3g}, or fewer dense_parameters."
         )
     return replace(config, saving=(numel - uncompressed) / rest)
 
 
 def make_selector(config: TopKConfig) -> Selector:
-    """A selector with a step count of its own."""
+    """Creates a selector with its own step count."""
     return SELECTORS[config.selector]() if isinstance(config.selector, str) else copy.deepcopy(config.selector)
 
 
 def _fuses(config: TopKConfig) -> bool:
-    """Whether both links of float32 and float64 gradients compress in one pass, which may be over a piece."""
+    """Whether both links compress float32 and float64 gradients in one fused pass, which can also handle a piece."""
     one_pass = config.selector == "topk" and config.error_feedback is True and not config.momentum and config.ratio != 1
     return one_pass and config.topology in ("sharded", "hierarchical")
 
 
 def _shape(config: TopKConfig, sizes: Sequence[int], world: int, local: int, in_pieces: bool = False) -> BucketSpec:
-    """How a bucket is dealt to nodes, ranks and servers."""
+    """Divides a bucket among nodes, ranks and servers."""
     topology = TOPOLOGIES[config.topology]
     parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among = world // parts.count
@@ -245,7 +245,7 @@ def _pieces(config: TopKConfig, numel: int) -> int:
 
 
 def _make_memory(config: TopKConfig, side: str, numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
-    """The memory of one end of a link."""
+    """Creates the memory of one end of a link."""
     if config.error_feedback not in (True, side) or not config.compresses:
         return NoMemory(dtype)
     if side == "worker" and config.momentum:
@@ -254,14 +254,14 @@ def _make_memory(config: TopKConfig, side: str, numel: int, dtype: torch.dtype, 
 
 
 def _ratio_for_saving(plan: BucketPlan, uncompressed: int) -> float:
-    """The ratio whose bytes are nearest to those that the saving allows the compressed elements.
+    """Finds the ratio whose bytes are nearest to the budget that ``saving`` leaves for the compressed elements.
 
-    Bytes are the busiest rank's. Where the ranks of a node exchange as one worker they share the node's network, so
-    there the bytes that leave the node count.
+    It counts the bytes of the busiest rank or, if the ranks of a node exchange as one worker and share the node's
+    network, the bytes that leave the node.
 
     Args:
-        plan: The plan, with any ratio.
-        uncompressed: Elements of the bucket that are not compressed.
+        plan: The plan; its ratio is ignored.
+        uncompressed: Number of uncompressed elements in the bucket.
     """
     config, shape, layout = plan.config, plan.shape, plan.shape.layout
     assert config.saving is not None
@@ -272,7 +272,7 @@ def _ratio_for_saving(plan: BucketPlan, uncompressed: int) -> float:
         return request.sent_bytes(0, shape.workers)
 
     def ratio(k: int) -> float:
-        """The one that sends so many entries of each shard."""
+        """The ratio that sends k entries of each shard."""
         return min(1.0, k * layout.shards * layout.pieces / layout.numel)
 
     def sent(k: int) -> float:
@@ -282,8 +282,8 @@ def _ratio_for_saving(plan: BucketPlan, uncompressed: int) -> float:
     numel = sum(shape.parts.sizes)
     dense = nbytes(AllReduce(placeholder(numel * plan.itemsize), "uplink"))
     budget = dense * (1 - uncompressed / numel) / config.saving
-    # Bytes grow with the number of entries, except at two points where positions are no longer sent: where a server
-    # that does not compress sends all entries, and where all ranks do. Of equal bytes, take those with more entries.
+    # Bytes grow with the number of entries, except at two points where positions are no longer sent: when a server
+    # that does not compress sends all entries, and when all ranks do. For equal bytes, prefer more entries.
     whole = layout.shard_size if config.bidirectional else -(-layout.shard_size // shape.world)
     starts = sorted({1, whole, layout.shard_size})
     low = max((start for start in starts if sent(start) <= budget), default=1)

@@ -1,6 +1,6 @@
-"""The settings: what each means, and which values and combinations are allowed.
+"""The settings, and checks of their values and combinations.
 
-What they mean for one bucket is in :mod:`lightning_topk.saving` and :mod:`lightning_topk.build`.
+:mod:`lightning_topk.build` resolves them for one bucket.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.schedule import Ratio, Schedule, ratio_at
 
 SAVING: float = 50
-"""The saving where neither ``ratio`` nor ``saving`` is given."""
+"""Default of ``saving`` if neither ``ratio`` nor ``saving`` is given."""
 
 
 class Settings(TypedDict, total=False):
-    """The settings as keywords, which :class:`lightning_topk.TopKStrategy` describes."""
+    """The settings as keywords. See :class:`lightning_topk.TopKStrategy`."""
 
     ratio: Ratio | None
     bidirectional: bool
@@ -43,7 +43,7 @@ class Settings(TypedDict, total=False):
 class TopKConfig:
     """How gradients are compressed and exchanged.
 
-    :class:`lightning_topk.TopKStrategy` describes them.
+    See :class:`lightning_topk.TopKStrategy` for each setting.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -65,29 +65,29 @@ class TopKConfig:
 
     def __post_init__(self) -> None:
         given: Any = self.dense_parameters
-        if isinstance(given, Set):  # whose order differs from rank to rank
+        if isinstance(given, Set):  # a set's order differs between ranks
             given = sorted(given, key=str)
         patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"dense_parameters={given!r} must be a pattern of names, or several.")
+            raise TypeError(f"dense_parameters={given!r} must be a name pattern, or several of them.")
         object.__setattr__(self, "dense_parameters", patterns)
         if self.ratio is None and self.saving is None:
             object.__setattr__(self, "saving", SAVING)
         for name in ("ratio", "server_ratio", "saving", "momentum", "clip_norm"):
             value: Any = getattr(self, name)
             if isinstance(value, Real) and type(value).__module__ != "builtins":
-                object.__setattr__(self, name, float(value))  # NumPy's would not be read back from checkpoints
+                object.__setattr__(self, name, float(value))  # torch.load(weights_only=True) refuses NumPy scalars
         _check_values(self)
         _check_combinations(self)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> TopKConfig:
-        """Picks the settings out of all arguments of a call."""
+        """Creates a config from the settings among the arguments of a call."""
         return cls(**{each.name: arguments[each.name] for each in fields(cls)})
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The settings that are not the defaults."""
+        """The settings that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)} | {"saving": SAVING}
         here = {name: getattr(self, name) for name in defaults}
         return {name: value for name, value in here.items() if value is not None and value != defaults[name]}
@@ -104,26 +104,26 @@ class TopKConfig:
 
     @property
     def adapts_momentum(self) -> bool:
-        """Whether the momentum of optimizers is adapted to what is delivered."""
+        """Whether optimizer momentum is adapted to compression."""
         return self.adapt_momentum and self.compresses and not self.momentum
 
     @property
     def wire_name(self) -> str:
-        """The values' format."""
+        """Name of the values' wire format."""
         return self.wire or ("int4" if self.error_feedback is True else "bf16")
 
     @property
     def by_epoch(self) -> bool:
-        """Whether a schedule must be told the epoch."""
+        """Whether a schedule depends on the epoch."""
         return any(isinstance(r, Schedule) and r.by_epoch for r in (self.ratio, self.server_ratio))
 
     @property
     def dense(self) -> TopKConfig:
-        """The same settings with all-reduce for everything."""
+        """The same settings with a dense all-reduce of everything."""
         return replace(self, topology="dense", ratio=1.0, saving=None, server_ratio=None, momentum=0.0)
 
     def at_step(self, step: int, epoch: int) -> TopKConfig:
-        """The settings in force at a step: schedules become numbers. Plain functions of the step stay.
+        """Returns the settings at a step: replaces schedules by numbers, but keeps plain functions of the step.
 
         Args:
             step: Gradients exchanged before this one.
@@ -134,32 +134,32 @@ class TopKConfig:
         return replace(self, **found)
 
     def resolve(self, world: int, local: int) -> TopKConfig:
-        """The settings for ranks on nodes: a hierarchy of one node is dense, one of nodes with one rank is sharded.
+        """Resolves ``topology="hierarchical"``: dense on a single node, sharded with one rank per node.
 
-        With momentum on the workers, a hierarchy of one node is sharded too.
+        With ``momentum`` it is sharded on a single node too.
 
         Args:
             world: Number of ranks.
-            local: Ranks of each node; ranks of a node are consecutive.
+            local: Ranks per node; ranks of a node are consecutive.
 
         Raises:
-            ValueError: The ranks do not make up whole nodes.
+            ValueError: ``world`` is not a multiple of ``local``.
         """
         if world % local:
             raise ValueError(
-                f"{world} ranks do not make up nodes of {local}: every node needs the same number of ranks. "
-                "Pass local_world_size=, the ranks of a node."
+                f"{world} ranks cannot be divided into nodes of {local}: every node needs the same number of ranks. "
+                "Pass local_world_size=, the number of ranks per node."
             )
         name = cast(TopologyName, TOPOLOGIES[self.topology].on(world, local))
         if name == self.topology:
             return self
         if TOPOLOGIES[name].compresses:
             return replace(self, topology=name)
-        # Momentum is applied where something is kept, and an all-reduce keeps nothing.
+        # Worker momentum needs a residual, and an all-reduce has none.
         return replace(self, topology="sharded") if self.momentum else self.dense
 
     def summary(self) -> dict[str, Any]:
-        """The settings as words and numbers that processes can compare: functions by what they return."""
+        """The settings as strings and numbers that processes can compare: functions as sample values."""
         found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("ratio", "server_ratio"):
             if callable(found[name]):
@@ -171,7 +171,7 @@ class TopKConfig:
 
 
 def _check_values(config: TopKConfig) -> None:
-    """Refuses settings that are wrong by themselves."""
+    """Refuses settings that are invalid by themselves."""
     if config.ratio is not None:
         _check_ratio("ratio", config.ratio)
     if config.saving is not None:
@@ -190,7 +190,7 @@ def _check_values(config: TopKConfig) -> None:
     check_name("topology", config.topology, TOPOLOGIES)
     _check_number("momentum", config.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
     if config.clip_norm is not None:
-        remedy = "Leave it out, and nothing is clipped."
+        remedy = "Leave it out to disable clipping."
         _check_number("clip_norm", config.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
 
 
@@ -203,19 +203,19 @@ def _check_combinations(config: TopKConfig) -> None:
         )
     if config.server_ratio is not None and config.saving is not None:
         raise ValueError(
-            f"server_ratio={config.server_ratio!r} needs ratio=: saving={config.saving:g}, the default, decides what "
-            "workers and servers send. Pass ratio= too, or leave server_ratio out."
+            f"server_ratio={config.server_ratio!r} needs ratio=: saving={config.saving:g} decides what workers and "
+            "servers send. Pass ratio= too, or leave server_ratio out."
         )
     no_server = config.compresses and not TOPOLOGIES[config.topology].has_servers
     if no_server and config.bidirectional:
         raise ValueError(
-            f"bidirectional=True does not go with topology={config.topology!r}: without a server there is no "
+            f"bidirectional=True is incompatible with topology={config.topology!r}: without a server there is no "
             "server-to-worker direction to compress. Pass bidirectional=False, or topology='sharded'."
         )
     if config.server_ratio is not None and not config.bidirectional:
         raise ValueError(
             f"server_ratio={config.server_ratio!r} has no effect with bidirectional=False, where the server sends "
-            "all that is nonzero. Leave server_ratio out, or pass bidirectional=True."
+            "every nonzero entry. Leave server_ratio out, or pass bidirectional=True."
         )
     if not config.momentum:
         return
@@ -226,19 +226,19 @@ def _check_combinations(config: TopKConfig) -> None:
     for setting, holds in uncompressed.items():
         if holds:
             raise ValueError(
-                f"momentum={config.momentum!r} corrects what the worker keeps, but with {setting} gradients may be "
-                "sent whole, and nothing is kept. Use the optimizer's own momentum."
+                f"momentum={config.momentum!r} needs the worker's residual, but with {setting} gradients may be "
+                "sent uncompressed, without a residual. Use the optimizer's own momentum."
             )
     if config.error_feedback not in (True, "worker"):
         raise ValueError(
-            f"momentum={config.momentum!r} corrects what the worker keeps, but "
-            f"error_feedback={config.error_feedback!r} keeps nothing there. "
-            "Pass error_feedback=True, or momentum=0 and the optimizer's own."
+            f"momentum={config.momentum!r} needs the worker's residual, but "
+            f"error_feedback={config.error_feedback!r} keeps none. "
+            "Pass error_feedback=True, or momentum=0 and use the optimizer's own."
         )
 
 
 def value_or_error(ratio: Ratio, step: int) -> float | str:
-    """The ratio of a schedule at a step; in words, if the step lies beyond those that it is made for."""
+    """Returns the ratio at a step, or the ``repr`` of the error if a function fails at this step."""
     try:
         return ratio_at(ratio, step, step // 100)
     except Exception as error:
@@ -255,22 +255,22 @@ def _check_ratio(name: str, value: Any) -> None:
 def _check_number(name: str, value: Any, allowed: Callable[[float], bool], words: str, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be a number {words}. {remedy}")
-    if not allowed(float(value)):  # NaN is not either
+    if not allowed(float(value)):  # this also refuses NaN
         raise ValueError(f"{name}={value!r} must be {words}. {remedy}")
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Refuses what is neither True nor False, with a TypeError."""
+    """Raises a TypeError unless the value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be True or False.")
 
 
 def check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> None:
-    """Refuses a setting that is not one of the known names; ``otherwise`` says what else is allowed.
+    """Refuses a value that is not one of the known names; ``otherwise`` describes other allowed values.
 
     Raises:
-        TypeError: It is no string.
-        ValueError: It is another string.
+        TypeError: The value is not a string.
+        ValueError: The string is unknown.
     """
     allowed = f"it must be one of {', '.join(map(repr, known))}{otherwise}."
     if not isinstance(value, str):
@@ -280,11 +280,11 @@ def check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "")
 
 
 def check_count(name: str, value: Any) -> int | None:
-    """Refuses what is neither None nor a positive number of things; returns it.
+    """Returns the value if it is None or a positive integer.
 
     Raises:
-        TypeError: It is no integer.
-        ValueError: It is not positive.
+        TypeError: The value is not an integer.
+        ValueError: The value is not positive.
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an integer, or None.")

@@ -1,7 +1,7 @@
-"""DDP's side: its communication hook turns buckets into jobs for the lane.
+"""The DDP adapter: a communication hook that turns buckets into jobs for the lane.
 
-DDP hands over each bucket as soon as its gradients are ready. The hook queues the bucket's exchange on a lane and
-returns a future at once, so backward goes on while bytes travel.
+DDP calls the hook with each bucket as soon as its gradients are ready. The hook queues the bucket's exchange on a lane
+and returns a future immediately, so backward continues while bytes travel.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
@@ -34,31 +34,31 @@ from lightning_topk.runtime.state import HookState
 
 
 class TopKState(HookState):
-    """The state of the hook of one model: accepts DDP's buckets, queues their exchanges, closes.
+    """State of the communication hook of one model: queues the exchanges of DDP's buckets.
 
-    Construct it on every rank at the same point, since it creates process groups. :func:`attach` does so, checks DDP's
-    options, counts DDP's broadcasts and handles parameters that may go unused; prefer it. With a state and the hook
-    alone, every parameter must get a gradient in every step.
+    Construct it at the same point on every rank, since it creates process groups. Prefer :func:`attach`, which also
+    checks DDP's options, counts DDP's broadcasts and supports unused parameters. Without it, every parameter must get a
+    gradient in every step.
 
     Args:
         config: The settings; or pass them as keywords.
         process_group: The ranks that exchange gradients. Default: all.
-        timeout: After which a collective that some rank does not join fails. Default: that of ``process_group``.
-        residuals: Those of an earlier state of the same model, to go on with.
-        epoch: Returns the epoch, for schedules by epoch.
-        optimizers: Returns the optimizers at the first step, for settings that depend on them and for ``scaler``.
-        scaler: The GradScaler that scales the loss. Residuals are then kept in unscaled units, and what was delivered
-            for a step that it skips goes back into them; the payloads are kept until the step is taken.
-        local_world_size: Ranks of each node, for ``topology="hierarchical"`` and to count what leaves a node. Ranks of
-            a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Is called on rank 0 with what a user should know: settings without effect, adapted momentum.
+        timeout: Timeout of collectives. Default: that of ``process_group``.
+        residuals: Residuals of an earlier state of the same model, to continue from.
+        epoch: Function that returns the epoch, for schedules by epoch.
+        optimizers: Function that returns the optimizers at the first step, for ``scaler`` and settings that need them.
+        scaler: The GradScaler that scales the loss. Residuals are then unscaled, and gradients delivered for a skipped
+            step return to them; the payloads are kept until the step is taken.
+        local_world_size: Ranks per node, for ``topology="hierarchical"`` and to count bytes between nodes. Ranks of a
+            node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
+        announce: Called on rank 0 with messages for the user, such as settings without effect or adapted momentum.
             Default: warnings of the logger ``lightning_topk``.
         **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: Ranks have different settings or do not make up whole nodes; a scaler without
-            optimizers; a schedule by epochs without ``epoch``; or a bad setting.
+        ValueError: Ranks have different settings or cannot be divided into whole nodes, a scaler is passed without
+            optimizers, a schedule by epoch without ``epoch``, or a setting is invalid.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class TopKState(HookState):
             announce,
         )
         self.static_graph = False
-        """Whether DDP regroups its buckets a pass later."""
-        self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
+        """Whether DDP regroups its buckets one pass later."""
+        self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._usage: _Usage | None = None
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
-        """Notes from now on which of the parameters get a gradient, for a model in which some may not."""
+        """Tracks which parameters get a gradient, for models with unused parameters."""
         self._usage, self.voting = _Usage(parameters), True
 
     def launch(self, bucket: GradBucket) -> Future:
@@ -104,20 +104,20 @@ class TopKState(HookState):
             A future of the buffer.
 
         Raises:
-            RuntimeError: As :meth:`lane`.
-            TypeError: The bucket is not one of DDP's reducer, or is on a device that the exchange does not support.
-            ValueError: As :meth:`begin_pass`.
+            RuntimeError: See :meth:`lane`.
+            TypeError: The bucket is not a GradBucket, or it is on an unsupported device.
+            ValueError: See :meth:`begin_pass`.
         """
         _check_bucket(bucket)
-        # The bucket itself is gone when this returns: take all that the job needs from it now.
+        # The bucket is only valid during this call, so take everything the job needs from it now.
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
         lane = self.lane(buffer.device)
         if index == 0:
-            self._buckets.clear()  # what a backward pass that failed has left
+            self._buckets.clear()  # left over from a failed backward pass
             self.begin_pass()
         if buffer.is_sparse:
             self._say(
-                "lightning_topk: sparse gradients are exchanged as dense ones, and what is saved counts against an "
+                "lightning_topk: sparse gradients are exchanged as dense ones, and the saving is relative to an "
                 "all-reduce of all rows. DDP would send only the rows that a batch touches, which may be less."
             )
         promised, future = lane.promise()
@@ -138,12 +138,12 @@ class TopKState(HookState):
         super().close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # DDP lists its hook's state among what it pickles, and makes a copy without the hook.
+        # DDP pickles its hook's state, but a copy of the model has no hook.
         return _left_out, ()
 
 
 def _left_out() -> None:
-    """Stands for a state in a pickle, or in a deep copy, of a DDP model."""
+    """Replaces the state in a pickle or deep copy of a DDP model."""
     LOGGER.warning(
         "lightning_topk: a copy of a DDP model has no communication hook, and exchanges whole gradients. To compress "
         "them, attach the copy too."
@@ -151,10 +151,10 @@ def _left_out() -> None:
 
 
 class _Usage:
-    """Which parameters got a gradient since they were last asked for.
+    """Tracks which parameters got a gradient since the last query.
 
     Args:
-        parameters: Those to watch.
+        parameters: The parameters to watch.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -164,19 +164,19 @@ class _Usage:
         ]
 
     def take(self, bucket: Bucket) -> Tensor:
-        """``[parameters]`` bool, which parameters of a bucket got a gradient; forgets it."""
+        """Returns ``[parameters]`` bool, which parameters of a bucket got a gradient, and resets it."""
         used = torch.tensor([parameter in self._used for parameter in bucket])
         self._used.difference_update(bucket)
         return used
 
     def stop(self) -> None:
-        """Ends watching."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _check_bucket(bucket: Any) -> None:
-    """Refuses what is no bucket of DDP's reducer."""
+    """Refuses anything but a bucket of DDP's reducer."""
     if not isinstance(bucket, GradBucket):
         raise TypeError(
             f"the hook was called with a {type(bucket).__name__} instead of a GradBucket, as torch.compile does with "
@@ -185,7 +185,7 @@ def _check_bucket(bucket: Any) -> None:
 
 
 def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook: exchanges the bucket's gradient as ``state`` says.
+    """DDP communication hook that exchanges a bucket's gradient with the settings of ``state``.
 
     Example::
 
@@ -193,11 +193,11 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
         model.register_comm_hook(TopKState(saving=50), topk_hook)  # or attach(model, saving=50), which does more
 
     Args:
-        state: Settings and residuals, one for each DDP model.
+        state: Settings and residuals; one state per DDP model.
         bucket: DDP's bucket.
 
     Returns:
-        A future of the bucket's buffer, which then holds the mean that all ranks agree on.
+        A future of the bucket's buffer, which will hold the mean that all ranks agree on.
     """
     return state.launch(bucket)
 
@@ -215,10 +215,10 @@ def attach(
     announce: Callable[[str], None] | None = None,
     **settings: Unpack[Settings],
 ) -> TopKState:
-    """Makes a DDP model exchange its gradients by :func:`topk_hook`.
+    """Registers :func:`topk_hook` on a DDP model.
 
-    What DDP broadcasts is counted too: the model when it is wrapped, and the buffers before a forward pass. Arguments
-    are those of :func:`lightning_topk.attach`, which has its errors too.
+    It also counts DDP's broadcasts: the model when it is wrapped, and the buffers before a forward pass. See
+    :func:`lightning_topk.attach` for arguments and errors.
     """
     config = one_config(attach, config, settings)
     model = _ddp_of(model)
@@ -229,10 +229,10 @@ def attach(
             "delay_all_reduce_named_params": model._delay_all_reduce_params,
         }
     )
-    model._comm_hooks[:] = [each for each in model._comm_hooks if each != (topk_hook, None)]  # those of a copy
+    model._comm_hooks[:] = [each for each in model._comm_hooks if each != (topk_hook, None)]  # left in a copy
     if model._comm_hooks:
         raise RuntimeError(
-            "this DistributedDataParallel model has a communication hook already, and DDP takes one only. Wrap the "
+            "this DistributedDataParallel model already has a communication hook, and DDP takes only one. Wrap the "
             "module in a new DistributedDataParallel, and attach that."
         )
     exchanged = _exchanged(model)
@@ -253,7 +253,7 @@ def attach(
         )
     try:
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
-        if optimizers is not optimizer:  # there are some already
+        if optimizers is not optimizer:  # they exist already
             state.sync_optimizers()
         model.register_comm_hook(state, topk_hook)
     except (RuntimeError, ValueError):
@@ -267,9 +267,9 @@ def attach(
 
 
 def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
-    """The names of the parameters that DDP reduces if they are trained: all but those that it is told to ignore.
+    """Names of the parameters that DDP reduces if they are trained: all but its ``parameters_to_ignore``.
 
-    DDP compares ``module.parameter``, so ``.parameter`` for one of the model itself.
+    DDP compares ``module.parameter``, which is ``.parameter`` for parameters of the root module.
     """
     return {
         parameter: f"{part}.{name}".removeprefix(".")
@@ -284,8 +284,8 @@ class _BeforeForward:
 
     Args:
         model: The model.
-        state: Its state.
-        init_sync: Whether DDP's constructor has broadcast rank 0's weights.
+        state: The model's state.
+        init_sync: Whether DDP's constructor broadcast rank 0's weights.
     """
 
     def __init__(self, model: DistributedDataParallel, state: TopKState, init_sync: bool) -> None:
@@ -294,8 +294,8 @@ class _BeforeForward:
         if init_sync:
             ignored: set[str] = model.parameters_to_ignore
             weights = sum(p.nbytes for name, p in model.module.named_parameters() if name not in ignored)
-            # Where DDP has forward_sync_buffers (torch 2.14), it does not apply here. The deprecated
-            # broadcast_buffers=False does, but the model does not keep it: then this counts too much.
+            # forward_sync_buffers (torch 2.14) does not apply to this broadcast. The deprecated broadcast_buffers=False
+            # does, but the model does not store it, so this then counts too many bytes.
             buffers = model.broadcast_buffers or hasattr(model, "forward_sync_buffers")
             self._count(weights + sum(buffer.nbytes for buffer in model.modules_buffers) * buffers)
 
@@ -320,15 +320,15 @@ def _nothing(*_: Any) -> None:
 
 
 def is_ddp(model: Any) -> bool:
-    """Whether a model is wrapped in DDP, and compiled or not."""
+    """Whether a model, compiled or not, is wrapped in DDP."""
     return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
 
 
 def _ddp_of(model: Any) -> DistributedDataParallel:
-    """The DDP model that a model is, compiled or not.
+    """Returns the DDP model, out of a compiled one if needed.
 
     Raises:
-        TypeError: It is another model, or none.
+        TypeError: The model is not a DDP model.
     """
     if is_ddp(model):
         found: DistributedDataParallel = getattr(model, "_orig_mod", model)
@@ -344,16 +344,16 @@ def _ddp_of(model: Any) -> DistributedDataParallel:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     raise TypeError(
         f"attach takes a DistributedDataParallel model, and this is a bare {kind} on one of {ranks} ranks. Pass the "
-        "DistributedDataParallel model that training calls: with Hugging Face's Trainer trainer.model_wrapped, in a "
-        "loop of your own DistributedDataParallel(model)."
+        "DistributedDataParallel model that training calls: with Hugging Face's Trainer, trainer.model_wrapped; in "
+        "your own loop, DistributedDataParallel(model)."
     )
 
 
 def own_memory_(module: torch.nn.Module) -> None:
-    """Gives a CPU model memory of its own.
+    """Copies the tensors of a CPU model out of shared memory.
 
-    Lightning 2.6 gives it to spawned workers, but not to those of ``start_method="forkserver"``: torch then shares the
-    memory, and the optimizers of all ranks step on the same weights.
+    Lightning 2.6 does so for spawned workers, but not with ``start_method="forkserver"``: the optimizers of all ranks
+    would then update the same weights.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():

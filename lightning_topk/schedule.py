@@ -101,7 +101,7 @@ Ratio = float | Schedule | Callable[[int], float]
 
 
 LATE = 1_000_000_000
-"""A step, and an epoch, by which every schedule is assumed to have ended."""
+"""Step and epoch by which every schedule is assumed to have ended."""
 
 
 def ratio_at(ratio: Ratio, step: int, epoch: int) -> float:

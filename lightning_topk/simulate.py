@@ -1,4 +1,4 @@
-"""Drives the exchanges of many workers in lockstep, in memory: any number of workers in one process, same bits."""
+"""In-memory simulator: drives any number of workers in lockstep in one process, with the same bits as a cluster."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Cluster:
         world: Number of workers.
         numel: Elements of the gradient.
         dtype: dtype of the gradient.
-        local: Workers on each node.
-        sizes: Elements of each parameter of the gradient. Default: there is one.
-        uncompressed: Which of them, by number, are not compressed.
-        measure: What the exchanges measure.
-        device: Where the gradients are.
+        local: Workers per node.
+        sizes: Elements of each parameter of the gradient. Default: a single parameter.
+        uncompressed: Indices of the uncompressed parameters.
+        measure: Errors to measure in the exchanges.
+        device: Device of the gradients.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Cluster:
         self.plan = plan_bucket(
             for_compressed(config, sum(parts), skipped), parts, world, local, dtype.itemsize, uncompressed
         )
-        """How the gradient is exchanged."""
+        """The exchange plan of the gradient."""
         self.local, self.measure = local, measure
         self.endpoints = [self.plan.endpoint(rank, dtype, device) for rank in range(world)]
         self.outcomes: list[Outcome] = []
-        """What became of the last exchange, rank by rank."""
+        """Results of the last exchange, one per rank."""
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
         """Bytes that each worker has sent to others so far, by direction."""
         self.steps = 0
@@ -64,11 +64,11 @@ class Cluster:
         """Exchanges one gradient of each worker.
 
         Args:
-            gradients: W tensors ``[numel]``; left as they are.
+            gradients: W tensors ``[numel]``; not modified.
             epoch: Epochs completed, for schedules.
 
         Returns:
-            What is delivered to each worker: W tensors ``[numel]``.
+            The gradient delivered to each worker: W tensors ``[numel]``.
         """
         outputs = [gradient.clone() for gradient in gradients]
         exchanges = []
@@ -80,10 +80,10 @@ class Cluster:
         return outputs
 
     def drive(self, exchanges: Sequence[Exchange]) -> list[Outcome]:
-        """Runs one exchange for each rank to its end, answering requests when all ranks have made theirs.
+        """Runs one exchange per rank to completion, answering requests once all ranks have made theirs.
 
         Returns:
-            What became of each.
+            The result of each exchange.
         """
         replies: list[Any] = [None] * len(exchanges)
         while True:
@@ -97,7 +97,7 @@ class Cluster:
             if not asked_for:
                 return outcomes
             if isinstance(asked_for[0], Begun):
-                replies = [begun.reply for begun in asked_for]  # which was known at once
+                replies = [begun.reply for begun in asked_for]  # known immediately
                 continue
             begins = isinstance(asked_for[0], Begin)
             requests = [each.request if begins else each for each in asked_for]
@@ -109,7 +109,7 @@ class Cluster:
                     self.sent_bytes[request.direction][rank] += request.sent_bytes(number, len(asked))
 
     def _groups(self, among: Among, world: int) -> list[range]:
-        """The ranks that take part in each other's requests."""
+        """The groups of ranks that take part in the same request."""
         if among == "all":
             return [range(world)]
         if among == "node":
@@ -118,10 +118,10 @@ class Cluster:
 
 
 def answer(requests: Sequence[Request]) -> list[Tensor | None]:
-    """The replies to one request of each rank.
+    """Returns the replies to one request from each rank.
 
     Raises:
-        RuntimeError: The ranks ask for different things, which on a cluster would be a hang.
+        RuntimeError: The ranks make different requests, which would hang on a cluster.
     """
     kinds = {(type(request).__name__, request.among, request.payload.shape) for request in requests}
     if len(kinds) > 1:

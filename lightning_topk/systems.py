@@ -31,6 +31,6 @@ presets: Mapping[str, Mapping[str, Any]] = {
 
 ``dense``: Dense-SGD, through the exchange. ``topk``, ``gaussiank``, ``trimmed``: TopK-SGD of Shi et al. 2019, by
 all-gather, with that selector. ``randk``: the same random positions on all ranks. ``dgc``: DGC-SGD of Lin et al. 2018,
-whole; set the optimizer's momentum to 0. ``bidirectional_topk``: Zou 2022 with a server on every rank;
-``parameter_server``: with one.
+complete; set the optimizer's momentum to 0. ``bidirectional_topk``: Zou 2022 with a server on every rank;
+``parameter_server``: with one server.
 """

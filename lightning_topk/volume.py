@@ -1,4 +1,4 @@
-"""What an exchange will send, before it runs: bytes by arithmetic, equal to what is measured."""
+"""Predicts the bytes of an exchange by arithmetic; they equal the measured bytes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_topk.core.requests import AllReduce, placeholder
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes of a step.
+    """Bytes sent in a step.
 
     Attributes:
         uplink: Sent by this rank as a worker, to other ranks.
         downlink: Sent by this rank as a server.
-        dense: By a ring all-reduce of the same gradients, for comparison.
-        intra_node: Sent by the ranks of this rank's node together, to each other.
-        inter_node: Sent by them to other nodes: what the node's network interface counts.
-        dense_inter_node: Sent to other nodes by a ring all-reduce.
+        dense: Sent by this rank in a ring all-reduce of the same gradients, for comparison.
+        intra_node: Sent between the ranks of this rank's node, in total.
+        inter_node: Sent by these ranks to other nodes, in total: the count of the node's network interface.
+        dense_inter_node: Sent by these ranks to other nodes in a ring all-reduce.
     """
 
     uplink: int = 0
@@ -41,12 +41,12 @@ class Volume:
 
     @property
     def node_saving(self) -> float:
-        """The same of the bytes that leave a node."""
+        """The same for the bytes between nodes."""
         return self.dense_inter_node / self.inter_node if self.inter_node else 1.0
 
 
 def format_bytes(nbytes: float) -> str:
-    """A number of bytes in words: ``1.23 MB``."""
+    """Formats a number of bytes, such as ``1.23 MB``."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = next((power for power in range(len(units)) if nbytes < 1000 ** (power + 1)), len(units) - 1)
     value = nbytes / 1000**power
@@ -73,18 +73,17 @@ def volume(
 
     Args:
         config: The settings.
-        buckets: DDP's buckets, by their elements; one for a model that fits one bucket. With
-            ``topology="hierarchical"`` the elements of each parameter matter, since the ranks of a node take a piece of
-            each.
+        buckets: Elements of each DDP bucket. With ``topology="hierarchical"`` the elements of each parameter matter,
+            since the ranks of a node take a piece of each.
         world: Number of ranks.
-        rank: The rank in question; with ``single_server`` rank 0 differs from the others.
-        itemsize: Bytes of an element of the dense gradient.
-        parameters: Parameters in each bucket, with ``find_unused_parameters`` only: the ranks then exchange one bit
-            each.
+        rank: The rank to predict for; with ``single_server`` rank 0 differs from the others.
+        itemsize: Bytes per element of the dense gradient.
+        parameters: Number of parameters in each bucket; only with ``find_unused_parameters``: the ranks then exchange
+            one bit per parameter.
         step: Gradients exchanged before this one, for schedules.
         epoch: Epochs completed, for schedules.
-        local: Ranks of a node.
-        uncompressed: For each bucket, the numbers of its parameters that ``dense_parameters`` names. Default: none.
+        local: Ranks per node.
+        uncompressed: For each bucket, the indices of the parameters that ``dense_parameters`` matches. Default: none.
     """
     sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
     voters: Sequence[int | None] = list(parameters or ()) or [None] * len(sizes)
@@ -100,11 +99,11 @@ def bucket_volume(plan: BucketPlan, rank: int, step: int = 0, epoch: int = 0, vo
     """Predicts the bytes of one bucket in a step.
 
     Args:
-        plan: The bucket.
+        plan: The bucket's plan.
         rank: See :func:`volume`.
         step: See :func:`volume`.
         epoch: See :func:`volume`.
-        voters: Parameters of the bucket, with ``find_unused_parameters`` only.
+        voters: Number of parameters in the bucket; only with ``find_unused_parameters``.
     """
     world, local, numel = plan.shape.workers, plan.local, sum(plan.shape.parts.sizes)
     if not numel:

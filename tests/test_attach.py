@@ -1,4 +1,4 @@
-"""``attach`` as it is called by hand: what it takes, what it refuses and says, and what a copy of a model is."""
+"""``attach`` called by hand: valid and invalid arguments, warnings, and copies of an attached model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from lightning_topk.runtime.checks import check_parameters, check_same_model
 from lightning_topk.schedule import ExponentialWarmup
 
 
-def test_what_a_user_should_know_is_seen_without_any_setting_of_the_log(capfd, monkeypatch):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest has some
+def test_warnings_reach_stderr_without_a_logging_configuration(capfd, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest adds handlers
     monkeypatch.setattr(logging, "lastResort", logging._StderrHandler(logging.WARNING))
     attach(nn.Linear(3, 3), ratio=0.1).close()
     assert "so nothing is compressed" in capfd.readouterr().err
@@ -41,7 +41,7 @@ def test_a_bare_module_of_one_process_is_trained_alone():
     net = nn.Linear(3, 3)
     state = attach(net, ratio=0.1, announce=said.append)
     net(torch.randn(2, 3)).sum().backward()
-    assert said == ["lightning_topk: there is nobody to exchange gradients with, so nothing is compressed."]
+    assert said == ["lightning_topk: a single rank exchanges no gradients, so nothing is compressed."]
     assert not state.exchanged
     assert set(state.report().bytes.values()) == {0}
     assert state.predicted().uplink == state.nonfinite_steps == 0
@@ -69,7 +69,7 @@ def test_mistaken_arguments_are_named_with_the_remedy(arguments, settings, messa
 
 def test_models_that_cannot_be_exchanged_are_refused_with_the_remedy():
     two_devices = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    assert "parameters are on cpu, meta: the exchange runs on one device a" in refusal(
+    assert "parameters are on cpu, meta: the exchange runs on one device per" in refusal(
         check_parameters, names_of(two_devices)
     )
     two_devices[1].requires_grad_(False)
@@ -94,7 +94,7 @@ def ddp(net: nn.Module | None = None, **options) -> DistributedDataParallel:
 
 
 @on_ranks(2)
-def test_what_attach_cannot_do_or_ranks_do_not_share_is_refused(rank, world):
+def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, world):
     net, taken = nn.Linear(3, 3), ddp()
     delayed = {"delay_all_reduce_named_params": [("weight", net.weight)], "param_to_hook_all_reduce": net.bias}
     by_epoch = ExponentialWarmup(0.2, epochs=2)
@@ -102,7 +102,7 @@ def test_what_attach_cannot_do_or_ranks_do_not_share_is_refused(rank, world):
     cases = {
         "a bare Linear on one of 2 ranks. Pass the DistributedDataParallel model that training calls": (net, {}),
         "is FSDP1, which has no hook": (FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), {}),
-        "has a communication hook already, and DDP takes one only": (taken, {}),
+        "already has a communication hook, and DDP takes only one": (taken, {}),
         "skip_all_reduce_unused_params=True is not supported with top-k exchange": (
             ddp(skip_all_reduce_unused_params=True, find_unused_parameters=True), {},
         ),
@@ -120,7 +120,7 @@ def test_what_attach_cannot_do_or_ranks_do_not_share_is_refused(rank, world):
         "ExponentialWarmup(ratio=0.2, start=0.25, steps=None, epochs=2) depends on": (ddp(), {"ratio": by_epoch}),
         "epochs=2) depends on the epoch": (ddp(), {"ratio": 0.1, "server_ratio": by_epoch}),
         "epoch=3 must be a function that returns the epoch": (ddp(), {"epoch": 3}),
-        "2 ranks do not make up nodes of 3": (ddp(), {"local_world_size": 3, "topology": "hierarchical"}),
+        "2 ranks cannot be divided into nodes of 3": (ddp(), {"local_world_size": 3, "topology": "hierarchical"}),
         "local_world_size is 1 on rank 0 and 2 on rank 1": (ddp(), {"local_world_size": rank + 1}),
         "ratio is 0.1 on rank 0 and 0.2 on rank 1": (ddp(), {"ratio": 0.1 * (1 + rank)}),
         "selector is topk on rank 0 and randk on rank 1": (ddp(), {"selector": ("topk", "randk")[rank]}),
@@ -138,8 +138,8 @@ def test_what_attach_cannot_do_or_ranks_do_not_share_is_refused(rank, world):
 
 
 @on_ranks(2)
-def test_functions_of_the_step_that_will_differ_are_refused_before_they_do(rank, world):
-    """Each is looked at some steps ahead, also in a run that goes on; payloads of other sizes abort gloo."""
+def test_functions_of_the_step_are_refused_before_they_differ_between_ranks(rank, world):
+    """Each is checked some steps ahead, in a resumed run too; payloads of different sizes abort gloo."""
     said = []
     for differs, start in ((3, 0), (6, 0), (103, 100)):
         model = ddp(four_layers())
@@ -158,19 +158,19 @@ def test_functions_of_the_step_that_will_differ_are_refused_before_they_do(rank,
 
 
 @on_ranks(4)
-def test_torchruns_local_world_size_is_taken_where_nodes_are_equal(rank, world):
+def test_local_world_size_comes_from_torchrun_if_nodes_are_equal(rank, world):
     for sizes, local in (([2] * 4, 2), ([4] * 4, 4), ([8] * 4, 1), ([3, 3, 3, 1], 1)):
         with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(sizes[rank])}):
             state = TopKState()
             state.close()
             said = refusal(TopKState, topology="hierarchical") if local == 1 else ""
         assert state.local == local
-        assert ("needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is [" in said) == (local == 1)
+        assert ("needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is [" in said) == (local == 1)
 
 
 @on_ranks(2)
-def test_what_a_user_should_know_is_said_on_one_rank_and_once(rank, world):
-    """That numba is missing, that momentum is adapted or stays, and of a momentum that comes later."""
+def test_warnings_are_announced_once_and_on_one_rank(rank, world):
+    """For missing numba, momentum that is adapted or not, and momentum that a scheduler sets later."""
     said: list[str] = []
     with mock.patch.object(ops, "fast", return_value=None):
         model = ddp(Net())
@@ -204,15 +204,15 @@ def test_what_a_user_should_know_is_said_on_one_rank_and_once(rank, world):
 
 
 @on_ranks(2)
-def test_steps_on_gradients_that_bypass_the_exchange_are_said_once(rank, world):
-    """The model was wrapped a second time for attach, and training goes on through the first wrapper."""
+def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
+    """The model was wrapped a second time for attach, and training continues through the first wrapper."""
     for wrapped_twice in (True, False):
         said: list[str] = []
         net = four_layers()
         model, optimizer = ddp(net), SGD(net.parameters(), lr=0.1, momentum=0.9)
         attached = ddp(net) if wrapped_twice else model
         state = attach(attached, ratio=0.1, optimizer=optimizer, announce=said.append)
-        optimizer.step()  # without any gradient, as some do before they make a scheduler
+        optimizer.step()  # without gradients, as some users do before they make a scheduler
         for step in range(2):
             loss_of(model, rank, step).backward()
             optimizer.step()
@@ -225,7 +225,7 @@ def test_steps_on_gradients_that_bypass_the_exchange_are_said_once(rank, world):
 
 
 @on_ranks(2)
-def test_what_is_saved_of_sparse_gradients_is_said_to_count_against_dense_ones(rank, world):
+def test_sparse_gradients_warn_that_their_saving_counts_dense_bytes(rank, world):
     said: list[str] = []
     model = ddp(nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1)), bucket_cap_mb=0.0001)
     state = attach(model, saving=5, adapt_momentum=False, announce=said.append)
@@ -236,7 +236,7 @@ def test_what_is_saved_of_sparse_gradients_is_said_to_count_against_dense_ones(r
 
 
 def gan(rank: int, way: str) -> list[str]:
-    """What is said of three steps of two networks in one DDP model; the first one's loss goes through the second."""
+    """Warnings of three steps of two networks in one DDP model; the first one's loss goes through the second."""
     said: list[str] = []
     made, judged = nets = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 1)])
     model = ddp(nets, find_unused_parameters=True)
@@ -254,18 +254,18 @@ def gan(rank: int, way: str) -> list[str]:
                 optimizer.step()
     state.close()
     assert not any(p._backward_hooks for p in nets.parameters())
-    return [line for line in said if "was zeroed after its exchange, and before its optimizer's step" in line]
+    return [line for line in said if "was zeroed after its exchange and before its optimizer's step" in line]
 
 
 @on_ranks(2)
-def test_a_gradient_that_is_zeroed_between_its_exchange_and_its_step_is_said_once(rank, world):
+def test_zeroing_a_gradient_between_its_exchange_and_its_step_warns_once(rank, world):
     found = {way: len(gan(rank, way)) for way in ("toggling", "adding up", "throwing away", "skipping a step")}
     assert found == {"toggling": 0, "adding up": 0, "throwing away": rank == 0, "skipping a step": rank == 0}
 
 
 @on_ranks(2)
-def test_copies_of_an_attached_model_train_as_with_ddp_and_say_so(rank, world):
-    """They train as plain DDP models do, and can be attached."""
+def test_copies_of_an_attached_model_train_with_plain_ddp_and_warn(rank, world):
+    """They can be attached again."""
     with log() as said:
         for options in ({}, {"find_unused_parameters": True}):
             torch.manual_seed(0)
@@ -313,7 +313,7 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
 
 
 @on_ranks(2)
-def test_a_run_that_goes_on_with_other_settings_says_so(rank, world):
+def test_resuming_with_other_settings_is_announced(rank, world):
     net, said = nn.Linear(40, 40), []
     state = attach(ddp(net), ratio=0.1)
     box = [state.state_dict()]

@@ -53,14 +53,14 @@ class MixedNet(nn.Module):
 
 
 def shared(entry: Any) -> Any:
-    """Rank 0's."""
+    """Rank 0's entry."""
     box = [entry]
     dist.broadcast_object_list(box)
     return box[0]
 
 
 def trained(rank: int, world: int, settings: dict, mode: str, start: int, stop: int, saved: dict | None = None):
-    """Trains from step ``start`` to ``stop``; returns what is undelivered before and after, and rank 0's checkpoint."""
+    """Trains from step ``start`` to ``stop``; returns the undelivered parts before and after, and rank 0's entry."""
     net = MixedNet() if mode == "mixed_dtypes" else four_layers()
     ddp = DistributedDataParallel(net, **MODES[mode])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -103,18 +103,18 @@ CHAINS = [
     [(6, on_nodes(2)), (6, on_nodes(3)), (4, on_nodes(2)), (6, on_nodes(2)), (3, {}), (4, on_nodes(2)),
      (2, on_nodes(2)), (4, {"topology": "dense"})],
 ]  # fmt: skip
-"""Worlds and settings, each of which takes over from the one before."""
+"""Worlds and settings, each of which resumes the one before."""
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_every_world_size_and_topology_takes_over_what_is_left(groups, chain):
+def test_every_world_size_and_topology_takes_over_residuals(groups, chain):
     saved, left = None, 0.0
     for number, (world, settings) in enumerate(chain):
         steps = 2 * number, 2 * number + 2
         before, now, saved = groups(world).run(trained, settings, "several_buckets", *steps, saved)[0]
         assert abs(before - left).max() < 1e-6, (world, settings)
         dense = settings.get("topology") == "dense" or world == settings.get("local_world_size", 1)
-        assert abs(now).max() == 0 if dense else abs(now).max() > 1e-3  # if dense, all was delivered
+        assert abs(now).max() == 0 if dense else abs(now).max() > 1e-3  # dense delivers everything
         left = now
 
 
@@ -130,7 +130,7 @@ class Two(nn.Module):
 @pytest.mark.parametrize("topology", ["sharded", "single_server", "dense"])
 @on_ranks(2)
 def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, world, topology):
-    """What is delivered of 10 in every element, when gradients are zero."""
+    """Residuals of 10 in every element are delivered when gradients are zero."""
     entry = {"version": 1, "mode": "mean", "world_size": 2, "steps": 5}
     entry["parameters"] = {name: {"residual": torch.full((64,), 10.0)} for name in ("a.weight", "b.weight")}
 
@@ -176,7 +176,7 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     assert found == dict.fromkeys(found, 10.0)
 
 
-def test_another_model_begins_with_the_first_step():
+def test_another_model_restarts_at_the_first_step():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     residuals = Residuals()
     residuals.keep_only(first.parameters())
@@ -229,7 +229,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("its settings are None", changed(settings=None)),
         ("its settings are {'ratio': tensor(", changed(settings={"ratio": torch.ones(2)})),
         ("its settings are {'ratio': [tensor(", changed(settings={"ratio": [torch.ones(2)] * 6})),
-        ("of another rank than 0", changed(mode="on rank 0", parameters={})),
+        ("from a rank other than 0", changed(mode="on rank 0", parameters={})),
     ]
     said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases]
     untouched = (state.residuals.progress.steps, state.residuals.held()) == (0, {})
@@ -237,13 +237,13 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     state.close()
     assert [f"{found!r} instead of {words!r}" for words, found in said if words not in found] == []
     assert all("residual_checkpoint=False" in found for _, found in said)
-    assert untouched, "what there was before stays"
+    assert untouched, "a refused entry changed the residuals"
 
 
 @pytest.mark.parametrize("formats", [("contiguous_format", "channels_last"), ("channels_last", "contiguous_format")])
 @on_ranks(2)
-def test_a_checkpoint_is_of_any_memory_format(rank, world, formats):
-    """What a channels_last model left is delivered to the same entries of a contiguous one, and the reverse."""
+def test_a_checkpoint_does_not_depend_on_the_memory_format(rank, world, formats):
+    """Residuals of a channels_last model go to the same entries of a contiguous one, and the reverse."""
     before, after = (getattr(torch, name) for name in formats)
     data = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
     net, alone = nn.Conv2d(3, 4, 2, bias=False), nn.Conv2d(3, 4, 2, bias=False)
@@ -265,8 +265,8 @@ def test_a_checkpoint_is_of_any_memory_format(rank, world, formats):
 
 
 @on_ranks(2)
-def test_a_parameter_of_another_size_or_format_starts_at_zero_and_is_said_to(rank, world):
-    """The others go on."""
+def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(rank, world):
+    """The other parameters keep their residuals."""
     for kind in ("format", "size"):
         said: list[str] = []
         net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten())
@@ -290,19 +290,19 @@ def test_a_parameter_of_another_size_or_format_starts_at_zero_and_is_said_to(ran
         assert not net[1].weight.grad.any()
         found = torch.cat([p.grad.flatten() for p in (*net[0].parameters(), net[1].bias)])
         torch.testing.assert_close(found.double(), expected)
-        words = "1 parameter has another size or memory format than before"
+        words = "1 parameter has a different size or memory format now"
         assert [words in line for line in said if "memory format" in line] == [True] * (rank == 0)
 
 
 def undelivered_of(residuals: Residuals, parameters: list[nn.Parameter]) -> Tensor:
-    """What is still to be delivered of some parameters after their state was closed: ``[numel]``."""
+    """The undelivered gradient of some parameters after their state was closed: ``[numel]``."""
     kept = residuals.held()
     return mean_over_ranks(torch.cat([kept[p][0] + dist.get_world_size() * kept[p][1] for p in parameters]))
 
 
 @on_ranks(2)
 def test_a_checkpoint_knows_parameters_whatever_wraps_or_prunes_them(rank, world):
-    """It does not depend on what wraps a model's layers, nor on what pruning calls their parameters later."""
+    """It depends neither on wrappers of a model's layers nor on the names that pruning gives their parameters."""
 
     def wrapped(net: nn.Module) -> nn.Module:
         net[0], net[1] = checkpoint_wrapper(net[0]), torch.compile(net[1], backend="eager")
@@ -339,10 +339,10 @@ def test_a_run_that_starts_from_zero_says_why(monkeypatch):
         "residuals in the checkpoint are ignored (residual_checkpoint=False)": (entry, False),
         "the checkpoint has no residuals (it was saved by another strategy, or with": (None, True),
         "the checkpoint has no residuals (out of luck)": (absent("out of luck"), True),
-        "the checkpoint has no residuals (for no reason that it gives)": ({"mode": "none"}, False),
+        "the checkpoint has no residuals (no reason given)": ({"mode": "none"}, False),
     }
     said: list[str] = []
-    monkeypatch.setattr(_resume, "rank_zero_info", said.append)  # whatever level other tests gave its logger
+    monkeypatch.setattr(_resume, "rank_zero_info", said.append)  # whatever level other tests set
     assert [entry_to_resume(*given) for given in cases.values()] == [EMPTY] * 4
     assert entry_to_resume(entry, True) is entry
     for words, line in zip(cases, said, strict=True):
@@ -354,7 +354,7 @@ def epochs(
     rank: int | None, world: int, folder: Path | None, count: int, strategy: str | dict = "topk",
     ckpt: Path | None = None, options: dict | None = None, callbacks: tuple[Callback, ...] = (), **checkpoint: Any,
 ) -> float:  # fmt: skip
-    """Trains whole epochs of three steps, and saves each in a folder; returns what this rank's residuals held first."""
+    """Trains whole epochs of three steps and saves each in a folder; returns the sum of this rank's first residuals."""
     found = [0.0]
 
     def look(trainer: Any, module: nn.Module) -> None:
@@ -376,7 +376,7 @@ def entry_of(path: Path) -> Any:
 
 
 @pytest.mark.trainer
-def test_the_trainer_resumes_with_what_is_left(groups, tmp_path):
+def test_the_trainer_resumes_with_residuals(groups, tmp_path):
     groups(2).run(epochs, tmp_path / "half", 2)
     path = tmp_path / "half/step=6.ckpt"
     found = groups(2).run(epochs, tmp_path / "rest", 4, "topk", path)
@@ -388,23 +388,23 @@ def test_the_trainer_resumes_with_what_is_left(groups, tmp_path):
 @pytest.mark.trainer
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_checkpoints_go_from_and_to_plain_ddp_and_other_world_sizes(groups, tmp_path):
-    """Also with last.ckpt as a link, and written by a thread."""
+    """Also if last.ckpt is a link, and if a thread writes it."""
 
     def run(folder: str, count: int, *arguments: Any, world: int = 2) -> list[float]:
         return groups(world).run(epochs, tmp_path / folder, count, *arguments)
 
     run("ddp", 1, "ddp")
-    (tmp_path / "topk").mkdir()  # Lightning makes the link here, perhaps before the thread has made the folder
+    (tmp_path / "topk").mkdir()  # Lightning makes the link here, perhaps before the thread makes the folder
     assert groups(2).run(linked, tmp_path / "topk", tmp_path / "ddp/step=3.ckpt") == [0, 0]
     last = tmp_path / "topk/last.ckpt"
     assert last.is_symlink()
-    assert entry_of(last)["steps"] == 3  # those that the exchange carried
+    assert entry_of(last)["steps"] == 3  # steps with an exchange
     run("back", 3, "ddp", last)
     assert entry_of(tmp_path / "back/step=9.ckpt") is None
     assert run("one", 3, "topk", last, world=1)[0] > 0
     assert run("none", 3, {"residual_checkpoint": False}, last) == [0, 0]
     assert entry_of(tmp_path / "none/step=9.ckpt") is None
-    epochs(None, 1, tmp_path / "single", 3, "auto", last)  # a Trainer without us does not mind
+    epochs(None, 1, tmp_path / "single", 3, "auto", last)  # a Trainer without this package ignores the entry
     groups(2).run(only_weights, tmp_path / "weights")
     assert entry_of(tmp_path / "weights/step=3.ckpt") is None
 
@@ -429,7 +429,7 @@ def test_a_run_whose_layers_are_pruned_resumes(rank, world, tmp_path):
 
 
 class Raise(Callback):
-    """One rank fails in the middle of an epoch."""
+    """Raises on one rank in the middle of an epoch."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 2 and trainer.global_rank == 0:
@@ -437,7 +437,7 @@ class Raise(Callback):
 
 
 @pytest.mark.trainer
-def test_a_checkpoint_of_the_failing_rank_alone_neither_hangs_nor_pretends(groups, tmp_path):
+def test_a_failing_ranks_own_checkpoint_neither_hangs_nor_holds_residuals(groups, tmp_path):
     threads, children = threading.active_count(), set(multiprocessing.active_children())
     failing = TopKStrategy(ratio=0.05, start_method="forkserver")
     with pytest.raises(Exception, match="out of luck"):
@@ -446,5 +446,5 @@ def test_a_checkpoint_of_the_failing_rank_alone_neither_hangs_nor_pretends(group
     assert set(multiprocessing.active_children()) <= children
     (path,) = tmp_path.glob("*.ckpt")
     assert entry_of(path)["mode"] == "none"
-    assert "had ended" in entry_of(path)["reason"]  # it is the spawning process that saves last
+    assert "had ended" in entry_of(path)["reason"]  # the spawning process saves last
     assert groups(2).run(epochs, None, 2, "topk", path) == [0, 0]

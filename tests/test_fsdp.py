@@ -1,4 +1,4 @@
-"""The laws between the replicas of an FSDP2 model, shard by shard, on gloo ranks; torch's own HSDP is the oracle."""
+"""The laws between replicas of an FSDP2 model, shard by shard, on gloo ranks; torch's own HSDP is the oracle."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def mesh_of(nodes: int, local: int, device: str = "cpu") -> DeviceMesh:
 def sharded(
     net: nn.Module, mesh: DeviceMesh, parts: tuple[str, ...] = ("first", "branch"), **options: Any
 ) -> nn.Module:
-    """A net with some of its layers wrapped, and itself."""
+    """Wraps some layers of a net, and the net itself."""
     for name in parts:
         fully_shard(net.get_submodule(name), mesh=mesh, **options)
     return fully_shard(net, mesh=mesh, **options)
@@ -67,7 +67,7 @@ def as_hybrid(
     mesh: DeviceMesh | None = None,
     tolerance: float = 1e-6,
 ) -> Any:
-    """Fails unless ``train`` finds the same with everything sent as with torch's hybrid sharding; returns the state."""
+    """Fails unless ``train`` returns the same with everything sent as with torch's HSDP; returns the state."""
     mesh = mesh_of(2, 2) if mesh is None else mesh
     expected = train(make(mesh["replicate", "shard"]))
     net = make(mesh["shard"])
@@ -78,7 +78,7 @@ def as_hybrid(
 
 
 class Watched:
-    """What the hooks of a state were given and what they delivered, by bucket: the mean over the replicas, in sum."""
+    """Sums the gradients that a state's hooks receive (as the mean over the replicas) and deliver, by parameter."""
 
     def __init__(self, state: Any) -> None:
         self.given: dict = {}
@@ -97,7 +97,7 @@ class Watched:
                 self.delivered[member] = self.delivered.get(member, 0) + arrived
 
     def check(self, tolerance: float = 1e-5) -> None:
-        """Fails unless what was given was delivered or is held; every rank calls it."""
+        """Fails unless every received gradient was delivered or is held; every rank calls it."""
         held = self._state.residuals.held()
         for member in [each for each in self._state.names if each in held]:  # in the same order on every rank
             worker, server = held[member]
@@ -112,7 +112,7 @@ class Watched:
 
 
 def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, Any]) -> None:
-    """Checks the laws on four steps; ``every`` so many of them leave a branch out."""
+    """Checks the laws on four steps; every ``every``-th step leaves a branch out."""
     every, patterns = settings.pop("every", 9), settings.get("dense_parameters", ())
     net, state = made(nodes, local, **settings)
     alone, members = Net(empty=False), list(net.parameters())
@@ -210,7 +210,7 @@ class TwoKinds(nn.Module):
 
 
 @on_ranks(4)
-def test_modules_of_several_dtypes_and_frozen_ones_are_exchanged_unit_by_unit(rank, world):
+def test_modules_of_several_dtypes_and_frozen_ones_are_exchanged_separately(rank, world):
     mesh, net = mesh_of(2, 2), TwoKinds()
     for part in (net.short, net.single, net.frozen):
         fully_shard(part, mesh=mesh["shard"])
@@ -229,7 +229,7 @@ def test_modules_of_several_dtypes_and_frozen_ones_are_exchanged_unit_by_unit(ra
 
 
 def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimizer]) -> Tensor:
-    """Weights after some steps, each of two backward passes of which the first is not reduced."""
+    """Weights after some steps of two backward passes each, the first of them without reduction."""
     optimizer = kind(net.parameters(), lr=0.01)
     for step in range(6):
         optimizer.zero_grad()
@@ -264,7 +264,7 @@ def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world
 
 @on_ranks(4)
 def test_layers_that_are_unfrozen_later_learn_as_with_hybrid_sharding(rank, world):
-    """A module that is frozen at first, and others of which a part is; then the other way round."""
+    """A module is frozen at first, and another one in part; then the others are."""
 
     def make(mesh: DeviceMesh) -> nn.Module:
         net = Net(empty=False)
@@ -291,14 +291,14 @@ def test_layers_that_are_unfrozen_later_learn_as_with_hybrid_sharding(rank, worl
 
 
 @on_ranks(4)
-def test_a_factor_to_divide_by_is_of_all_ranks_as_with_hybrid_sharding(rank, world):
-    """Such as a number of tokens."""
+def test_the_gradient_divide_factor_acts_as_with_hybrid_sharding(rank, world):
+    """The factor may be a number of tokens, for example."""
 
     def make(mesh: DeviceMesh) -> nn.Module:
         net = sharded(Net(empty=False), mesh)
         for part in (net, net.first, net.branch):
             part.set_gradient_divide_factor(3.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it sums
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before summing
         return net
 
     def train(net: nn.Module) -> Tensor:
@@ -321,8 +321,8 @@ class Norm(nn.Module):
 
 
 @on_ranks(4)
-def test_halves_of_tensors_are_exchanged_as_shards_and_copies_whole(rank, world):
-    """Two nodes of two ranks, which hold a tensor's halves, and see the same rows; norms are on both."""
+def test_tensor_parallel_halves_are_exchanged_as_shards_and_copies_whole(rank, world):
+    """The two ranks of a node hold halves of a tensor and see the same rows; both hold the norms."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
 
     def make(shards: DeviceMesh) -> nn.Module:
@@ -356,8 +356,8 @@ def test_halves_of_tensors_are_exchanged_as_shards_and_copies_whole(rank, world)
 
 
 @on_ranks(4)
-def test_a_pass_ends_with_fsdps_root_though_that_is_outside(rank, world):
-    """The root is a module around the model, whose parts are trained in turn, most of them uncompressed at times."""
+def test_a_pass_ends_with_fsdps_root_outside_the_model(rank, world):
+    """The root is a module around the model, whose parts train in turn, with most elements uncompressed at times."""
     mesh = mesh_of(2, 2)
     net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
     for part in (*net, net):
@@ -386,7 +386,7 @@ def test_two_models_may_share_a_frozen_module_that_stays_frozen(rank, world):
         loss_of(net, rank, 0).backward()
     assert [state.residuals.progress.steps for state in states] == [1, 1]
     nets[0][0].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'0\.\w+' \(one of 2\) was unfrozen, but nobody reduces its gradient"):
+    with pytest.raises(ValueError, match=r"'0\.\w+' \(one of 2\) was unfrozen, but its gradient is not reduced"):
         loss_of(nets[0], rank, 1).backward()
     for state in states:
         state.close()
@@ -394,7 +394,7 @@ def test_two_models_may_share_a_frozen_module_that_stays_frozen(rank, world):
 
 @on_ranks(4)
 def test_the_residual_of_a_frozen_parameter_goes_to_no_other_of_its_size(rank, world):
-    """Two parameters of one size in one module, of which the second is trained after the first."""
+    """Two parameters of one size in one module; the second trains after the first."""
     mesh = mesh_of(2, 2)
     net = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Tanh(), nn.Linear(20, 20, bias=False))
     net[2].requires_grad_(False)
@@ -407,14 +407,14 @@ def test_the_residual_of_a_frozen_parameter_goes_to_no_other_of_its_size(rank, w
             net[2].requires_grad_(True)
         net.zero_grad()
         (loss_of(net, rank, step) * (step != 3)).backward()
-        assert step != 3 or not net[2].weight.grad.full_tensor().any()  # nothing of the other's residual
+        assert step != 3 or not net[2].weight.grad.full_tensor().any()  # the other's residual does not arrive here
     watched.check()
     state.close()
 
 
 @on_ranks(4)
-def test_replicas_that_use_different_parameters_are_told_so(rank, world):
-    """Of a module, or a module more or less."""
+def test_replicas_that_use_different_parameters_raise(rank, world):
+    """They differ in parameters of a module, or in whole modules."""
     for case in ("part", "whole", "last"):
         net, state = made(2, 2)
         if case == "last":
@@ -423,12 +423,12 @@ def test_replicas_that_use_different_parameters_are_told_so(rank, world):
             loss = loss_of(net, rank, 0, **{"scale" if case == "part" else "branch": rank < 2})
         message = refusal(loss.backward)
         state.close()
-        assert "the ranks differ: the gradient that comes next is" in message
+        assert "the ranks differ: the next gradient is" in message
         assert "set_reduce_scatter_unused_params(True)" in message
 
 
 def other_modules(rank: int, world: int) -> str:
-    """Each node uses one of two modules of equal size, both of which were used by all before."""
+    """Each node uses one of two modules of equal size, after all nodes used both."""
     mesh, net = mesh_of(2, 2), nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)])
     for part in net:
         fully_shard(part, mesh=mesh["shard"])
@@ -439,7 +439,7 @@ def other_modules(rank: int, world: int) -> str:
 
 
 @pytest.mark.gloo
-def test_gradients_of_different_modules_of_one_size_are_not_mixed_up():
+def test_gradients_of_different_modules_of_equal_size_are_not_mixed_up():
     group = Group(4)
     try:
         assert all("is of other parameters than this rank's" in message for message in group.run(other_modules))
@@ -448,7 +448,7 @@ def test_gradients_of_different_modules_of_one_size_are_not_mixed_up():
 
 
 @on_ranks(4)
-def test_every_rank_may_use_other_parameters_if_fsdp_reduces_unused_ones(rank, world):
+def test_ranks_may_use_different_parameters_if_fsdp_reduces_unused_ones(rank, world):
     net, state = made(2, 2)
     if not hasattr(net, "set_reduce_scatter_unused_params"):
         return
@@ -463,8 +463,8 @@ def test_every_rank_may_use_other_parameters_if_fsdp_reduces_unused_ones(rank, w
 
 
 @on_ranks(4)
-def test_training_goes_on_after_a_backward_pass_that_failed(rank, world):
-    """On every rank, after some exchanges."""
+def test_training_continues_after_a_failed_backward_pass(rank, world):
+    """The pass fails on every rank, after some exchanges."""
     net, state = made(2, 2)
     watched = Watched(state)
     loss_of(net, rank, 0).backward()
@@ -496,7 +496,7 @@ class Block(nn.Module):
 
 
 class Reentrant(nn.Module):
-    """Runs a block again in backward, as a backward pass of its own inside the other."""
+    """Recomputes a block in backward, in a nested backward pass."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -507,9 +507,9 @@ class Reentrant(nn.Module):
 
 
 AROUND = {"checkpoint": checkpoint_wrapper, "compile": partial(torch.compile, backend="aot_eager")}
-"""What is done to blocks before they are sharded."""
+"""Wrappers applied to blocks before sharding."""
 BEYOND = {"checkpoint inside": checkpoint_wrapper, "reentrant blocks": Reentrant}
-"""What is done to them afterwards."""
+"""Wrappers applied to blocks after sharding."""
 
 
 def blocks(rank: int, world: int, kind: str) -> Tensor:
@@ -559,18 +559,18 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
         "process_group= is missing": (whole, {"ratio": 0.1}),
         "is a str, not a process group or a device mesh": (whole, {"process_group": "replicate"}),
         "not one dimension": (whole, {"process_group": mesh}),
-        "must hold the same shard, each on another node": (whole, {"process_group": inside}),
-        "with a dimension of replicas": (sharded(net(), mesh), {"process_group": between}),
+        "must hold the same shard, each on a different node": (whole, {"process_group": inside}),
+        "with a replicate dimension": (sharded(net(), mesh), {"process_group": between}),
         "on several meshes": (several, {"process_group": between}),
         "'scale' (one of 5) is not sharded": (partly, {"process_group": between}),
         "no gradient to exchange": (sharded(net().requires_grad_(False), inside), {"process_group": between}),
         "have no values yet": (sharded(empty, inside), {"process_group": between}),
-        "clip every shard by a norm of its own": (whole, {"process_group": between, "clip_norm": 1.0}),
+        "clip every shard by its own norm": (whole, {"process_group": between, "clip_norm": 1.0}),
         "Close the earlier state first": (taken, {"process_group": between}),
         "unknown argument ratoi": (whole, {"process_group": between, "ratoi": 1}),
-        "local_world_size=2 is for DDP models": (whole, {"process_group": between, "local_world_size": 2}),
-        "process_group= is for models that fully_shard": (net(), {"process_group": between}),
-        "the shard that a rank holds is": (whole, {"process_group": crossed["replicate"]}),
+        "local_world_size=2 applies only to DDP models": (whole, {"process_group": between, "local_world_size": 2}),
+        "process_group= applies only to models wrapped by fully_shard": (net(), {"process_group": between}),
+        "the index of the shard is": (whole, {"process_group": crossed["replicate"]}),
     }
     said = [(words, refusal(attach, model, **arguments)) for words, (model, arguments) in cases.items()]
     taken.set_requires_all_reduce(False)
@@ -580,14 +580,14 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
 
 
 @on_ranks(4)
-def test_one_rank_of_the_first_node_speaks(rank, world):
+def test_only_one_rank_of_the_first_node_announces(rank, world):
     said: list[str] = []
     made(2, 2, announce=said.append)[1].close()
     assert ["attach was called without optimizer=" in words for words in said] == [True] * (rank == 0)
 
 
 @on_ranks(4)
-def test_a_closed_state_lets_no_replica_go_its_own_way_and_another_one_goes_on(rank, world):
+def test_a_closed_state_raises_in_backward_and_a_new_state_takes_over(rank, world):
     net, state = made(2, 2)
     loss_of(net, rank, 0).backward()
     kept = undelivered(state, net)
@@ -604,13 +604,13 @@ def test_a_closed_state_lets_no_replica_go_its_own_way_and_another_one_goes_on(r
 
 
 @on_ranks(4)
-def test_what_a_skipped_step_sent_comes_back_to_the_shards(rank, world):
-    """For a gradient that is infinite on one rank."""
+def test_a_skipped_step_returns_its_gradients_to_the_shards(rank, world):
+    """The gradient is infinite on one rank."""
     scaler = torch.amp.GradScaler("cpu")
     net, state = made(2, 2, optimizer=lambda: [optimizer], scaler=scaler)
     optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
     for step in range(3):
-        if step == 1:  # what the other node computes stays in its residuals
+        if step == 1:  # the other node's gradient stays in its residuals
             own = mean_over_ranks(local_gradient(Net(empty=False), net, rank, step) * (rank < 2))
         optimizer.zero_grad()
         scaler.scale(loss_of(net, rank, step) * (torch.inf if (rank, step) == (3, 1) else 1.0)).backward()
@@ -654,7 +654,7 @@ def test_momentum_of_shards_stands_still_where_nothing_is_delivered(rank, world)
 
 
 def trained(rank: int, steps: int = 3, **settings: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """A net on two nodes of two ranks after some steps, its state, and what rank 0 would save in one file."""
+    """A net on two nodes of two ranks after some steps, its state, and rank 0's entry for a checkpoint file."""
     net, state = made(2, 2, **settings)
     for step in range(steps):
         loss_of(net, rank, step).backward()
@@ -690,7 +690,7 @@ def loaded(rank: int, world: int, nodes: int, local: int, folder: Path, full: bo
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_residuals_of_shards_are_saved_and_go_on_on_other_nodes_and_ranks(groups, tmp_path, momentum):
+def test_residuals_of_shards_resume_on_other_numbers_of_nodes_and_ranks(groups, tmp_path, momentum):
     groups(4).run(saved, tmp_path, momentum)
     for nodes, local in ((2, 2), (3, 1)) if momentum else ((2, 2), (4, 1), (3, 1), (2, 1)):
         for full in (False, True):
@@ -699,7 +699,7 @@ def test_residuals_of_shards_are_saved_and_go_on_on_other_nodes_and_ranks(groups
 
 @on_ranks(4)
 def test_a_consolidated_checkpoint_resumes_with_zero_residuals(rank, world, tmp_path):
-    """Lightning makes one file of a distributed checkpoint, without the folder of the residuals."""
+    """Lightning consolidates a distributed checkpoint into one file, without the residuals' folder."""
     from lightning_topk.lightning._nodes import IN_SHARDS, resume, save_shards
 
     _, state, _ = trained(rank, 2)
@@ -714,8 +714,8 @@ def test_a_consolidated_checkpoint_resumes_with_zero_residuals(rank, world, tmp_
 
 
 @on_ranks(4)
-def test_a_resumed_run_reduces_in_the_dtype_of_the_first_one(rank, world):
-    """FSDP may reduce in another dtype than the parameters': a run that resumes keeps its saving and its residuals."""
+def test_a_resumed_run_keeps_its_saving_and_residuals_in_the_reduce_dtype(rank, world):
+    """FSDP may reduce in another dtype than the parameters'."""
 
     def ratios(state: Any) -> list[float]:
         return [state.buckets.plan_of(bucket).ratio for bucket in state.residuals.progress.buckets]
@@ -743,7 +743,7 @@ def test_a_resumed_run_reduces_in_the_dtype_of_the_first_one(rank, world):
 
 
 @on_ranks(4)
-def test_a_sharded_run_goes_on_when_layers_were_frozen_since(rank, world, tmp_path):
+def test_a_sharded_run_resumes_after_layers_were_frozen(rank, world, tmp_path):
     _, state, entry = trained(rank)
     dcp.save({"topk": state}, checkpoint_id=tmp_path)
     state.close()
@@ -764,7 +764,7 @@ def test_a_sharded_run_goes_on_when_layers_were_frozen_since(rank, world, tmp_pa
 
 
 @on_ranks(4)
-def test_residuals_of_a_ddp_run_go_on_in_a_sharded_one(rank, world):
+def test_a_sharded_run_resumes_the_residuals_of_a_ddp_run(rank, world):
     ddp = DistributedDataParallel(Net(empty=False))
     state = attach(ddp, ratio=0.05)
     for step in range(3):
@@ -792,8 +792,8 @@ def test_residuals_of_a_ddp_run_go_on_in_a_sharded_one(rank, world):
 
 
 @on_ranks(4)
-def test_small_gradients_that_are_scaled_arrive_as_with_hybrid_sharding(rank, world):
-    """Gradients of about 1e-8, which float16 holds with a GradScaler's scale only."""
+def test_small_scaled_gradients_arrive_as_with_hybrid_sharding(rank, world):
+    """Gradients of about 1e-8, which float16 represents only with a GradScaler's scale."""
     mesh, found = mesh_of(2, 2), []
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
     for hybrid in (True, False):
@@ -814,8 +814,8 @@ def test_small_gradients_that_are_scaled_arrive_as_with_hybrid_sharding(rank, wo
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
 @on_ranks(4)
-def test_states_of_shards_that_are_closed_leave_their_groups_to_the_next_one(rank, world):
-    """Threads, file descriptors and groups of this process after each of some states was closed."""
+def test_closed_states_of_shards_leave_their_groups_to_the_next_one(rank, world):
+    """Counts this process's threads, file descriptors and groups after each closed state."""
     counts = []
     for _ in range(4):
         net, state = made(2, 2, ratio=0.1)
@@ -823,4 +823,4 @@ def test_states_of_shards_that_are_closed_leave_their_groups_to_the_next_one(ran
         state.close()
         threads, files = (len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd"))
         counts.append((threads, files, len(dist.distributed_c10d._world.pg_map)))
-    assert all(now < before + 3 for now, before in zip(counts[-1], counts[0], strict=True)), "3 would be one state's"
+    assert all(now < before + 3 for now, before in zip(counts[-1], counts[0], strict=True)), "a leaked state adds 3"

@@ -1,4 +1,4 @@
-"""The strategy and the callback in a Trainer: what is logged, and how its processes are started."""
+"""The strategy and the callback in a Trainer: logged values, and ways to start its processes."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ KEYS = {
 }  # fmt: skip
 PLAN = volume(TopKConfig(), [ELEMENTS], world=2)
 SENT = PLAN.uplink + PLAN.downlink
-"""Bytes of a step."""
+"""Bytes per step."""
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
-    """What a CSVLogger wrote."""
+    """The rows that a CSVLogger wrote."""
     return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
 
 
@@ -110,7 +110,7 @@ def test_loggers_and_early_stopping_see_the_keys(rank, world, tmp_path):
 @on_ranks(2)
 def test_broadcasts_of_buffers_are_counted_apart_from_the_exchange(rank, world):
     size, weights = (sum(x.nbytes for x in each) for each in (Normed().buffers(), Normed().parameters()))
-    link = 2 * 64 + 2 * weights  # two ranks time two all-reduces twice, a small one and one of the largest bucket
+    link = 2 * 64 + 2 * weights  # two ranks time two all-reduces twice: a small one, one of the largest bucket
     _, logged = fit(rank, world, Normed(), max_steps=4)
     sent = logged["topk/total_uplink_bytes"] + logged["topk/total_downlink_bytes"]
     _, without = fit(rank, world, Normed(), TopKStrategy(**{BUFFERS: False}), max_steps=4)  # as the monitor advises
@@ -123,7 +123,7 @@ def test_broadcasts_of_buffers_are_counted_apart_from_the_exchange(rank, world):
 
 
 @pytest.mark.unit
-def test_the_monitor_says_that_it_has_nothing_to_monitor():
+def test_the_monitor_warns_if_it_has_nothing_to_monitor():
     with pytest.warns(UserWarning, match="CompressionMonitor logs nothing: the strategy is SingleDeviceStrategy"):
         _, logged = fit(None, 1, strategy="auto", max_steps=1)
     assert not KEYS & set(logged)
@@ -137,7 +137,7 @@ def test_a_dozen_keys_are_logged_unless_details_are_asked_for(rank, world):
 
 
 @on_ranks(2)
-def test_the_time_in_the_summary_is_that_of_the_warning(rank, world):
+def test_the_summary_and_the_warning_give_the_same_time(rank, world):
     words: list[str] = []
     monitor = CompressionMonitor()
     ended = LambdaCallback(on_train_end=lambda trainer, _: words.append(monitor.summary(trainer.strategy.topk_state)))
@@ -186,7 +186,7 @@ class WithAdam(Module):
 
 @on_ranks(1)
 def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
-    """With Adam, too, which keeps its momentum."""
+    """With Adam too, whose momentum is not adapted."""
     ours, plain = WithAdam(), WithAdam()
     with log("lightning.pytorch.utilities.rank_zero") as said:
         _, logged = fit(rank, world, ours)
@@ -199,14 +199,14 @@ def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
 
 
 class SharesNothing(Callback):
-    """Fails if two ranks step on the same weights, as torch shares those of processes from a fork server."""
+    """Fails if ranks share weights, as torch does between processes of a fork server."""
 
     def on_train_start(self, trainer, pl_module):
         assert not any(tensor.is_shared() for tensor in (*pl_module.parameters(), *pl_module.buffers()))
 
 
 def test_ranks_of_a_fork_server_have_own_weights_that_are_restored(tmp_path):
-    """The main process restores a checkpoint when its module has no Trainer any more."""
+    """The main process restores a checkpoint after its module has lost its Trainer."""
     strategy = TopKStrategy(start_method="forkserver")
     trainer, _ = fit(None, 2, Normed(), strategy, [SharesNothing()], default_root_dir=tmp_path)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -218,9 +218,9 @@ def test_ranks_of_a_fork_server_have_own_weights_that_are_restored(tmp_path):
 
 
 @on_ranks(2)
-def test_what_the_learning_rate_finder_tries_is_in_no_figure_and_no_residual(rank, world, tmp_path):
+def test_the_learning_rate_finder_leaves_no_bytes_and_no_residuals(rank, world, tmp_path):
     class Overflows(Module):
-        """At the smallest learning rates, which only the finder tries, gradients are infinite."""
+        """Gradients are infinite at the smallest learning rates, which only the finder tries."""
 
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -254,10 +254,10 @@ def test_the_monitor_logs_steps_that_take_the_dataloaders_iterator(rank, world):
 
 
 @on_ranks(2)
-def test_bytes_of_two_optimizers_that_step_in_turn_are_those_of_a_batch(rank, world):
+def test_two_optimizers_that_step_in_turn_log_the_bytes_of_a_batch(rank, world):
     _, logged = fit(rank, world, Gan(), TopKStrategy(find_unused_parameters=True), max_steps=6)
     plan = volume(TopKConfig(), [ELEMENTS + 13], world=2, parameters=[8])
-    assert logged["topk/uplink_bytes"] == 2 * plan.uplink  # two backward passes a batch
+    assert logged["topk/uplink_bytes"] == 2 * plan.uplink  # two backward passes per batch
     assert logged["topk/total_dense_bytes"] == 6 * plan.dense
 
 
@@ -283,8 +283,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
-def test_what_is_measured_is_what_was_asked_for(rank, world, form):
-    """In runs of any length: of three epochs of two batches, and of unknown ones."""
+def test_measured_saving_and_density_match_the_settings(rank, world, form):
+    """In a run of three epochs of two batches, and in one of unknown length."""
     settings, saving = FORMS[form]
     found, ratio = [], settings.get("ratio")
     for module, options in (Module(), {"max_epochs": 3}), (OnEndless(), {"max_steps": -1}):
@@ -331,7 +331,7 @@ if __name__ == "__main__":
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(BoringModel() if "--other" in sys.argv else model)
     assert trainer.world_size == 2 and trainer.global_step == 6, trainer.global_step
-    # The same parameters go on with their residuals; another model has nothing to do with them.
+    # The same parameters keep their residuals; another model starts without.
     assert first.at_start == ({} if "--other" in sys.argv else left), (first.at_start, left)
     print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
 """
@@ -370,7 +370,7 @@ def test_lightning_cli_takes_the_strategy_from_the_command_line():
 
 
 @pytest.mark.unit
-def test_metrics_can_be_held_by_users_and_count_exactly():
+def test_metrics_work_in_a_collection_and_count_exactly():
     metrics = MetricCollection({"volume": ExchangeVolume()})
     metrics["volume"].update(uplink=10, downlink=30, dense=4000)
     metrics["volume"].update(uplink=10, downlink=30, dense=4000, broadcast=5)
@@ -420,7 +420,7 @@ def test_layers_are_logged_by_pattern():
     given = {(): [], (True,): ["*"], ("*.weight",): ["*.weight"], (("a", "b"),): ["a", "b"]}
     assert [CompressionMonitor(*arguments).per_layer for arguments in given] == list(given.values())
     for wrong in ([1], 3):
-        with pytest.raises(TypeError, match=rf"per_layer={re.escape(str(wrong))} must be True, False, a pattern of"):
+        with pytest.raises(TypeError, match=rf"per_layer={re.escape(str(wrong))} must be True, False, a name pattern"):
             CompressionMonitor(wrong)
     monitor = CompressionMonitor("layer.7")
     with pytest.raises(ValueError, match=r"per_layer='layer\.7'.*no parameter's name matches.*layer\.weight"):

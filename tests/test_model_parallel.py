@@ -1,4 +1,4 @@
-"""Strategies for sharded models, in a Trainer and with Fabric: two nodes of two ranks, as one group of processes."""
+"""Strategies for sharded models, in a Trainer and with Fabric: two nodes of two ranks in one group of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_topk import CompressionMonitor, TopKModelParallelStrategy, attach
 
 
 class Model(trainers.Module):
-    """A net whose layers are sharded on the mesh of its node; on 64 rows."""
+    """A net whose layers are sharded on its node's mesh; trains on 64 rows."""
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(trainers.Module):
 
 
 def fit(rank: int, world: int, model=None, ckpt=None, callbacks=(), local: int = 2, settings=None, **options):
-    """A Trainer that has trained four steps, and its model."""
+    """Trains four steps; returns the Trainer and its model."""
     strategy = TopKModelParallelStrategy(local_world_size=local, **{"ratio": 0.05, **(settings or {})})
     model, options = Model() if model is None else model, {"max_steps": 4, **options}
     return trainers.fit(rank, world, model, strategy, callbacks, ckpt, monitor=False, **options)[0], model
@@ -63,7 +63,7 @@ def fit(rank: int, world: int, model=None, ckpt=None, callbacks=(), local: int =
 )
 @on_ranks(4)
 def test_with_everything_sent_nodes_learn_as_one_process(rank, world, options, offloaded):
-    """One process learns with the batches of all ranks."""
+    """The single process trains on the batches of all ranks."""
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
     settings = {"ratio": 1.0, "wire": "fp32"}
     _, model = fit(rank, world, Model(rank // 2, **offload), settings=settings, **options)
@@ -83,7 +83,7 @@ def test_with_everything_sent_nodes_learn_as_one_process(rank, world, options, o
 
 
 @on_ranks(4)
-def test_a_fit_is_monitored_and_another_one_goes_on(rank, world):
+def test_a_fit_is_monitored_and_a_second_fit_continues(rank, world):
     monitor = CompressionMonitor(per_layer=True, details=True)
     trainer, model = fit(rank, world, callbacks=[monitor], log_every_n_steps=2)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
@@ -133,13 +133,13 @@ def test_a_run_resumes_with_its_residuals_from_a_folder_or_a_file(rank, world, t
 
 
 @on_ranks(4)
-def test_a_checkpoint_goes_on_on_other_nodes_and_without_compression(rank, world, tmp_path):
-    """Of two nodes of two ranks, on nodes of one; and ModelParallelStrategy reads it."""
+def test_a_checkpoint_resumes_on_other_nodes_and_without_compression(rank, world, tmp_path):
+    """From two nodes of two ranks to nodes of one rank; ModelParallelStrategy reads it too."""
     path = tmp_path / "run.ckpt"
     trainer, _ = fit(rank, world)
     trainer.save_checkpoint(path)
     kept = trainer.strategy._last.full_state_dict()["parameters"]
-    trainer, _ = fit(rank, world, ckpt=path, local=1)  # no step more
+    trainer, _ = fit(rank, world, ckpt=path, local=1)  # takes no further step
     found = trainer.strategy._last.full_state_dict()["parameters"]
     plain = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
     other, _ = trainers.fit(rank, world, Model(), plain, ckpt_path=path, monitor=False)
@@ -148,7 +148,7 @@ def test_a_checkpoint_goes_on_on_other_nodes_and_without_compression(rank, world
 
 
 class Manual(Model):
-    """Two backward passes a step, of which the first is not reduced."""
+    """Two backward passes per step, the first of them without reduction."""
 
     automatic_optimization = False
 
@@ -188,7 +188,7 @@ def test_manual_steps_half_precision_and_accumulation_exchange_once_a_step(rank,
 
 @on_ranks(4)
 def test_fabric_trains_a_sharded_model_by_attach(rank, world):
-    """The recipe of the guide on clusters: Fabric's own strategy, whose first dimension is that of the replicas."""
+    """The recipe of the guide on clusters: Fabric's own strategy, whose first mesh dimension is the replicas."""
     warnings.simplefilter("ignore")
 
     def parallelize(model, mesh):
@@ -220,13 +220,13 @@ class Unsharded(Model):
 
 
 @on_ranks(4)
-def test_sizes_that_make_no_node_and_models_that_are_not_sharded_are_refused(rank, world):
+def test_invalid_node_sizes_and_unsharded_models_are_refused(rank, world):
     cases = {
         "data_parallel_size=4 times tensor_parallel_size=1 is not 2": (
             Model(),
             {"settings": {"data_parallel_size": 4}},
         ),
-        "4 ranks do not make up nodes of 3": (Model(), {"local": 3}),
+        "4 ranks cannot be divided into nodes of 3": (Model(), {"local": 3}),
         "'net.2.weight' (one of 4) is not sharded by fully_shard": (Unsharded(), {}),
     }
     said = [(words, refusal(fit, rank, world, model, **given)) for words, (model, given) in cases.items()]
@@ -243,6 +243,6 @@ def test_sizes_that_make_no_node_and_models_that_are_not_sharded_are_refused(ran
         ({"clip_norm": 1.0}, ValueError, r"clip_norm=1\.0 would clip every shard"),
     ],
 )
-def test_mistaken_settings_of_a_sharded_run_are_refused_when_they_are_given(settings, error, words):
+def test_bad_settings_of_a_sharded_run_raise_at_construction(settings, error, words):
     with pytest.raises(error, match=words):
         TopKModelParallelStrategy(**settings)

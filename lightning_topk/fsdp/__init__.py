@@ -1,5 +1,5 @@
-"""FSDP2's side: shards become jobs for the lane.
+"""The FSDP2 adapter: turns shards into jobs for the lane.
 
-:mod:`.hook` is FSDP's all-reduce hook and ``attach``; :mod:`.param_groups` reads what FSDP reduces together;
-:mod:`.checkpoint` shards residuals as the parameters are.
+:mod:`.hook` has FSDP's all-reduce hook and ``attach``; :mod:`.param_groups` reads FSDP's parameter groups;
+:mod:`.checkpoint` shards residuals like the parameters.
 """

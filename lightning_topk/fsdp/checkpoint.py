@@ -1,12 +1,12 @@
-"""Residuals of shards in a checkpoint, for any number of nodes and of ranks a node.
+"""Sharded residuals in a checkpoint, for any number of nodes and ranks per node.
 
-``torch.distributed.checkpoint`` saves and loads DTensors whatever ranks hold them then. So what is still to
-be delivered becomes DTensors that are sharded as the parameters are::
+``torch.distributed.checkpoint`` saves DTensors and loads them on any number of ranks. So the gradient not yet delivered
+is saved as DTensors that are sharded like the parameters::
 
-    residual  {parameter: DTensor}    what is still to be delivered; with momentum, ``velocity`` too
+    residual  {parameter: DTensor}    the gradient not yet delivered; with momentum, ``velocity`` too
     about     the rest of an entry of :mod:`lightning_topk.runtime.memory.checkpoint`, as JSON
 
-Put together, they are an entry of that module: one file, with which a model without shards can go on, and vice versa.
+Joined, they are an entry of that module in one file, from which an unsharded model can resume, and vice versa.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def collect(
 
     Args:
         residuals: This rank's residuals.
-        groups: The model's.
+        groups: The model's parameter groups.
         config: The settings that the user gave.
         replicas: The ranks that hold the same shards.
 
@@ -63,7 +63,7 @@ def collect(
 
 
 def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
-    """A padded shard ``[elements]`` as a DTensor on the CPU, sharded as the parameter is."""
+    """A padded shard ``[elements]`` as a DTensor on the CPU, sharded like the parameter."""
     like: Any = torch.empty_like(parameter.detach(), dtype=flat.dtype, device=flat.device)
     local = like.to_local()
     local.copy_(flat[: local.numel()].view(local.shape))
@@ -72,7 +72,7 @@ def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
 
 
 def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts an entry of sharded residuals together. A collective of the node.
+    """Joins an entry of sharded residuals. A collective of the node.
 
     Returns:
         On rank 0, an entry of :mod:`lightning_topk.runtime.memory.checkpoint`; elsewhere the same without tensors.
@@ -86,7 +86,7 @@ def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join(shards: DTensor) -> Tensor:
-    """All of a sharded tensor, ``[elements]`` on the CPU. A collective of the node."""
+    """The full tensor of a DTensor, ``[elements]`` on the CPU. A collective of the node."""
     there: Any = shards.to(shards.device_mesh.device_type)
     joined: Tensor = there.full_tensor().flatten().cpu()
     return joined
@@ -94,15 +94,15 @@ def _join(shards: DTensor) -> Tensor:
 
 @unusable_if_it_fails()
 def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[str] = ()) -> Any:
-    """The entry that is this rank's part of another one, sharded or whole; as it is where it is damaged.
+    """Returns this rank's part of an entry, sharded or whole; a damaged entry may be returned unchanged.
 
     Args:
         entry: The entry.
-        groups: The model's.
-        frozen: Names of its parameters that are not trained, for whose residuals there is no use.
+        groups: The model's parameter groups.
+        frozen: Names of its frozen parameters, whose residuals are dropped.
 
     Raises:
-        ValueError: It is damaged so that it has no parts.
+        ValueError: The entry is too damaged to split.
     """
     if isinstance(entry, Mapping) and "about" in entry:
         kinds = {kind: parts for kind, parts in entry.items() if kind != "about"}
@@ -123,17 +123,17 @@ def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[st
 
 
 def _shard_of(given: Tensor, parameter: DTensor, size: int) -> Tensor:
-    """A rank's shard of what was saved of a parameter, padded: ``[elements]``.
+    """A rank's padded shard ``[elements]`` of a parameter's saved tensor.
 
     Args:
-        given: A DTensor that is sharded as the parameter is, or the whole of it, ``[..., elements of the parameter]``.
+        given: A DTensor that is sharded like the parameter, or the full tensor, ``[..., elements of the parameter]``.
         parameter: The sharded parameter.
         size: Elements of the padded shard.
     """
     if isinstance(given, DTensor):
         mine = given.to_local().reshape(-1)
     elif given.shape[-1:] != (parameter.numel(),):
-        return given  # of another model: who restores it says so
+        return given  # of another model: the caller refuses it
     else:
         shape, begin = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements

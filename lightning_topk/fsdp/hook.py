@@ -1,22 +1,22 @@
-"""FSDP2's side: the shard of a gradient that a rank holds becomes a job, exchanged between the replicas of a model.
+"""The FSDP2 adapter: turns a rank's shard of a gradient into a job, exchanged between the replicas of the model.
 
-``fully_shard`` deals a model to the ranks of a node. Other nodes hold replicas of it, shard by shard::
+``fully_shard`` shards a model over the ranks of a node. Other nodes hold replicas of it, shard by shard::
 
                 node 0               node 1
     shard 0     rank 0  <- top-k ->  rank 2
                   |                    |       reduce-scatter: FSDP, dense, inside a node
     shard 1     rank 1  <- top-k ->  rank 3
 
-1. Backward has the gradients of a wrapped module. FSDP takes their mean over the node and gives each rank its shard of
-   it, one flat tensor: the shards of the module's parameters, one after the other, each padded to equal size.
-2. FSDP calls its all-reduce hook with that tensor, on the stream that belongs to the hook. :meth:`ShardState.exchange`
-   makes a job of it; a :class:`ParamGroup` names the parameters in it.
-3. The job runs at once: the exchange of :mod:`lightning_topk.core.exchange` with the ranks that hold the same shard on
-   other nodes. On CUDA this only queues work on the hook's stream, so backward goes on; on CPU it is waited for, since
-   FSDP reads the tensor when the hook returns.
-4. FSDP hands the shards to the optimizer.
+1. Backward computes the gradients of a wrapped module. FSDP averages them over the node and gives each rank its shard,
+   one flat tensor: the shards of the module's parameters, one after the other, each padded to equal size.
+2. FSDP calls its all-reduce hook with that tensor, on the hook's stream. :meth:`ShardState.exchange` turns it into a
+   job; a :class:`ParamGroup` names the parameters in it.
+3. The job runs immediately: the exchange of :mod:`lightning_topk.core.exchange` with the ranks that hold the same shard
+   on other nodes. On CUDA this only queues work on the hook's stream, so backward continues; on CPU backward waits,
+   since FSDP reads the tensor when the hook returns.
+4. FSDP passes the shards to the optimizer.
 
-It is the hierarchical topology with FSDP's shards for its parts: residuals are of a shard.
+This is the hierarchical topology with FSDP's shards as parts: each rank keeps the residuals of its shard.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from lightning_topk.runtime.state import HookState
 
 
 class ShardState(HookState):
-    """The state of the hooks of one FSDP2 model: exchanges shards of gradients with the model's replicas, and closes.
+    """State of the hooks of one FSDP2 model: exchanges shards of gradients with the model's replicas.
 
-    Made by :func:`attach`. It reports and saves as :class:`lightning_topk.TopKState` does, and can be saved by
-    ``torch.distributed.checkpoint``: its residuals are sharded as the parameters are.
+    Created by :func:`attach`. It reports and saves like :class:`lightning_topk.TopKState`, and
+    ``torch.distributed.checkpoint`` can save it: its residuals are sharded like the parameters.
     """
 
     EXCHANGES_SUMS = False
@@ -65,7 +65,7 @@ class ShardState(HookState):
         self, model: torch.nn.Module, groups: Sequence[ParamGroup], replicas: dist.ProcessGroup, **arguments: Any
     ) -> None:
         self.node_size = dist.get_world_size() // dist.get_world_size(replicas)
-        """Ranks of a node."""
+        """Ranks per node."""
         super().__init__(process_group=replicas, local_world_size=1, shards_per_node=self.node_size, **arguments)
         self.device = groups[0].device
         self._param_groups, self._replicas = groups, replicas
@@ -74,12 +74,12 @@ class ShardState(HookState):
         self._trained: set[Tensor] = set()  # in the last pass
         self._end = EndOfBackward(model, self._backward_ended)
         self._group_of = {member: group for group in groups for member in group.proxies}
-        self._buckets: list[Bucket] = []  # that this backward pass has exchanged so far
+        self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._agreed: set[Bucket] = set()
-        self._ready: Any | None = None  # when the last gradient was computed, on a GPU, where that is timed
+        self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
 
     def learn_names(self, names: Mapping[Tensor, str]) -> None:
-        """Learns the names of the parameters, see :meth:`lightning_topk.runtime.buckets.BucketSettings.learn_names`."""
+        """Sets the names of the parameters, see :meth:`lightning_topk.runtime.buckets.BucketSettings.learn_names`."""
         self._trained = {member for group in self._param_groups for member in group.trained}
         self.buckets.learn_names(names, _copied_inside(self, self._param_groups))
 
@@ -96,13 +96,13 @@ class ShardState(HookState):
         """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.
 
         Args:
-            group: Whose gradient it is.
-            g: ``[elements]``, the mean over the node; it will hold the mean over all replicas that they agree on.
+            group: The parameter group of the gradient.
+            g: ``[elements]``, the mean over the node; overwritten with the mean that all replicas agree on.
 
         Raises:
-            RuntimeError: The state was closed, an exchange failed, or gradients are accumulated in a way that FSDP2
-                has for its own replicas only.
-            ValueError: Replicas have gradients of different parameters; or as :meth:`begin_pass`.
+            RuntimeError: The state was closed, an exchange failed, or gradients are accumulated with
+                ``set_requires_all_reduce(False)``.
+            ValueError: Replicas have gradients of different parameters; or see :meth:`begin_pass`.
         """
         if group.skips_all_reduce:
             raise RuntimeError(
@@ -115,7 +115,7 @@ class ShardState(HookState):
         if not self._buckets:
             self._refresh_trained()
             self.begin_pass()
-            in_autograd = torch._C._current_graph_task_id() != -1  # else the user finalises backward: torch 2.15
+            in_autograd = torch._C._current_graph_task_id() != -1  # otherwise the user finalises backward (torch 2.15)
             if not self._end.is_seen(group) and in_autograd:
                 Variable._execution_engine.queue_callback(self._backward_ended)
         self._match_gradient(bucket, g)
@@ -126,7 +126,7 @@ class ShardState(HookState):
             g.mul_(self.world)
         if g.is_cuda:
             g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
-        # On CPU the hook is waited for. On CUDA backward goes on beside it, and ends where the last of these marks is.
+        # On CPU backward waits for the hook. On CUDA it continues, and ends at the last of these marks.
         ready = lane.mark() if self.timing and not g.is_cuda else None
         if self.timing and group.stream is not None:
             with torch.cuda.stream(group.stream):
@@ -137,16 +137,16 @@ class ShardState(HookState):
         self.telemetry.meter.bytes["intra_node"] += group.node_bytes(g)
 
     def _refresh_trained(self) -> None:
-        """Recomputes the amounts if parameters were frozen or unfrozen.
+        """Recomputes the density if parameters were frozen or unfrozen.
 
         Raises:
-            ValueError: A parameter is trained that this state does not exchange.
+            ValueError: This state does not exchange a trained parameter.
         """
         unfrozen = [name for name, parameter in self._strangers.items() if parameter.requires_grad]
         if unfrozen:
             raise ValueError(
-                f"the parameter {unfrozen[0]!r} (one of {len(unfrozen)}) was unfrozen, but nobody reduces its "
-                "gradient. Shard it by fully_shard before attach, or attach again."
+                f"the parameter {unfrozen[0]!r} (one of {len(unfrozen)}) was unfrozen, but its gradient is not "
+                "reduced. Shard it with fully_shard before attach, or attach again."
             )
         trained = {member for group in self._param_groups for member in group.trained}
         if trained == self._trained:
@@ -156,11 +156,11 @@ class ShardState(HookState):
         if compressed is not None and not trained.isdisjoint(compressed):
             try:
                 self.buckets.learn_names(self.names, whole)
-            except ValueError as error:  # of settings that were right for what was trained at first
+            except ValueError as error:  # the settings fit the parameters that were trained at first
                 self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
     def _match_gradient(self, bucket: Bucket, g: Tensor) -> None:
-        """Gives the proxies the dtype and device of the gradient, which FSDP decides at the first forward pass."""
+        """Sets the proxies to the dtype and device of the gradient, which FSDP decides in the first forward pass."""
         if any((member.dtype, member.device) != (g.dtype, g.device) for member in bucket):
             self.residuals.drop_endpoints(set(bucket))
             for member in bucket:
@@ -173,19 +173,19 @@ class ShardState(HookState):
             "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
             "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.15 and later)."
         )
-        check_agreement({"the gradient that comes next": gradient}, remedy, self.groups.all)
+        check_agreement({"the next gradient": gradient}, remedy, self.groups.all)
 
     def _backward_ended(self) -> None:
-        """The backward pass has ended."""
+        """Ends the backward pass."""
         if not self._buckets:
             return
         buckets, self._buckets = self._buckets, []
         if set(buckets) != set(self.residuals.progress.buckets):
-            self._agree_on("none, the backward pass has ended")
+            self._agree_on("none, since the backward pass has ended")
         self.observe(buckets)
         lane = self._lane
         if self.timing and lane is not None and lane.stream is not None:
-            # What the hook's stream has left to do now was not hidden behind the backward pass.
+            # Backward did not hide the work that is still on the hook's stream now.
             with torch.cuda.stream(lane.stream):
                 self._exchanger.note_time(lane, lane.mark(), self._ready)
         self.end_pass(buckets)
@@ -201,32 +201,32 @@ class ShardState(HookState):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The residuals for ``torch.distributed.checkpoint``: every rank calls it between two backward passes.
+        """Returns residuals for ``torch.distributed.checkpoint``. Every rank must call it between two backward passes.
 
         Returns:
-            What :mod:`lightning_topk.fsdp.checkpoint` says, on every rank.
+            On every rank, the entry that :mod:`lightning_topk.fsdp.checkpoint` describes.
         """
         return sharded_checkpoint.collect(self.residuals, self._param_groups, self._given, self._replicas)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The residuals as one file holds them; every rank calls it between two backward passes.
+        """Returns residuals for a single file. Every rank must call it between two backward passes.
 
         Returns:
-            On rank 0, what :meth:`lightning_topk.TopKState.state_dict` returns of the same model without shards;
-            elsewhere the same without tensors.
+            On rank 0, the entry that :meth:`lightning_topk.TopKState.state_dict` returns for the same model without
+            shards; elsewhere the same without tensors.
         """
         return sharded_checkpoint.whole(self.state_dict())
 
     @override
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
-        """Goes on with the residuals of a checkpoint, of any number of nodes and of ranks a node; every rank calls it.
+        """Loads the residuals of a checkpoint, of any number of nodes and ranks per node. Every rank must call it.
 
         Args:
-            entry: What :meth:`state_dict` returned on this rank, or was loaded into it; or on every rank what
-                :meth:`full_state_dict` returned on rank 0, or :meth:`lightning_topk.TopKState.state_dict`.
+            entry: The entry that :meth:`state_dict` returned on this rank, or one loaded into it; or, on every rank,
+                rank 0's entry of :meth:`full_state_dict` or :meth:`lightning_topk.TopKState.state_dict`.
 
         Raises:
-            ValueError: The entry is damaged, or of another model.
+            ValueError: The entry is damaged or belongs to another model.
         """
         trained = {group.names[member] for group in self._param_groups for member in group.trained}
         frozen = {*self._strangers, *self.names.values()} - trained
@@ -249,10 +249,10 @@ def attach(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     **settings: Unpack[Settings],
 ) -> ShardState:
-    """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
+    """Compresses the gradient exchange between the replicas of an FSDP2 model, shard by shard.
 
-    Call it on every rank, after ``fully_shard`` and once parameters have memory. See :func:`lightning_topk.attach`,
-    which calls it, for the other arguments.
+    Call it on every rank, after ``fully_shard`` and once parameters are materialised.
+    :func:`lightning_topk.attach` calls it.
 
     Args:
         model: A model with modules that ``fully_shard`` wrapped, all on the mesh of the node.
@@ -260,21 +260,21 @@ def attach(
         timeout: See :class:`lightning_topk.TopKState`.
         residuals: See :class:`lightning_topk.TopKState`.
         epoch: See :class:`lightning_topk.TopKState`.
-        init_sync: Whether to give all replicas the weights and buffers of the first one.
+        init_sync: Whether to broadcast the first replica's weights and buffers to the others.
         optimizer: See :func:`lightning_topk.attach`.
         scaler: See :class:`lightning_topk.TopKState`.
         announce: See :class:`lightning_topk.TopKState`.
-        process_group: The ranks that hold the same shard, one on each node, or the dimension of a mesh that they are.
+        process_group: The ranks that hold the same shard, one per node, as a group or as one dimension of a mesh.
         **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Returns:
         The state; call its ``close()`` when training is over.
 
     Raises:
-        TypeError: A setting is unknown, or ``optimizer`` is something else.
-        ValueError: The group is missing or holds other shards, a setting has no meaning for shards, the model is
+        TypeError: A setting is unknown, or ``optimizer`` or ``process_group`` has another type.
+        ValueError: The group is missing or holds other shards, a setting does not apply to shards, the model is
             sharded in a way that leaves replicas different, or replicas have different models.
-        RuntimeError: FSDP calls another hook already.
+        RuntimeError: FSDP already calls another hook.
     """
     config = one_config(attach, config, settings)
     check_shardable(config)
@@ -288,7 +288,7 @@ def attach(
     check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
     residuals = residuals or Residuals()
-    # What is frozen may be a part of two models. It is left to the first of them.
+    # A frozen module may belong to two models. The first one keeps it.
     groups = [group for group in param_groups_of(model, proxies_of(residuals)) if group.trained or not has_hook(group)]
     check_group(groups, replicas)
     check_hooks(groups)
@@ -308,7 +308,7 @@ def attach(
         try:
             names = {member: name for group in groups for member, name in group.names.items()}
             state.learn_names(names)
-            if optimizers is not optimizer:  # there are some already
+            if optimizers is not optimizer:  # they exist already
                 state.sync_optimizers()
             check_replicas(model, groups, replicas)
         except (RuntimeError, ValueError):
@@ -323,26 +323,26 @@ def attach(
 
 
 def check_shardable(config: TopKConfig) -> None:
-    """Refuses settings that have no meaning for shards.
+    """Refuses settings that do not apply to shards.
 
     Raises:
-        ValueError: ``clip_norm``.
+        ValueError: ``clip_norm`` is set.
     """
     if config.clip_norm is not None:
         raise ValueError(
-            f"clip_norm={config.clip_norm!r} would clip every shard by a norm of its own. Clip gradients after "
-            "backward, by gradient_clip_val= of the Trainer or torch.nn.utils.clip_grad_norm_."
+            f"clip_norm={config.clip_norm!r} would clip every shard by its own norm. Clip gradients after "
+            "backward, with gradient_clip_val= of the Trainer or torch.nn.utils.clip_grad_norm_."
         )
 
 
 def _copied_inside(state: ShardState, groups: Sequence[ParamGroup]) -> list[Tensor]:
-    """The proxies of parameters of which a node has several copies, as tensor parallelism leaves them of norms.
+    """The proxies of parameters with several copies inside a node, such as norm layers under tensor parallelism.
 
-    Each copy is exchanged by its own ranks. Where their gradients differ in the last bit, other entries would be
-    selected, and the copies would drift apart; so they are exchanged whole.
+    Different ranks exchange each copy. If their gradients differ in the last bit, they would select other entries, and
+    the copies would drift apart; so these parameters are exchanged uncompressed.
 
     Raises:
-        ValueError: The exchange would apply momentum, which is for what is compressed only.
+        ValueError: ``momentum`` is set, which is for compressed parameters only.
     """
     found = []
     for group in groups:
@@ -357,14 +357,14 @@ def _copied_inside(state: ShardState, groups: Sequence[ParamGroup]) -> list[Tens
                 found.append(member)
     if any(member.requires_grad for member in found) and state.config.momentum and state.config.compresses:
         raise ValueError(
-            f"momentum={state.config.momentum!r} is for what is compressed, but {len(found)} parameters, which are "
-            "replicated inside a node, are exchanged uncompressed. Use the optimizer's own momentum."
+            f"momentum={state.config.momentum!r} applies only to compressed parameters, but {len(found)} parameters "
+            "that are replicated inside a node are exchanged uncompressed. Use the optimizer's own momentum."
         )
     return found
 
 
 def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, state: ShardState) -> None:
-    """Gives all replicas the weights and buffers of the first one, shard by shard."""
+    """Broadcasts the first replica's weights and buffers to the others, shard by shard."""
     first, sends = dist.get_global_rank(replicas, 0), tree_broadcast_sends(state.rank, state.world)
     for tensor in (*model.parameters(), *model.buffers()) if state.world > 1 else ():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

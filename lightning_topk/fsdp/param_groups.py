@@ -1,7 +1,7 @@
 """The parameter groups of an FSDP2 model, and the proxies for their shards in buckets.
 
-torch offers no list of what an all-reduce hook's tensor holds. So this reads FSDP's own account of its parameter
-groups, which is private; nothing else here does.
+torch does not say which parameters an all-reduce hook's tensor holds. So this module reads FSDP's private parameter
+groups; no other module does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROXIES: WeakKeyDictionary[Residuals, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def proxies_of(residuals: Residuals) -> dict[str, Tensor]:
-    """The proxies by name of those residuals: a model that is attached again finds its own."""
+    """Proxies by name for these residuals, so that a model that is attached again finds its own."""
     return _PROXIES.setdefault(residuals, {})
 
 
@@ -39,16 +39,15 @@ class ParamGroup:
 
     Args:
         module: One of the modules that ``fully_shard`` wrapped together.
-        group: FSDP's own account of the group, which is private: torch offers no other list of what a hook's tensor
-            holds.
+        group: FSDP's private object for the group.
         names: The sharded parameters' names.
-        known: Stand-ins by name, of an earlier state of the same model; this adds to it.
+        known: Proxies by name, from an earlier state of the same model; new ones are added.
     """
 
     def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
         self.module, self._group = module, group
         self.proxies: dict[Tensor, Any] = {}
-        """FSDP's account of each parameter, by proxy, whether it is trained now or may be later."""
+        """FSDP's private object for each parameter, by proxy, whether the parameter is trained or frozen."""
         self.names: dict[Tensor, str] = {}
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
@@ -59,20 +58,20 @@ class ParamGroup:
                 known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size)
             self.proxies[known[name]], self.names[known[name]] = parameter, name
         self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
-        """The ranks to which the parameters are dealt."""
+        """The ranks over which the parameters are sharded."""
         self.stream: torch.cuda.Stream | None = None
         """On a GPU, the stream on which the last gradient was computed."""
-        self._used: set[Any] = set()  # parameters with a gradient that was not reduced yet
+        self._used: set[Any] = set()  # parameters with a gradient that is not reduced yet
         self._watches: list[RemovableHandle] = []
 
     def sharded(self, proxy: Tensor) -> DTensor:
-        """The parameter as the model has it between two passes, and as optimizers know it."""
+        """The sharded parameter, as in the model between two passes and in optimizers."""
         parameter: DTensor = self.proxies[proxy].sharded_param
         return parameter
 
     @property
     def trained(self) -> list[Tensor]:
-        """The proxies of parameters that are trained now; theirs alone require a gradient."""
+        """The proxies of the parameters that are trained now; only these require a gradient."""
         for proxy, parameter in self.proxies.items():
             if proxy.requires_grad != parameter.sharded_param.requires_grad:
                 proxy.requires_grad_(parameter.sharded_param.requires_grad)
@@ -83,10 +82,10 @@ class ParamGroup:
         return first if not others else f"{first} and {len(others)} more"
 
     def watch_use(self) -> None:
-        """Notes from now on which parameters get a gradient. A collective of the node: all are gathered, once."""
+        """Tracks which parameters get a gradient. A collective of the node, since it unshards all of them once."""
         self.module.unshard()
         for parameter in self.proxies.values():
-            # Weakly: the garbage collector does not see through a tensor's hooks, and the model would never be freed.
+            # Weak references: the garbage collector does not see a tensor's hooks, and would never free the model.
             note = partial(_note, ref(self), ref(parameter))
             whole = parameter._unsharded_param
             if whole.is_floating_point():  # others never get a gradient
@@ -96,15 +95,15 @@ class ParamGroup:
         self.module.reshard()
 
     def stop(self) -> None:
-        """Ends watching. The hook stays: FSDP would go on without it, and replicas go different ways."""
+        """Stops tracking. FSDP's hook stays: without it FSDP would continue, and replicas would diverge."""
         for watch in self._watches:
             watch.remove()
 
     def bucket(self, g: Tensor) -> Bucket:
-        """The parameters whose gradients a hook's tensor holds, in its order: all, or those that got one.
+        """The parameters whose gradients a hook's tensor holds, in its order: all trained ones, or those that got one.
 
         Raises:
-            RuntimeError: Its size says that it holds others.
+            RuntimeError: The size of the tensor fits neither.
         """
         parameters = self._group.fsdp_params
         order = getattr(self._group, "_reduce_scatter_param_indices", None)  # torch 2.15 sorts them by dtype
@@ -119,14 +118,14 @@ class ParamGroup:
             if sum(each.numel() for each in bucket) == g.numel():
                 return bucket
         raise RuntimeError(
-            f"the gradient of {self} has {g.numel()} elements on this rank, but its parameters that are to be trained "
+            f"the gradient of {self} has {g.numel()} elements on this rank, but its trained parameters "
             f"have {sum(each.numel() for each in trained)}. If parameters were replaced since attach, close the state "
             "and attach again. If they were frozen or unfrozen, do that before the forward pass."
         )
 
     @property
     def skips_all_reduce(self) -> bool:
-        """Whether a part of the reduction is switched off, so that replicas would differ."""
+        """Whether the all-reduce is switched off while gradients are reduced, so that replicas would diverge."""
         return bool(self._group.reduce_grads and not self._group.all_reduce_grads)
 
     @property
@@ -137,7 +136,7 @@ class ParamGroup:
     def node_bytes(self, g: Tensor) -> int:
         """Bytes that FSDP sends inside the node for a forward and a backward pass, by all its ranks together.
 
-        The reduce-scatter of the gradient, and an all-gather of the parameters for each pass that needs them anew.
+        A reduce-scatter of the gradient, and an all-gather of the parameters for each pass that gathers them.
         """
         ranks, again = len(self.ranks), self._group.post_forward_mesh_info is not None
         gathered = sum(
@@ -148,28 +147,28 @@ class ParamGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where gradients are reduced."""
+        """Device on which gradients are reduced."""
         device: torch.device = self._group.device
         return device
 
     @property
     def root(self) -> Any:
-        """FSDP's state of the module whose forward pass this group is a part of."""
+        """FSDP's state of the root module, whose forward pass includes this group."""
         return self.module._get_fsdp_state()._state_ctx.all_states[0]
 
     @property
     def hook(self) -> Any:
-        """What FSDP calls with each reduced gradient; None if nothing."""
+        """The hook that FSDP calls with each reduced gradient; None if there is none."""
         return self._group._all_reduce_hook
 
     def set_hook(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
-        """Has FSDP call a hook with each reduced gradient, on that stream."""
+        """Makes FSDP call a hook with each reduced gradient, on the given stream."""
         self.module.set_all_reduce_hook(hook, stream=stream)
 
     def later_divided_by(self, proxy: Tensor) -> float:
-        """By what FSDP divides the hook's result: with float16, whose sums could overflow, and where it only sums.
+        """Factor by which FSDP divides the hook's result: for float16, whose sums could overflow, or if it only sums.
 
-        Residuals have the hook's param_groups; in a checkpoint they have the gradient's.
+        Residuals have the units of the hook's tensor; in a checkpoint they have those of the gradient.
         """
         risky = proxy.dtype not in (torch.float32, torch.bfloat16)
         if not risky and not self._group.force_sum_reduction_for_comms:
@@ -182,7 +181,7 @@ class ParamGroup:
 
 
 def _note(param_group: ref[ParamGroup], used: ref[Any], _: Tensor) -> None:
-    """Notes that a parameter of a group got a gradient."""
+    """Records that a parameter of a group got a gradient."""
     here = param_group()
     if here is not None:
         here._used.add(used())
@@ -191,14 +190,14 @@ def _note(param_group: ref[ParamGroup], used: ref[Any], _: Tensor) -> None:
 
 
 def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[ParamGroup]:
-    """The groups of parameters of an FSDP2 model, in the order of its modules.
+    """Returns the parameter groups of an FSDP2 model, in the order of its modules.
 
     Args:
         model: The model.
         known: See :class:`ParamGroup`.
 
     Raises:
-        ValueError: Replicas are exchanged by FSDP itself, modules have several meshes, or parameters are not sharded.
+        ValueError: FSDP itself reduces between replicas, modules have several meshes, or parameters are not sharded.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -214,7 +213,7 @@ def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Pa
         if len(groups) > 1:
             raise ValueError(
                 f"the module {name!r} is sharded on {len(groups)} meshes, and FSDP2 has one hook for them. Wrap its "
-                "parts by fully_shard one by one, all on the mesh of the node."
+                "parts with fully_shard one by one, all on the mesh of the node."
             )
         for group in groups:
             if id(group) not in seen:
@@ -225,8 +224,8 @@ def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Pa
     strangers = [name for parameter, name in names.items() if parameter.requires_grad and name not in found]
     if strangers:
         raise ValueError(
-            f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so nobody would "
-            "reduce its gradient. Wrap the module that holds it too, or freeze it."
+            f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so its gradient "
+            "would not be reduced. Wrap the module that holds it too, or freeze it."
         )
     meshes = {tuple(param_group.ranks) for param_group in param_groups if param_group.trained}
     if len(meshes) > 1:
@@ -238,22 +237,22 @@ def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Pa
 
 
 class EndOfBackward:
-    """Has FSDP call back when a backward pass has ended.
+    """Makes FSDP call back at the end of a backward pass.
 
-    Autograd's own callbacks come too early where activations are checkpointed with ``use_reentrant=True``: each block
-    is then a backward pass inside the other. FSDP calls the last callback of the root alone, which may be outside the
-    model, and is known after a forward pass.
+    Autograd's own callbacks come too early if activations are checkpointed with ``use_reentrant=True``: each block is
+    then a nested backward pass. FSDP calls the final callback of the root only, which may be outside the model and is
+    known after a forward pass.
 
     Args:
         model: The model.
-        ended: Is called.
+        ended: The callback.
     """
 
     _NAME = "_root_post_backward_final_callback"
 
     def __init__(self, model: torch.nn.Module, ended: Callable[[], None]) -> None:
         self._ended = ended
-        self._parts: dict[Any, partial[None]] = {}  # what they call now; two models may share some
+        self._parts: dict[Any, partial[None]] = {}  # their callbacks now; two models may share a part
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._watch(module._get_fsdp_state())
@@ -266,10 +265,10 @@ class EndOfBackward:
         return seen
 
     def stop(self) -> None:
-        """Ends that."""
+        """Restores the callbacks of FSDP."""
         for part, callback in self._parts.items():
             if getattr(part, self._NAME) is callback:
-                setattr(part, self._NAME, callback.args[0])  # what it called before
+                setattr(part, self._NAME, callback.args[0])  # the callback before
         self._parts = {}
 
     def _watch(self, part: Any) -> None:
@@ -284,10 +283,10 @@ class EndOfBackward:
 
 
 def _check_mesh(group: Any, name: str) -> None:
-    """Refuses a mesh on which FSDP exchanges replicas' gradients itself, or does not shard."""
+    """Refuses a mesh with a replicate dimension, over which FSDP itself reduces gradients."""
     if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None:
         raise ValueError(
-            f"the module {name!r} is on a mesh {tuple(group.mesh_info.mesh.shape)} with a dimension of replicas, whose "
-            "gradients FSDP all-reduces whole. Pass fully_shard the dimension of a node alone, such as "
+            f"the module {name!r} is on a mesh {tuple(group.mesh_info.mesh.shape)} with a replicate dimension, over "
+            "which FSDP all-reduces whole gradients. Pass fully_shard only the dimension inside a node, such as "
             "mesh=mesh['shard'], and attach(..., process_group=mesh['replicate'])."
         )

@@ -1,4 +1,4 @@
-"""Nodes as replicas of a sharded model: what the Trainer's and Fabric's model-parallel strategies share."""
+"""Nodes as replicas of a sharded model: meshes, batches and checkpoints of the model-parallel strategy."""
 
 from __future__ import annotations
 
@@ -25,51 +25,51 @@ Size = Literal["auto"] | int
 
 
 def check_size(name: str, size: Any) -> Size:
-    """Refuses what is neither "auto" nor a positive number of ranks; returns it.
+    """Returns the size if it is "auto" or a positive number of ranks.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: It is not positive.
+        TypeError: The size has another type.
+        ValueError: The size is not positive.
     """
     if size == "auto":
         return "auto"
     if size is None or isinstance(size, str):
-        raise TypeError(f"{name}={size!r} must be 'auto' or a number of ranks of a node.")
+        raise TypeError(f"{name}={size!r} must be 'auto' or a number of ranks per node.")
     checked = check_count(name, size)
     assert checked is not None
     return checked
 
 
 def meshes(device: str, world: int, local: int, data: Size, tensor: Size) -> tuple[DeviceMesh, DeviceMesh]:
-    """The mesh of this node, and the one of its replicas. A collective.
+    """Creates the mesh of this node and the mesh of its replicas. A collective.
 
     Args:
         device: Type of the ranks' devices.
-        world: All ranks.
-        local: Ranks of a node; ranks of a node are consecutive.
-        data: Ranks over which a model's parameters and a node's batches are spread. "auto": all that are left.
-        tensor: Ranks over which single tensors are spread. "auto": one, or all that ``data`` leaves.
+        world: Number of ranks.
+        local: Ranks per node; ranks of a node are consecutive.
+        data: Ranks that share a model's parameters and a node's batches. "auto": all that ``tensor`` leaves.
+        tensor: Ranks that share single tensors. "auto": one, or all that ``data`` leaves.
 
     Returns:
         A mesh with the dimensions ``data_parallel`` and ``tensor_parallel``, and the ranks that hold the same shard.
 
     Raises:
-        ValueError: Ranks do not make up whole nodes, or a node's sizes do not multiply to its ranks.
+        ValueError: ``world`` is not a multiple of ``local``, or the product of the sizes is not ``local``.
     """
     if world % local:
         raise ValueError(
-            f"{world} ranks do not make up nodes of {local}: every node needs the same number of ranks. Pass "
-            "local_world_size=, the ranks of a node."
+            f"{world} ranks cannot be divided into nodes of {local}: every node needs the same number of ranks. Pass "
+            "local_world_size=, the number of ranks per node."
         )
     columns = tensor if tensor != "auto" else 1 if data == "auto" else max(1, local // data)
     rows = data if data != "auto" else max(1, local // columns)
     if rows * columns != local:
         raise ValueError(
-            f"data_parallel_size={rows} times tensor_parallel_size={columns} is not {local}, the ranks of a node: "
-            "these sizes are of one node, and each node is a replica. Change them, or pass local_world_size=, the "
-            "ranks of a node."
+            f"data_parallel_size={rows} times tensor_parallel_size={columns} is not {local}, the ranks per node: "
+            "these sizes apply to one node, and each node is a replica. Change them, or pass local_world_size=, the "
+            "number of ranks per node."
         )
-    # torch 2.9 warns of what is meant to be done with the mesh of a node: to take one of its dimensions.
+    # torch 2.9 warns about slicing the mesh of a node, which is the intended use.
     warnings.filterwarnings("ignore", message="You are attempting to slice a submesh from another submesh")
     mesh = init_device_mesh(
         device, (world // local, rows, columns), mesh_dim_names=("replicate", "data_parallel", "tensor_parallel")
@@ -78,7 +78,7 @@ def meshes(device: str, world: int, local: int, data: Size, tensor: Size) -> tup
 
 
 def sampler_arguments(node: DeviceMesh, replicas: DeviceMesh) -> dict[str, int]:
-    """How batches are dealt: to all ranks, but to those that hold parts of the same tensors as to one."""
+    """Sampler arguments that give all ranks different batches, except ranks that share the same tensors."""
     data = node["data_parallel"]
     return {
         "num_replicas": replicas.size() * data.size(),
@@ -88,7 +88,7 @@ def sampler_arguments(node: DeviceMesh, replicas: DeviceMesh) -> dict[str, int]:
 
 @contextmanager
 def unsynchronised(module: torch.nn.Module) -> Iterator[None]:
-    """Backward passes inside accumulate gradients without reducing them."""
+    """Context in which backward passes accumulate gradients without reducing them."""
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in sharded:
         part.set_requires_gradient_sync(False, recurse=False)
@@ -100,7 +100,7 @@ def unsynchronised(module: torch.nn.Module) -> Iterator[None]:
 
 
 IN_SHARDS = {"version": VERSION, "mode": SHARDED}
-"""In a distributed checkpoint's file of other things: that the residuals are in a folder beside it."""
+"""Entry in a distributed checkpoint's metadata file: the residuals are in a folder beside it."""
 
 
 def save_shards(state: ShardState, checkpoint: Path) -> None:
@@ -109,12 +109,12 @@ def save_shards(state: ShardState, checkpoint: Path) -> None:
 
 
 def resume(state: ShardState, entry: Any, checkpoint: Path) -> None:
-    """Goes on with the residuals of a checkpoint. A collective.
+    """Loads the residuals of a checkpoint. A collective.
 
     Args:
         state: The state.
-        entry: What the checkpoint's file has of them; :data:`IN_SHARDS` if :func:`save_shards` saved them.
-        checkpoint: The checkpoint, a folder or one file. A folder may have been converted to one file, without them.
+        entry: The entry in the checkpoint's file; :data:`IN_SHARDS` if :func:`save_shards` saved the residuals.
+        checkpoint: The checkpoint, a folder or one file. A converted folder is one file without residuals.
     """
     if not isinstance(entry, dict) or entry.get("mode") != SHARDED:
         state.load_state_dict(entry)

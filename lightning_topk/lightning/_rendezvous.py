@@ -1,4 +1,4 @@
-"""Connecting the ranks when torchrun restarts them."""
+"""Connects the ranks after torchrun restarts them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.distributed.rendezvous import rendezvous
 
 
 def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelta | None, device: torch.device) -> None:
-    """Initialises the default group without the addresses of ranks that died, if torchrun restarts ranks.
+    """Initialises the default group without the addresses of ranks that died, if torchrun may restart ranks.
 
     torch 2.15 gives restarted workers the store of the last attempt. The first rank to connect would read another
     rank's old address in it, and fail.
 
     Args:
-        backend: Of the default group.
+        backend: Backend of the default group.
         rank: This rank.
-        world: Ranks.
-        timeout: Of collectives. Default: torch's, 30 minutes.
-        device: This rank's.
+        world: Number of ranks.
+        timeout: Timeout of collectives. Default: torch's, 30 minutes.
+        device: This rank's device.
     """
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
         return
@@ -34,7 +34,7 @@ def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelt
     attempt = _name_of_attempt(store, rank, world, timeout)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(attempt, store),  # type: ignore[attr-defined]  # it is exported at run time
+        store=dist.PrefixStore(attempt, store),  # type: ignore[attr-defined]  # exported at run time
         rank=rank,
         world_size=world,
         timeout=timeout,
@@ -43,7 +43,7 @@ def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelt
 
 
 def _name_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> str:
-    """A name that the current ranks agree on, and that no earlier attempt had.
+    """Returns a name that the current ranks agree on and that no earlier attempt had.
 
     The store outlives the ranks, and no rank knows how often the others were restarted, since torchrun counts on every
     node by itself. So each rank writes a hello with a random word, and rank 0 answers every hello, stale ones included,

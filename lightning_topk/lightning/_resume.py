@@ -1,4 +1,4 @@
-"""When the residuals of a run can be saved, and with which ones it goes on: what all strategies share."""
+"""When residuals can be saved, and which ones a run resumes with; shared by all strategies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightning_topk.lightning._compat import TrainerStatus, rank_zero_info
 from lightning_topk.runtime.memory.checkpoint import EMPTY, absent
 
 INTERRUPTED = absent("it was saved while an exception or a signal was handled, when collectives could hang")
-"""In a checkpoint that not all ranks may have saved."""
+"""Entry of a checkpoint that not all ranks may save."""
 
 
 def interrupted(module: Any, filepath: Any) -> bool:
-    """Whether other ranks may not save this checkpoint, so that a collective could hang.
+    """Whether other ranks might not save this checkpoint, so that a collective could hang.
 
     Args:
-        module: The LightningModule. After a spawned fit the main process's has no Trainer.
+        module: The LightningModule. After a spawned fit the main process's module has no Trainer.
         filepath: Where the checkpoint is saved.
     """
     trainer = None if module is None else module._trainer
@@ -25,16 +25,16 @@ def interrupted(module: Any, filepath: Any) -> bool:
 
 
 def entry_to_resume(entry: Any, residual_checkpoint: bool) -> Any:
-    """The residuals with which a run goes on: those of a checkpoint, or zeros, which is said.
+    """Returns the entry to resume with: that of the checkpoint, or one of zeros, with a message.
 
     Args:
-        entry: What the checkpoint has of them; None if nothing.
+        entry: The entry in the checkpoint; None if there is none.
         residual_checkpoint: The strategy's setting.
     """
     if entry is None:
         entry = absent("it was saved by another strategy, or with residual_checkpoint=False")
     if isinstance(entry, dict) and entry.get("mode") == "none":
-        said = f"the checkpoint has no residuals ({entry.get('reason', 'for no reason that it gives')})"
+        said = f"the checkpoint has no residuals ({entry.get('reason', 'no reason given')})"
     elif not residual_checkpoint:
         said = "residuals in the checkpoint are ignored (residual_checkpoint=False)"
     else:

@@ -31,7 +31,7 @@ else:
 
 
 EVERY_STEP = ("uplink_bytes", "downlink_bytes", "total_bytes", "saving")
-"""What is logged at every step; the rest is logged when the Trainer logs."""
+"""Keys logged at every step; the others are logged when the Trainer logs."""
 DEFAULT = (
     *EVERY_STEP,
     "density",
@@ -43,7 +43,7 @@ DEFAULT = (
     "hidden_share",
     "dense_seconds",
 )
-"""What is logged without ``details``, beside the values of layers."""
+"""Keys logged without ``details``, besides the values of layers."""
 SETTLED, COMPARED = 3, 5
 """Steps until DDP has its final buckets, and steps whose median time is compared with dense all-reduces."""
 
@@ -56,8 +56,8 @@ class CompressionMonitor(Callback):
     """Logs the exchange's bytes at every optimizer step, and the rest when the Trainer logs.
 
     Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's); uplink, downlink, total
-    and saving are logged at every step. All else is logged at log steps and in an epoch's last batch. Errors and norms
-    are over all ranks; measuring them costs several passes over each bucket and one small all-reduce.
+    and saving are logged at every step. Other keys are logged at log steps and in an epoch's last batch. Errors and
+    norms are over all ranks; measuring them costs several passes over each bucket and one small all-reduce.
 
     ============================== ==========================================================================
     key                            meaning
@@ -66,7 +66,7 @@ class CompressionMonitor(Callback):
     ``topk/downlink_bytes``        bytes from this server to the workers
     ``topk/total_bytes``           sum of uplink and downlink bytes since fit began
     ``topk/saving``                since fit began: dense bytes over uplink + downlink bytes; with
-                                   ``topology="hierarchical"``, of those between nodes
+                                   ``topology="hierarchical"``, of the bytes between nodes
     ``topk/density``               fraction of the gradient that fits in this worker's payloads
     ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
     ``topk/downlink_error``        the error of this step's servers
@@ -97,7 +97,7 @@ class CompressionMonitor(Callback):
     ``topk/server_residual_norm``  norm of the servers' residual
     ============================== ==========================================================================
 
-    What the steps of a :class:`~lightning.pytorch.callbacks.LearningRateFinder` exchange is in none of these.
+    None of these includes the steps of a :class:`~lightning.pytorch.callbacks.LearningRateFinder`.
 
     After the first step the ranks time an all-reduce of at most 1 MiB. Some steps later, rank 0 warns if dense
     all-reduces would be faster than the exchanges. When fit ends, rank 0 prints a summary.
@@ -111,7 +111,7 @@ class CompressionMonitor(Callback):
         details: Whether to log the keys of the second table too.
 
     Raises:
-        TypeError: ``per_layer`` or ``details`` is something else.
+        TypeError: ``per_layer`` or ``details`` has another type.
         ValueError: When fit begins: a pattern matches no parameter.
     """
 
@@ -119,12 +119,12 @@ class CompressionMonitor(Callback):
         check_bool("details", details)
         given = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else per_layer
         if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in given):
-            raise TypeError(f"per_layer={per_layer!r} must be True, False, a pattern of names, or several.")
+            raise TypeError(f"per_layer={per_layer!r} must be True, False, a name pattern, or several of them.")
         self.per_layer = [given] if isinstance(given, str) else list(given)
         """Patterns of names."""
         self.details = details
         """Whether all keys are logged."""
-        self._since = 0  # optimizer steps before this fit, of a run that goes on
+        self._since = 0  # optimizer steps before this fit, in a resumed run
         self._last = 0.0  # when the last step ended
         self._total = ExchangeVolume(sync_on_compute=False)
         self._steps = 0
@@ -145,7 +145,7 @@ class CompressionMonitor(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resets the totals, and checks the patterns of names: the module has its layers now."""
+        """Resets the totals and checks the name patterns: the module has its layers now."""
         names = [*names_of(pl_module).values()]
         for pattern in self.per_layer:
             if not fnmatch.filter(names, pattern):
@@ -163,7 +163,7 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is not None:
             if state.exchanged:
-                state.drop_report()  # of steps in between without callbacks: those of LearningRateFinder
+                state.drop_report()  # from steps without callbacks: those of LearningRateFinder
             state.measure, state.measure_layers = _is_log_step(trainer), bool(self.per_layer)
             state.timing = state.measure or (state.world > 1 and len(self._timed) < COMPARED)
 
@@ -186,14 +186,14 @@ class CompressionMonitor(Callback):
         values = self._every_step(state, report)
         if state.measure:
             values |= self._log_step(trainer, state, report, dense)
-        # A call of Lightning's log takes a millisecond, and loggers take values at log steps only.
+        # A call of Lightning's log takes a millisecond, and loggers store values at log steps only.
         shown = [name for name in values if self.details or "/" in name or name in DEFAULT]
         for name in shown if state.measure else EVERY_STEP:
             # Lightning does not know the batch size of training_step(dataloader_iter); a step's values need none.
             pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving", batch_size=1)
 
     def _every_step(self, state: HookState, report: Report) -> dict[str, torch.Tensor]:
-        """What is known of a step without waiting or reading data: bytes and densities, of it and of all steps."""
+        """Values that need no waiting or reading of data: bytes and densities, of this step and of all steps."""
         self._total.update(**report.bytes)
         step = ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
@@ -206,7 +206,7 @@ class CompressionMonitor(Callback):
             buffers = format_bytes(float(values["broadcast_bytes"]))
             rank_zero_info(
                 f"lightning_topk: before each step DDP broadcasts buffers, {buffers} from rank 0, more than the "
-                f"{format_bytes(float(sent))} of gradients. TopKStrategy({BUFFERS}=False) leaves that out; each rank "
+                f"{format_bytes(float(sent))} of gradients. TopKStrategy({BUFFERS}=False) turns that off; each rank "
                 "then keeps its own, such as the statistics of batch norm."
             )
         values["bound"] = torch.tensor((1 - report.k / report.elements) ** 2)
@@ -223,7 +223,7 @@ class CompressionMonitor(Callback):
     def _log_step(
         self, trainer: Trainer, state: HookState, report: Report, dense: float | None
     ) -> dict[str, torch.Tensor]:
-        """What is measured at log steps only: errors and residuals, which all ranks reduce, times, and layers.
+        """Values measured at log steps only: errors and residuals, which all ranks reduce, times, and layers.
 
         Args:
             trainer: The Trainer.
@@ -295,7 +295,7 @@ class CompressionMonitor(Callback):
         """Returns a summary of the run so far, as measured on this rank.
 
         Args:
-            state: That of the strategy, which knows who sends what.
+            state: The strategy's state, which knows who sends what.
         """
         volume = {name: float(value) for name, value in self._total.compute().items()}
         up, down, instead = (format_bytes(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
@@ -318,7 +318,7 @@ class CompressionMonitor(Callback):
             hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
             took = sum(seconds) / steps
             if self._compared is not None and f"{self._compared[1]:.3g}" == f"{self._density:.3g}":
-                took = self._compared[0]  # the same as in the warning; others waited for other ranks
+                took = self._compared[0]  # the time in the warning; the other times include waiting for ranks
             words.append(f"mean compression error {mean(errors):.3f}")
             words.append(
                 f"exchange {1000 * took:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
@@ -343,7 +343,7 @@ def _by_layer(
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
     counts = {state.names[p]: count for p, count in state.residuals.counts.items()}
-    shared = torch.tensor([counts.get(name, 1) for name in names])  # held() multiplies a piece by the ranks of a node
+    shared = torch.tensor([counts.get(name, 1) for name in names])  # held() multiplies a piece by the ranks per node
     local = torch.cat([torch.stack([layers[name] for name in names]), (norms.square() / shared).unsqueeze(1)], dim=1)
     energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T
     return {

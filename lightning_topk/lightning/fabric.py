@@ -73,13 +73,13 @@ class TopKStrategy(DDPStrategy):
         return [state for ddp, state in self._states if ddp() is not None]
 
     def state_of(self, module: Module) -> TopKState:
-        """The state of a module that was set up, to be saved with it.
+        """Returns the state of a module that was set up, to save with it.
 
         Args:
-            module: What ``fabric.setup`` or ``fabric.setup_module`` returned.
+            module: The module that ``fabric.setup`` or ``fabric.setup_module`` returned.
 
         Raises:
-            KeyError: It was not set up with this strategy.
+            KeyError: The module was not set up with this strategy.
         """
         wrapped = getattr(module, "_forward_module", module)
         wrapped = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's
@@ -87,7 +87,7 @@ class TopKStrategy(DDPStrategy):
             if ddp() is wrapped:
                 return state
         raise KeyError(
-            f"this {type(module).__name__} was not set up with this strategy: pass what fabric.setup returned."
+            f"this {type(module).__name__} was not set up with this strategy: pass the module from fabric.setup."
         )
 
     @override
@@ -105,7 +105,7 @@ class TopKStrategy(DDPStrategy):
         A module that is set up again keeps its residuals.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return super().setup_module(module)  # DDP says what is missing
+            return super().setup_module(module)  # DDP raises the error
         own_memory_(module)
         check_same_model(module)
         ddp = super().setup_module(module)
@@ -127,7 +127,7 @@ class TopKStrategy(DDPStrategy):
         return ddp
 
     def _give_up(self, parameters: set[Any]) -> list[TopKState]:
-        """Closes the states of modules that no rank uses any more, and returns those of these parameters, closed too.
+        """Closes the states of modules that no rank uses any more and those of these parameters; returns the latter.
 
         A collective.
         """
@@ -138,7 +138,7 @@ class TopKStrategy(DDPStrategy):
                 given_up.append(state)
         self._states = [each for each in self._states if each[1] not in given_up]
         if len(before) > 1:
-            rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules are one now.")
+            rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules were merged into one.")
         return before
 
     def _optimizers(self) -> list[Optimizer]:

@@ -1,4 +1,4 @@
-"""The Lightning strategy for models that outgrow a rank: sharded inside nodes, with top-k between them."""
+"""The Lightning strategy for models too large for one rank: sharded inside nodes, with top-k between them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class TopKModelParallelStrategy(ModelParallelStrategy):
-    """FSDP2, and tensor parallelism, inside each node; between nodes only the largest entries of the gradient.
+    """FSDP2 and tensor parallelism inside each node; between nodes only the largest entries of the gradient.
 
-    The module's ``configure_model`` is as for ModelParallelStrategy. The mesh that it sees is the node's; nodes are
+    Write the module's ``configure_model`` as for ModelParallelStrategy. Its device mesh covers one node, and nodes are
     replicas of the model::
 
         class Model(LightningModule):
@@ -55,21 +55,21 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
 
         Trainer(strategy=TopKModelParallelStrategy(saving=50), devices=8, num_nodes=4)
 
-    Every parameter that is trained must be in a module that ``fully_shard`` wraps. When fit begins, all replicas get
-    the weights of the first node. ``topology`` is how the nodes exchange a shard; ``clip_norm`` is refused.
+    Every trained parameter must be in a module that ``fully_shard`` wraps. When fit begins, the weights of the first
+    node are broadcast to all replicas. ``topology`` sets how nodes exchange a shard; ``clip_norm`` is not supported.
 
     Args:
-        data_parallel_size: Ranks of a node over which parameters and batches are spread. ``"auto"``: all that
+        data_parallel_size: Ranks of a node that share parameters and batches. ``"auto"``: all that
             ``tensor_parallel_size`` leaves.
-        tensor_parallel_size: Ranks of a node over which single tensors are spread. ``"auto"``: 1, or all that
+        tensor_parallel_size: Ranks of a node that share single tensors. ``"auto"``: 1, or all that
             ``data_parallel_size`` leaves.
         residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. A run then resumes with them, on any
-            number of nodes and of ranks a node. If not, it resumes with zeros.
+            number of nodes and ranks per node. If not, it resumes with zeros.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
             per node.
         save_distributed_checkpoint: Whether each rank saves its shards, in a folder, or rank 0 saves all in one file.
         process_group_backend: As in ModelParallelStrategy.
-        timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+        timeout: Timeout of collectives. Default: the backend's own.
         **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Raises:
@@ -106,15 +106,15 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         self._given_timeout = timeout
         self.topk_state: ShardState | None = None
         """The state of FSDP's hooks; None outside ``fit``."""
-        self._last: ShardState | None = None  # the same, and after fit
+        self._last: ShardState | None = None  # the same, also after fit
         self._replicas: DeviceMesh | None = None
         self._residuals = Residuals()
-        self._trained: Callable[[], Any] = lambda: None  # the module whose residuals they are
+        self._trained: Callable[[], Any] = lambda: None  # the module that the residuals belong to
 
     @override
     def setup_environment(self) -> None:
-        """Connects the ranks, and makes the mesh of the node and the groups of replicas."""
-        super(ModelParallelStrategy, self).setup_environment()  # its own would make one mesh of all ranks
+        """Connects the ranks, and creates the mesh of the node and the mesh of its replicas."""
+        super(ModelParallelStrategy, self).setup_environment()  # the parent's would create one mesh of all ranks
         self._setup_distributed()
         local = self._local_world_size or self.num_processes
         self._device_mesh, self._replicas = meshes(self.root_device.type, self.world_size, local, *self._sizes)
@@ -138,12 +138,12 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Sets the model up as ModelParallelStrategy does; in ``fit``, makes replicas equal and hooks them up."""
+        """Sets the model up as ModelParallelStrategy does; in ``fit``, also synchronises and hooks up the replicas."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.model is not None
-        if self._trained() is not trainer.lightning_module:  # another model has no use for the residuals of the last
+        if self._trained() is not trainer.lightning_module:  # another model needs new residuals
             self._residuals, self._trained = Residuals(), weakref.ref(trainer.lightning_module)
         self.topk_state = self._last = attach(
             self.model,
@@ -161,7 +161,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients that are accumulated are reduced and exchanged once, with the last of them."""
+        """Accumulates gradients without reducing them; they are reduced and exchanged once, with the last one."""
         assert self.model is not None
         with unsynchronised(self.model):
             yield

@@ -43,32 +43,32 @@ class TopKStrategy(DDPStrategy):
         Trainer(strategy=TopKStrategy(saving=50), devices=4)
 
     Args:
-        ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number; or a
-            :class:`lightning_topk.schedule.Schedule` or a function of the step, for a fraction that changes. Default:
-            what ``saving`` takes.
-        bidirectional: Whether the servers compress too. If not, they send all that is nonzero.
-        server_ratio: Fraction of a bucket that the servers together send, likewise; not with ``saving``. Default:
-            ``ratio``.
+        ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number, a
+            :class:`lightning_topk.schedule.Schedule`, or a function of the step. Default: the ratio that ``saving``
+            needs.
+        bidirectional: Whether the servers compress too. If not, they send every nonzero entry.
+        server_ratio: Fraction of a bucket that the servers together send, given like ``ratio``; not with ``saving``.
+            Default: ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
-        wire: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers, and a scale for every 64 of them): the values'
-            format. Positions are Elias-Fano coded in all. Default: int4, or bf16 where ``error_feedback`` is not True,
-            since rounding would be lost.
+        wire: Format of the values: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers with a scale for every 64
+            of them). Positions are always Elias-Fano coded. Default: int4, or bf16 if ``error_feedback`` is not True,
+            since rounding errors would be lost.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between
             nodes), ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``)
             or ``"dense"`` (all-reduce: nothing is compressed).
         dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
-        error_feedback: Whether what is not sent is kept for later: True on workers and servers, False nowhere,
-            ``"worker"`` on workers only. What is not kept is lost.
-        momentum: m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before compression,
-            which ends for an entry that is sent. The optimizer's own must then be 0.
+        error_feedback: Whether unsent entries are kept in a residual for later steps: True on workers and servers,
+            False nowhere, ``"worker"`` on workers only. Entries that are not kept are lost.
+        momentum: Factor m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before
+            compression, which is reset for an entry that is sent. The optimizer's own must then be 0.
         adapt_momentum: Whether torch's SGD, Adam, AdamW and NAdam move an entry of the parameters only in steps that
             deliver its gradient, and then for all the steps that it waited; see
-            :mod:`lightning_topk.runtime.optimizer.momentum`. False leaves optimizers as they are, as does ``momentum``.
+            :mod:`lightning_topk.runtime.optimizer.momentum`. False leaves optimizers unchanged, as does ``momentum``.
         clip_norm: Norm to which W workers together clip a bucket's gradient, before
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
-        saving: How many times fewer bytes than a ring all-reduce to send in every step, 1 or more, instead of
-            ``ratio``: each bucket then has the ratio that sends so many bytes, both ways together. With
+        saving: Factor by which to send fewer bytes than a ring all-reduce in every step, 1 or more, instead of
+            ``ratio``: each bucket gets the ratio that sends that many bytes, in both directions together. With
             ``topology="hierarchical"`` the bytes between nodes count. Default: 50 without ``ratio``.
         residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. A run then resumes with them, with
             any number of workers. If not, it resumes with zeros.
@@ -113,7 +113,7 @@ class TopKStrategy(DDPStrategy):
         self.topk_state: TopKState | None = None
         """The state of the communication hook; None outside ``fit``."""
         self._residuals = Residuals()
-        self._names: Mapping[Tensor, str] = {}  # those of when the model was wrapped: pruning gives others later
+        self._names: Mapping[Tensor, str] = {}  # names when the model was wrapped: pruning changes them later
         self._resumed: dict[str, Any] | None = None
         self._frozen: list[Tensor] = []
 
@@ -163,7 +163,7 @@ class TopKStrategy(DDPStrategy):
         if self.topk_state is not None and synchronised and any(parameter.grad is not None for parameter in alone):
             raise RuntimeError(
                 "training_step unfroze a parameter: its gradient would stay different on every rank. Unfreeze it "
-                "before, in on_train_batch_start or on_train_epoch_start."
+                "earlier, in on_train_batch_start or on_train_epoch_start."
             )
 
     @override
@@ -225,7 +225,7 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Names this strategy where Lightning tells what to do about unused parameters."""
+        """Names this strategy, not DDPStrategy, in Lightning's advice about unused parameters."""
         super().on_exception(exception)
         ours = {
             "strategy='ddp_find_unused_parameters_true'": "strategy='topk_find_unused_parameters_true'",
@@ -281,7 +281,7 @@ def _check_strategy_options(options: dict[str, Any]) -> None:
 
 
 def _model_parallel(**settings: Any) -> Any:
-    """The strategy for sharded models. Its module needs all of Lightning, whose import may be under way here."""
+    """Creates the strategy for sharded models. Its module needs all of Lightning, which may still be importing here."""
     from lightning_topk.lightning.model_parallel import TopKModelParallelStrategy
 
     return TopKModelParallelStrategy(**settings)

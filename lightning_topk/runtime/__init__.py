@@ -1,5 +1,5 @@
-"""What runs the exchange beside a backward pass, with any wrapper: groups, lanes, residuals, optimizers.
+"""Runs the exchange during backward, for any wrapper: groups, lanes, residuals, optimizers.
 
-May import: ``core``, the settings (``config``, ``schedule``, ``build``), ``volume`` and ``torch.distributed``. It knows
+May import: ``core``, the settings (``config``, ``schedule``, ``build``), ``volume`` and ``torch.distributed``. It uses
 neither DDP nor Lightning.
 """

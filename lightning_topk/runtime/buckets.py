@@ -1,4 +1,4 @@
-"""The settings in force for each bucket: its ratio, and what is uncompressed in it."""
+"""The settings of each bucket: its ratio, and its uncompressed parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_topk.schedule import ratio_at
 from lightning_topk.volume import Volume, bucket_volume
 
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
-"""What activation checkpointing and torch.compile insert into the names of a module's parameters."""
+"""Prefixes that activation checkpointing and torch.compile insert into parameter names."""
 
 
 def names_of(module: torch.nn.Module) -> dict[Tensor, str]:
-    """The names of a module's parameters, the same whether its layers are wrapped or pruned or not."""
+    """Names of a module's parameters, the same for wrapped, pruned and plain layers."""
     pruned = {name.removesuffix("_mask") + "_orig" for name, _ in module.named_buffers() if name.endswith("_mask")}
     return {
         parameter: WRAPPERS.sub("", name.removesuffix("_orig") if name in pruned else name)
@@ -31,30 +31,30 @@ def names_of(module: torch.nn.Module) -> dict[Tensor, str]:
 
 
 class BucketSettings:
-    """Tells how buckets are exchanged.
+    """Resolves the settings for each bucket.
 
     Args:
         config: The settings of all buckets.
         world: Number of ranks.
-        local: Ranks of a node.
+        local: Ranks per node.
     """
 
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self._local = config, world, local
-        self._rest = config  # with the saving of what is compressed
+        self._rest = config  # with the saving of the compressed part
         self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names; empty if they are not known."""
         self._uncompressed: set[Tensor] = set()
-        self._unchanged = 0  # backward passes since the buckets were regrouped
-        self._final = False  # whether DDP will not regroup them any more
+        self._unchanged = 0  # backward passes since the buckets last changed
+        self._final = False  # whether DDP no longer regroups them
 
     def learn_names(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
-        """Learns the parameters' names, and which of them ``dense_parameters`` matches.
+        """Sets the parameters' names, and finds those that ``dense_parameters`` matches.
 
         Args:
             names: The names.
-            whole: Parameters that are not compressed either.
+            whole: Further uncompressed parameters.
 
         Raises:
             ValueError: A pattern of ``dense_parameters`` matches no parameter, or they match too many for ``saving``.
@@ -78,7 +78,7 @@ class BucketSettings:
         return self.names.keys() - self._uncompressed if self.names else None
 
     def plan_of(self, bucket: Bucket) -> BucketPlan:
-        """How a bucket is exchanged."""
+        """The exchange plan of a bucket."""
         key = bucket, bucket[0].dtype  # a wrapper may change it
         if key not in self._plans:
             names = " ".join(self.names.get(parameter, "") for parameter in bucket)
@@ -95,12 +95,12 @@ class BucketSettings:
         return self._plans[key]
 
     def observe(self, buckets: Sequence[Bucket], progress: Progress, static_graph: bool) -> bool:
-        """Takes note of the buckets of a backward pass; says whether they have just become final.
+        """Records the buckets of a backward pass; returns whether they have just become final.
 
         Args:
-            buckets: That the backward pass exchanges.
-            progress: How far the run has come, before this pass.
-            static_graph: Whether DDP regroups its buckets a pass later.
+            buckets: The buckets of the backward pass.
+            progress: Progress of the run before this pass.
+            static_graph: Whether DDP regroups its buckets one pass later.
         """
         before, already = progress.buckets, self._final
         unchanged = len(buckets) == len(before) and all(map(same, buckets, before))
@@ -112,11 +112,11 @@ class BucketSettings:
         """The bytes that a rank sends in a step.
 
         Args:
-            buckets: That are exchanged.
+            buckets: The exchanged buckets.
             rank: The rank.
             step: The step, for a schedule of the ratio.
             epoch: The epoch, for a schedule of the ratio.
-            voting: Whether ranks tell each other which parameters they used.
+            voting: Whether ranks exchange which parameters they used.
         """
         total = Volume()
         for bucket in buckets:
@@ -124,10 +124,10 @@ class BucketSettings:
         return total
 
     def warnings(self, buckets: Sequence[Bucket], sent: Volume) -> list[str]:
-        """What a user of ``saving=`` should know once the buckets are final.
+        """Returns the warnings about ``saving=`` once the buckets are final.
 
         Args:
-            buckets: That are exchanged.
+            buckets: The exchanged buckets.
             sent: The bytes of a step.
         """
         if self.config.saving is None or not self.config.compresses:
@@ -135,7 +135,7 @@ class BucketSettings:
         return [words for words in (self._missed_saving(buckets, sent), self._narrow(buckets)) if words]
 
     def _missed_saving(self, buckets: Sequence[Bucket], sent: Volume) -> str:
-        """Says that less is saved than requested, and why."""
+        """Warning that the saving is lower than requested, with the reason; empty if it is not."""
         asked, seen = self.config.saving or 0, self._saving(sent)
         if seen >= asked * (1 - TOLERANCE):
             return ""
@@ -152,7 +152,7 @@ class BucketSettings:
         return sent.node_saving if self.config.by_node else sent.saving
 
     def _narrow(self, buckets: Sequence[Bucket]) -> str:
-        """Says what ``saving`` counts against where gradients have less than four bytes an entry."""
+        """Explains the baseline of ``saving`` for gradients of less than four bytes per entry; empty otherwise."""
         asked, narrow = self.config.saving or 0, [bucket for bucket in buckets if bucket[0].itemsize < 4]
         plans = [self.plan_of(bucket) for bucket in narrow if sum(p.numel() for p in bucket)]
         sizes = [sum(plan.shape.parts.sizes) for plan in plans]
@@ -161,7 +161,7 @@ class BucketSettings:
         kept = sum(ratio_at(plan.ratio, 0, 0) * size for plan, size in zip(plans, sizes, strict=True))
         dtype = str(narrow[0][0].dtype).removeprefix("torch.")
         return (
-            f"lightning_topk: saving={asked:g} counts against {dtype} gradients, which DDP would send: the density is "
-            f"{kept / sum(sizes):.2g}. saving={asked * narrow[0][0].itemsize / 4:g} sends as many entries as "
+            f"lightning_topk: saving={asked:g} is relative to the {dtype} gradients that DDP would send: the density "
+            f"is {kept / sum(sizes):.2g}. saving={asked * narrow[0][0].itemsize / 4:g} sends as many entries as "
             f"saving={asked:g} does of float32 gradients."
         )

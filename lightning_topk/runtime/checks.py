@@ -21,7 +21,7 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
     """Refuses DDP options that the exchange does not support.
 
     Args:
-        options: Keyword arguments of DistributedDataParallel. Values decide, since some callers pass every default.
+        options: Keyword arguments of DistributedDataParallel. Values matter, since some callers pass every default.
 
     Raises:
         ValueError: An option is not supported.
@@ -44,7 +44,7 @@ GONE = {
     "scope": "remove it; for one selection over the model, take one bucket: bucket_cap_mb= as large as the model.",
     "residual_checkpoint": "only the Trainer's strategies have it; elsewhere leave the state out of what you save.",
 }
-"""Settings that there were, or that only other entries have, with the remedy."""
+"""Settings that were removed or belong to other entry points, with the remedy."""
 
 
 def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
@@ -113,34 +113,34 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_closures(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:
-    """Refuses LBFGS, which compares gradients of one batch, where each backward pass delivers a part of one.
+    """Refuses LBFGS, which compares gradients of one batch, while each compressed pass delivers a different part.
 
     Raises:
-        ValueError: There is one, and gradients are compressed.
+        ValueError: An optimizer is LBFGS and gradients are compressed.
     """
     if config.compresses and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ValueError(
-            "LBFGS evaluates its closure several times in a step and compares the gradients, and compression delivers "
-            "another part of the gradient each time: training would diverge. Pass topology='dense', which sends whole "
-            "gradients, or use another optimizer."
+            "LBFGS evaluates its closure several times per step and compares the gradients, but compression delivers "
+            "a different part of the gradient each time, so training would diverge. Pass topology='dense', which sends "
+            "whole gradients, or use another optimizer."
         )
 
 
 def check_parameters(names: Mapping[Tensor, str]) -> None:
-    """Refuses parameters whose gradients top-k cannot order, or that DDP would hand to another hook.
+    """Refuses parameters whose gradients top-k cannot order, or that DDP would pass to another hook.
 
     Args:
         names: The names of the parameters that are exchanged if they are trained.
 
     Raises:
-        ValueError: A trainable parameter is not of a real floating-point dtype, or they are on several devices; or an
-            optimizer steps during backward.
+        ValueError: A trainable parameter does not have a real floating-point dtype, parameters are on several devices,
+            or an optimizer steps during backward.
     """
     devices = {parameter.device for parameter in names if parameter.requires_grad}
     if len(devices) > 1:
         raise ValueError(
-            f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: the exchange runs on one device a "
-            "rank. Put the model on one device, or wrap each part in a DDP of its own."
+            f"the model's parameters are on {', '.join(sorted(map(str, devices)))}: the exchange runs on one device "
+            "per rank. Put the model on one device, or wrap each part in a DDP of its own."
         )
     for parameter, name in names.items():
         if parameter.requires_grad and not parameter.is_floating_point():
@@ -156,11 +156,11 @@ def check_parameters(names: Mapping[Tensor, str]) -> None:
 
 
 def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: Settings) -> TopKConfig:
-    """The settings, given to a function or class as a config or as keywords.
+    """Returns the settings that a function or class received as a config or as keywords.
 
     Raises:
-        TypeError: The config is none, or a keyword is unknown.
-        ValueError: Both are given, or a setting is wrong.
+        TypeError: The config is not a TopKConfig, or a keyword is unknown.
+        ValueError: Both are given, or a setting is invalid.
     """
     if config is not None and not isinstance(config, TopKConfig):
         raise TypeError(
@@ -174,10 +174,10 @@ def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: S
 
 
 def check_settings(config: TopKConfig, has_optimizer: bool) -> None:
-    """Refuses settings that need the optimizer.
+    """Refuses settings that need the optimizer if it was not passed.
 
     Raises:
-        ValueError: A setting needs it.
+        ValueError: A setting needs the optimizer.
     """
     if config.momentum and not has_optimizer:
         raise ValueError(

@@ -19,17 +19,17 @@ from lightning_topk.runtime.messages import LOGGER
 
 T = TypeVar("T")
 Steps = Generator["dist.Work | None", None, T]
-"""A generator that yields before it waits: a collective, or None to wait until all that began earlier has ended."""
+"""A generator that yields before it waits: a collective, or None to wait until all earlier steps have ended."""
 
 
 class Meter:
-    """Bytes that are sent to other ranks, by what they are for.
+    """Counts bytes sent to other ranks, by purpose.
 
     Attributes:
-        bytes: By this rank: ``uplink`` and ``downlink`` of the exchanges; ``broadcast`` of weights and buffers by DDP,
-            and of what is sent to measure links; ``dense``, what a ring all-reduce of the same gradients would have
-            sent. By all ranks of its node together, in the exchanges: ``intra_node`` to each other (with FSDP2, also
-            what FSDP sends there), ``inter_node`` to other nodes.
+        bytes: Sent by this rank: ``uplink`` and ``downlink`` in exchanges; ``broadcast`` of weights and buffers, and to
+            measure links; ``dense``, the bytes that a ring all-reduce of the same gradients would have sent. Sent by
+            all ranks of its node together, in exchanges: ``intra_node`` to each other (with FSDP2, including FSDP's own
+            bytes), ``inter_node`` to other nodes.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class Meter:
         self.bytes["inter_node"] += outside * groups.shards_per_node
 
     def add(self, other: Meter) -> None:
-        """Adds what another meter has counted."""
+        """Adds the counts of another meter."""
         for kind, count in other.bytes.items():
             self.bytes[kind] += count
 
 
 def finish(steps: Steps[T]) -> T:
-    """Runs steps to their end, and returns their result."""
+    """Runs steps to completion and returns their result."""
     while True:
         try:
             next(steps)
@@ -69,12 +69,12 @@ def drive(
         exchange: One rank's exchange; every rank drives its own.
         groups: The groups that carry it.
         meter: Counts the bytes sent.
-        name: What is exchanged, for the log at level DEBUG: a line for each collective, before it. NCCL's watchdog ends
-            the process after a timeout, and names only the group, the collective and its size.
-        background: Whether collectives run in the background while others' steps are taken; else it never yields.
+        name: Name of the exchange in the DEBUG log, which gets a line before each collective: after a timeout, NCCL's
+            watchdog ends the process and names only the group, the collective and its size.
+        background: Whether collectives run asynchronously while other exchanges progress; if not, it never yields.
 
     Returns:
-        What became of the exchange.
+        Result of the exchange.
     """
     reply: Tensor | Begun | None = None
     logged = LOGGER.isEnabledFor(logging.DEBUG)
@@ -106,13 +106,13 @@ def drive(
 def all_gather(
     into: Tensor, payload: Tensor, group: dist.ProcessGroup | None = None, background: bool = False
 ) -> dist.Work | None:
-    """Gathers the payloads of all ranks, one after the other; torch has two names for it, and deprecates the older.
+    """Gathers and concatenates the payloads of all ranks; torch has two names for it, and deprecates the older.
 
     Args:
-        into: Where they go, ``[W x b]``.
-        payload: This rank's, ``[b]``.
-        group: Who takes part. Default: all.
-        background: Whether to return while it goes on.
+        into: The output, ``[W x b]``.
+        payload: This rank's payload, ``[b]``.
+        group: The ranks. Default: all.
+        background: Whether to run asynchronously.
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(into, payload, group=group, async_op=background)
@@ -126,15 +126,15 @@ def perform(
 
     Args:
         request: The request.
-        group: Who takes part.
-        background: Whether to return while it goes on.
+        group: The ranks.
+        background: Whether to run asynchronously.
 
     Returns:
-        Its reply (see the request's class), and what to wait for before the reply is read; None if nothing.
+        The reply (see the request's class), and the work to wait for before reading it; None if there is none.
     """
     payload, rank, world = request.payload, dist.get_rank(group), dist.get_world_size(group)
     if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
-        # gloo has most collectives for CPU tensors only: the payload is copied there and back, and the host waits.
+        # gloo supports most collectives on CPU tensors only: the payload is copied there and back, and the host waits.
         reply, _ = perform(replace(request, payload=payload.cpu()), group)
         return None if reply is None else reply.to(payload.device), None
     if isinstance(request, AllToAll):
@@ -160,10 +160,10 @@ def perform(
 
 @dataclass(frozen=True)
 class DenseCost:
-    """What an all-reduce costs on a link.
+    """Cost of an all-reduce on a link.
 
     Attributes:
-        latency: Seconds, whatever its size.
+        latency: Seconds for each all-reduce of any size.
         seconds_per_byte: Seconds for each byte of the tensor.
     """
 
@@ -171,7 +171,7 @@ class DenseCost:
     seconds_per_byte: float
 
     def seconds(self, count: int, nbytes: int) -> float:
-        """Estimated seconds of ``count`` all-reduces, one after the other, of tensors of ``nbytes`` bytes together."""
+        """Estimated seconds of ``count`` successive all-reduces of ``nbytes`` bytes in total."""
         return count * self.latency + nbytes * self.seconds_per_byte
 
 
@@ -179,10 +179,10 @@ def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, mete
     """Times a very small all-reduce and one of a given size. A collective; all ranks return the same.
 
     Args:
-        nbytes: The size.
-        device: Where the tensors live; a GPU is waited for.
+        nbytes: Size of the larger one.
+        device: Device of the tensors; the host waits for a GPU.
         group: The ranks.
-        meter: Counts the bytes sent as ``broadcast``, since they are no gradients.
+        meter: Counts the bytes sent as ``broadcast``, since they are not gradients.
     """
     world, took = dist.get_world_size(group), []
     for count in (16, max(32, nbytes // 4)):
@@ -206,7 +206,7 @@ def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, mete
 def tree_broadcast_sends(rank: int, world: int) -> int:
     """How often ``rank`` sends the message when rank 0 broadcasts it over a binomial tree, as gloo does (not NCCL).
 
-    In round i the ranks below 2^i have it, and each sends it 2^i ranks further.
+    In round i the ranks below 2^i have the message, and each sends it to the rank 2^i above its own.
     """
     rounds = (world - 1).bit_length()
     return sum(rank < 2**i and rank + 2**i < world for i in range(rounds))

@@ -1,8 +1,8 @@
-"""The lane's side of a rank: takes jobs, begins and ends their exchanges in order, and says what became of each.
+"""The lane's side of a rank: runs the exchanges of jobs in order and returns their results.
 
-An :class:`JobRunner` uses the rank's endpoints. During a backward pass it is used by the lane alone, on CPU by the
-lane's thread. What it learns it puts on a queue, which the caller's side empties between two backward passes. So no
-field is written by two threads, and nothing here calls the side that submits jobs.
+A :class:`JobRunner` uses the rank's endpoints. During a backward pass only the lane calls it, on CPU from the lane's
+thread. It puts results on a queue, which the caller's side empties between two backward passes. So no two threads write
+the same field, and nothing here calls the side that submits jobs.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Bucket = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """One gradient to exchange, and all that its exchange depends on.
+    """One gradient to exchange, and everything that its exchange depends on.
 
     Attributes:
-        bucket: Whose gradient it is.
-        plan: How it is exchanged.
-        name: For error messages.
+        bucket: The parameters of the gradient.
+        plan: The exchange plan.
+        name: Name in error messages.
         used: ``[parameters]`` bool, which of them this rank used; None if all.
         step: Gradients exchanged before this one.
         epoch: Epochs completed.
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
-        step_outcome: Will tell whether the optimizers skip their step; None if they skip none.
-        measure: What to measure.
+        step_outcome: Records whether the optimizers skip their step; None if they never do.
+        measure: Errors to measure.
     """
 
     bucket: Bucket
@@ -63,10 +63,10 @@ class Batch:
     """A job, and the buffer that holds its gradient.
 
     Attributes:
-        buffer: The result is written there.
-        job: How the gradient is exchanged.
+        buffer: The gradient; overwritten with the result.
+        job: The job.
         timed: Whether to measure the time.
-        ready: When the backward pass had all its gradients, if it ends with this one and that is measured.
+        ready: Mark after which backward no longer hides the exchange; None if it hides all of it or if not timed.
     """
 
     buffer: Tensor
@@ -77,16 +77,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What became of one job.
+    """Result of one job.
 
     Attributes:
         job: The job.
-        outcome: What was delivered and sent.
+        outcome: Result of the exchange.
         meter: The bytes sent.
         nbytes: Bytes of the gradient.
-        elements: Its elements, or those of this rank's part of it.
-        k: Entries for which this worker's payloads have room.
-        uncompressed: Elements that were exchanged uncompressed.
+        elements: Elements of the gradient, or of this rank's part of it.
+        k: Capacity of this worker's payloads in entries.
+        uncompressed: Uncompressed elements.
     """
 
     job: Job
@@ -100,7 +100,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Timed:
-    """When the exchanges of a batch began and ended, as marks of a lane."""
+    """Start and end of a batch's exchange, as marks of a lane."""
 
     lane: Lane
     begun: Any
@@ -108,7 +108,7 @@ class Timed:
     ready: Any | None
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds that they took, and the part after the last gradient was ready. Waits for the device."""
+        """Duration in seconds, and the part after the last gradient was ready. Waits for the device."""
         took = self.lane.seconds(self.begun, self.ended)
         return took, 0.0 if self.ready is None else max(0.0, self.lane.seconds(self.ready, self.ended))
 
@@ -117,21 +117,21 @@ class JobRunner:
     """Runs the exchanges of one rank.
 
     Args:
-        residuals: What the rank keeps.
-        groups: The process groups that carry the exchanges; with a second_groups, in turn on one and the other.
-        timeout: That of the groups, for error messages.
+        residuals: The rank's residuals.
+        groups: The process groups for the exchanges; with second groups, exchanges alternate between the two.
+        timeout: Timeout of the groups, for error messages.
     """
 
     def __init__(self, residuals: Residuals, groups: Groups, timeout: timedelta) -> None:
         self._residuals, self._timeout = residuals, timeout
         self._groups = [groups] if groups.second_groups is None else [groups, groups.second_groups]
         self._batches = 0
-        self._ended: Any = None  # the last timed one, as a mark of the lane
+        self._ended: Any = None  # end of the last timed exchange, as a mark of the lane
         self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
         self._finished: SimpleQueue[JobResult | Timed] = SimpleQueue()
 
     def finished(self) -> list[JobResult | Timed]:
-        """What became of the jobs since the last call, in order; for the caller's side, between two backward passes."""
+        """Returns the results since the last call, in order; for the caller's side, between two backward passes."""
         found = []
         while True:
             try:
@@ -140,18 +140,18 @@ class JobRunner:
                 return found
 
     def close(self) -> None:
-        """Lets go of the process groups: their threads run as long as a group is referred to."""
+        """Drops the process groups: their threads run as long as a group is referenced."""
         self._groups.clear()
 
     @torch.no_grad()
     def run(self, batch: Batch, lane: Lane) -> Steps[Tensor]:
-        """The exchange of a batch, step by step on the lane; it returns the buffer."""
+        """Exchanges a batch, step by step on the lane; returns the buffer."""
         assert self._groups
         groups = self._groups[self._batches % min(lane.max_in_flight, len(self._groups))]
         self._batches += 1
         begun = lane.mark() if batch.timed else None
-        # Sparse gradients are exchanged as the dense tensors that they stand for, and become sparse again where
-        # anything arrives. On a GPU the host waits for that: the size of a sparse tensor depends on data.
+        # Sparse gradients are converted to dense tensors for the exchange, and back afterwards. On a GPU the host waits
+        # for that: the size of a sparse tensor depends on data.
         buffer = batch.buffer
         dense = (buffer.to_dense() if buffer.is_sparse else buffer).view(-1)
         yield from self._exchange(dense, batch.job, groups, lane)
@@ -160,11 +160,11 @@ class JobRunner:
         return dense.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
 
     def note_time(self, lane: Lane, begun: Any, ready: Any | None) -> None:
-        """Notes that an exchange ends now.
+        """Records that an exchange ends now.
 
         Args:
             lane: The lane.
-            begun: When it began, as a mark of the lane.
+            begun: Start of the exchange, as a mark of the lane.
             ready: See :class:`Batch`.
         """
         ended = lane.mark()
@@ -174,9 +174,9 @@ class JobRunner:
         self._finished.put(Timed(lane, begun, ended, ready))
 
     def _exchange(self, g: Tensor, job: Job, groups: Groups, lane: Lane) -> Steps[None]:
-        """The exchange of one gradient, in place."""
+        """Exchanges one gradient in place."""
         if g.numel() == 0:
-            yield None  # it ends in its turn: until then its groups are not the next batch's
+            yield None  # ends in its turn: until then the next batch must not use its groups
             return
         meter = Meter()
         try:
@@ -189,8 +189,8 @@ class JobRunner:
             topology = job.plan.config.topology
             raise RuntimeError(
                 f"lightning_topk: the {topology} exchange of {job.name} ({g.numel()} elements) failed on "
-                f"{self._place}: {error} (A rank that does not answer within the timeout of {self._timeout} counts as "
-                "lost.)"
+                f"{self._place}: {error} (A rank that does not respond within the timeout of {self._timeout} counts "
+                "as lost.)"
             ) from error
         uncompressed = sum(stop - begin for begin, stop in end.uncompressed) // end.parts.count
         k = min(codecs.uplink.k * end.layout.shards * end.layout.pieces + uncompressed, end.layout.numel)
@@ -201,5 +201,5 @@ class JobRunner:
 
 
 def same(bucket: Bucket, other: Bucket) -> bool:
-    """Whether two buckets are of the very same parameters, in the same order."""
+    """Whether two buckets have the same parameter objects, in the same order."""
     return len(bucket) == len(other) and all(map(operator.is_, bucket, other))

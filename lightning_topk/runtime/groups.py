@@ -1,4 +1,4 @@
-"""The process groups of a rank, and what all ranks tell each other before they exchange anything."""
+"""The process groups of a rank, and the checks that all ranks agree before they exchange gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_topk.config import TopKConfig, value_or_error
 from lightning_topk.core.requests import Among
 
 DESCRIPTION = "lightning_topk"
-"""Of the groups, in torch's messages: NCCL's watchdog names the group whose collective timed out."""
+"""Group description shown in torch's errors: NCCL's watchdog names the group whose collective timed out."""
 PATIENCE = 5.0
-"""Seconds to wait, when training ends, for what another rank may never join."""
+"""Seconds to wait at the end of training for collectives that another rank may never join."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Groups:
 
     Attributes:
         all: All ranks that exchange gradients.
-        node: Those of this node; None if that makes no difference.
-        peers: Those of the same local rank on every node; None if that makes no difference.
-        local: Ranks of a node.
-        some: Whether there are other ranks beside these.
-        shards_per_node: Ranks of this node, this one included, that exchange a shard each, in groups like these.
-        second_groups: Groups of the same ranks, for a second exchange at the same time; None if there are none.
+        node: Ranks of this node; None without a hierarchy.
+        peers: Ranks with the same local rank on every node; None without a hierarchy.
+        local: Ranks per node.
+        some: Whether these are only some of all ranks.
+        shards_per_node: Ranks of this node, this one included, that each exchange a shard, in groups like these.
+        second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
     """
 
     all: dist.ProcessGroup
@@ -48,12 +48,12 @@ class Groups:
 
     @classmethod
     def make(cls, parent: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
-        """Creates a group of all ranks, beside the one that exists; a collective.
+        """Creates a new group of all ranks, separate from ``parent``. A collective.
 
         Args:
-            parent: The ranks, and their backend. Default: all. Groups that an earlier state of some ranks has left are
-                taken again.
-            timeout: After which a collective that some rank does not join fails. Default: the backend's own.
+            parent: Group with the ranks and the backend. Default: all ranks. If these are only some of all ranks,
+                groups that an earlier state has left are reused.
+            timeout: Timeout of collectives. Default: the backend's own.
         """
         if parent is None:
             return cls(_new_group(None, None, timeout))
@@ -63,13 +63,13 @@ class Groups:
     def divided(
         self, parent: dist.ProcessGroup | None, timeout: timedelta | None, local: int, hierarchy: bool
     ) -> Groups:
-        """These groups on nodes of ``local`` consecutive ranks; a collective, as :meth:`make`.
+        """Returns these groups for nodes of ``local`` consecutive ranks. A collective, like :meth:`make`.
 
         Args:
-            parent: As for :meth:`make`.
-            timeout: As for :meth:`make`.
-            local: Ranks of a node.
-            hierarchy: Whether there shall be groups inside nodes and between them.
+            parent: See :meth:`make`.
+            timeout: See :meth:`make`.
+            local: Ranks per node.
+            hierarchy: Whether to create groups inside nodes and between them.
         """
         if not hierarchy or (self.node is not None and dist.get_world_size(self.node) == local):
             return replace(self, local=local)
@@ -86,26 +86,26 @@ class Groups:
         return group
 
     def with_second_groups(self, timeout: timedelta | None, hierarchy: bool) -> Groups:
-        """These groups with a second_groups, if they are of all ranks and gloo's alone; a collective, as :meth:`make`.
+        """Adds second groups if these have all ranks and only use gloo. A collective, like :meth:`make`.
 
-        NCCL's have none: on a GPU one side stream takes all exchanges. Nor have those whose collectives torch checks
+        NCCL needs none: on a GPU one side stream runs all exchanges. There are none either if torch checks collectives
         before it starts them: see :mod:`lightning_topk.runtime.lanes`.
         """
-        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # at run time it is
+        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # exported at run time
         if self.some or checked or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
             return self
         return replace(self, second_groups=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
     def destroy(self, failed: bool = False) -> None:
-        """Destroys the groups; those of some ranks only are left to the next state of the same ranks.
+        """Destroys the groups, but leaves groups of only some ranks to the next state of the same ranks.
 
-        Of these, torch 2.9 would give the next ones the same names, under which the store has the old addresses.
+        If those were destroyed, torch 2.9 would reuse their names, under which the store has the old addresses.
 
-        NCCL waits until all ranks of a group destroy it. If this rank failed alone, they never do: so a thread waits,
-        and the caller goes on after ``PATIENCE`` seconds, with the error that ended the run.
+        NCCL waits until all ranks of a group destroy it. If only this rank failed, they never do: so a thread waits,
+        and the caller continues after ``PATIENCE`` seconds, with the error that ended the run.
 
         Args:
-            failed: Whether a collective may have failed: then nobody can use the groups again.
+            failed: Whether a collective may have failed, so that the groups cannot be reused.
         """
         if self.all not in dist.distributed_c10d._world.pg_map:
             return  # the caller destroyed all groups
@@ -124,16 +124,16 @@ class Groups:
             self.second_groups._destroy()
         for group in (self.peers, self.node, self.all):
             if group is not None:
-                with suppress(KeyError, ValueError):  # of torch, where the caller destroys all groups meanwhile
+                with suppress(KeyError, ValueError):  # the caller may destroy all groups meanwhile
                     dist.destroy_process_group(group)
 
 
 _LEFT: list[Groups] = []
-"""Groups of some of the ranks that no state uses."""
+"""Unused groups of some of the ranks."""
 
 
 def _left_by_an_earlier_state(parent: dist.ProcessGroup, timeout: timedelta) -> Groups | None:
-    """Groups of the same ranks as ``parent`` that all of these ranks have left; a collective."""
+    """Finds groups of the same ranks as ``parent`` that none of these ranks uses. A collective."""
     _LEFT[:] = [groups for groups in _LEFT if groups.all in dist.distributed_c10d._world.pg_map]
     alike = dist.get_process_group_ranks(parent), dist.get_backend(parent), timeout
     mine = {
@@ -150,17 +150,17 @@ def _left_by_an_earlier_state(parent: dist.ProcessGroup, timeout: timedelta) -> 
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
-    """After which a group's collective that some rank does not join fails. Default: of the group of all ranks."""
+    """Timeout of a group's collectives. Default: that of the group of all ranks."""
     group = group or dist.group.WORLD
     assert group is not None
-    with suppress(AttributeError, RuntimeError):  # not every backend tells
+    with suppress(AttributeError, RuntimeError):  # not every backend has this option
         timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
         return timeout
     return dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
 
 
 def _only_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo carries all collectives that are possible here."""
+    """Whether gloo runs all collectives of a group on this machine."""
     backends = dist.get_backend_config(group)
     return "cpu:gloo" in backends and not ("nccl" in backends and torch.cuda.is_available())
 
@@ -185,11 +185,11 @@ def _new_group(
 
 @contextmanager
 def _unbound() -> Iterator[torch.device | None]:
-    """Has groups of some of the ranks made without the others; gives the device that the default group is bound to.
+    """Lets some of the ranks create a group without the others; yields the device that the default group is bound to.
 
     If the default group is bound to a device, by ``init_process_group(device_id=)`` or by NCCL in torch 2.15, a new
-    group would be split off its communicator. Every rank of the default group must join in a split, and those that do
-    not train this model do not come here. A group that is not split off makes a communicator of its own.
+    group would be split off its communicator. Every rank of the default group must join a split, but ranks that do not
+    train this model never get here. A group that is not split off creates its own communicator.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -204,7 +204,7 @@ def _unbound() -> Iterator[torch.device | None]:
 def _own_group(
     members: Sequence[list[int]], mine: int, parent: dist.ProcessGroup | None, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    """Creates several groups, each rank in one of them, and returns this rank's.
+    """Creates several groups, with each rank in one of them, and returns this rank's group.
 
     If ``parent`` is None, every rank creates all of them, in the same order.
     """
@@ -214,28 +214,28 @@ def _own_group(
 
 
 def device_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Makes a model's GPU the current one: NCCL sends objects by way of it, and it is the first one on every rank."""
+    """Makes a model's GPU the current device: NCCL sends objects through it, and the default is GPU 0 on every rank."""
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, picklable. A collective."""
+    """Gathers a picklable value from every rank. A collective."""
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, value, group=group)
     return rows
 
 
 def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGroup | None = None) -> None:
-    """Compares what must be the same on every rank. A collective; if ranks differ, it fails on all of them.
+    """Checks that values are the same on every rank. A collective; if ranks differ, it raises on all of them.
 
     Args:
-        mine: This rank's values, by what they are called; picklable.
-        remedy: What to do about a difference.
+        mine: This rank's values by name; picklable.
+        remedy: Remedy for a difference, for the message.
         group: The ranks. Default: all.
 
     Raises:
-        ValueError: Two ranks differ; it shows both values.
+        ValueError: Two ranks differ; the message shows both values.
     """
     rows = gathered(dict(mine), group)
     for rank, row in enumerate(rows):
@@ -248,7 +248,7 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
 # ------------------------------------------------------------------------------------------------ agreement
 
 AHEAD = 1000
-"""Steps for which ranks compare functions of the step at a time."""
+"""Number of steps for which ranks compare functions of the step at once."""
 
 
 def connect(
@@ -258,20 +258,20 @@ def connect(
     local_world_size: int | None,
     shards_per_node: int,
 ) -> tuple[Groups, TopKConfig]:
-    """Creates this rank's groups, and agrees with the others on settings and nodes. A collective.
+    """Creates this rank's groups and agrees with the other ranks on settings and nodes. A collective.
 
     Args:
         config: The settings that the user gave.
-        process_group: The ranks, and their backend. Default: all.
-        timeout: After which a collective that some rank does not join fails. Default: that of ``process_group``.
-        local_world_size: Ranks of each node, if the user said so.
-        shards_per_node: How many ranks of this node, this one included, exchange a shard of the same gradients each.
+        process_group: Group with the ranks and the backend. Default: all ranks.
+        timeout: Timeout of collectives. Default: that of ``process_group``.
+        local_world_size: Ranks per node, if given by the user.
+        shards_per_node: Ranks of this node, this one included, that each exchange a shard of the same gradients.
 
     Returns:
-        The groups, and the settings on these ranks.
+        The groups, and the settings resolved for these ranks.
 
     Raises:
-        ValueError: The ranks have different settings, or do not make up whole nodes.
+        ValueError: The ranks have different settings, or cannot be divided into whole nodes.
     """
     groups = replace(Groups.make(process_group, timeout), shards_per_node=shards_per_node)
     try:
@@ -285,36 +285,36 @@ def connect(
 
 
 def _agree(config: TopKConfig, group: dist.ProcessGroup, local_world_size: int | None) -> tuple[TopKConfig, int]:
-    """What all ranks go by: the settings, and the ranks of a node. A collective."""
+    """Agrees on the settings for these ranks and the number of ranks per node. A collective."""
     world = dist.get_world_size(group)
     summary = {**config.summary(), "local_world_size": local_world_size}
     if dist.get_backend(group) == "gloo":  # steps of optimizers with and without numba differ in rounding
         summary["numba"] = "installed" if find_spec("numba") else "missing"
     check_agreement(summary, "Pass the same settings on every rank, and install the same packages.", group)
     local = 1 if world == 1 else local_world_size or _local_world_size(config, group)
-    if world == 1 and not config.momentum:  # momentum is applied where something is kept
+    if world == 1 and not config.momentum:  # worker momentum needs a residual
         return config.dense, local
     return config.resolve(world, local), local
 
 
 def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
-    """The ranks on a node by torchrun's word; 1 if it does not say, or if that does not fit these ranks."""
+    """Ranks per node from LOCAL_WORLD_SIZE; 1 if unset or if it does not fit these ranks."""
     told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group)
     everyone = len(told) == dist.get_world_size()
     if everyone and len(set(told)) == 1 and len(told) % told[0] == 0:
         return int(told[0])
     if config.by_node:
         raise ValueError(
-            f"topology={config.topology!r} needs nodes of equally many ranks, but LOCAL_WORLD_SIZE is {told} on "
-            f"{len(told)} of {dist.get_world_size()} ranks. Pass local_world_size=, or topology='sharded'."
+            f"topology={config.topology!r} needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is "
+            f"{told} on {len(told)} of {dist.get_world_size()} ranks. Pass local_world_size=, or topology='sharded'."
         )
     return 1
 
 
 def compare_functions(config: TopKConfig, step: int, group: dist.ProcessGroup) -> range:
-    """Compares what functions of the step return on all ranks; payloads of other sizes would hang or abort the run.
+    """Compares functions of the step across ranks; payloads of different sizes would hang or abort the run.
 
-    A collective, where there are such functions.
+    A collective, if there are such functions.
 
     Args:
         config: The settings.
@@ -322,10 +322,10 @@ def compare_functions(config: TopKConfig, step: int, group: dist.ProcessGroup) -
         group: The ranks.
 
     Returns:
-        The steps that were compared.
+        The compared steps.
 
     Raises:
-        ValueError: Two ranks have different functions; on all ranks.
+        ValueError: Two ranks have different functions; raised on all ranks.
     """
     steps, given = range(step, step + AHEAD), {"ratio": config.ratio, "server_ratio": config.server_ratio}
     mine = {name: [value_or_error(ratio, s) for s in steps] for name, ratio in given.items() if callable(ratio)}

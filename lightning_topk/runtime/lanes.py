@@ -1,15 +1,16 @@
-"""Lanes: where exchanges run, in order, beside the backward pass.
+"""Lanes run exchanges in order, concurrently with backward.
 
 Collectives issued from callbacks of several buckets interleave differently on different ranks, and then deadlock or
-pair up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with process groups of its own: on CUDA a
-side stream, on CPU a thread. The thread may have two exchanges in progress, in turn on one of two sets of groups: it
-computes for one while the bytes of the other are on their way. Exchanges end in the order in which they begin, and
-there are as many sets as exchanges in progress: so in each set collectives have the same order on all ranks, whatever
-the timing; and since the thread waits for the older exchange only, that one always gets on.
+pair up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with its own process groups: on CUDA a
+side stream, on CPU a thread. The thread may have two exchanges in progress, which alternate between two sets of groups:
+it computes for one while the bytes of the other are in transit. Exchanges end in the order in which they begin, and
+there are as many sets as exchanges in progress. So within each set collectives have the same order on all ranks,
+whatever the timing, and since the thread only waits for the older exchange, that one always makes progress.
 
-This needs collectives that start without waiting for other ranks, since the order in which a rank starts those of two
-sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective among all ranks before it
-starts it. There is one set then, and one exchange at a time: see :meth:`.groups.Groups.with_second_groups`.
+This needs collectives that start without waiting for other ranks, since the order in which a rank starts collectives of
+different sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective across all
+ranks before starting it, so there is only one set and one exchange at a time: see
+:meth:`.groups.Groups.with_second_groups`.
 """
 
 from __future__ import annotations
@@ -37,28 +38,28 @@ Future = torch.futures.Future[Tensor]
 
 
 class Lane(ABC):
-    """Runs jobs in the order of submission, beside the caller.
+    """Runs jobs in the order of submission, concurrently with the caller.
 
     Attributes:
-        max_in_flight: How many jobs may be in progress at the same time.
+        max_in_flight: Maximum number of jobs in progress at the same time.
     """
 
     max_in_flight: int
-    _error: Exception | None = None  # the first of any job
+    _error: Exception | None = None  # the first error of any job
 
     @abstractmethod
     def promise(self) -> tuple[Future, Future]:
-        """Two ends of one result: :meth:`submit` fulfils the first, DDP waits for the second."""
+        """Returns two futures of one result: :meth:`submit` completes the first, DDP waits for the second."""
 
     @abstractmethod
     def submit(self, job: Steps[Tensor], promised: Future) -> None:
-        """Queues a job; its result, or the first error of any job, fulfils the promise."""
+        """Queues a job; its result, or the first error of any job, completes ``promised``."""
 
     def run(self, job: Steps[Tensor]) -> Tensor:
-        """Runs a job to its end at once, for a caller who is in its place already: on CUDA, in :attr:`stream`.
+        """Runs a job to completion on the caller's thread; on CUDA the current stream must be :attr:`stream`.
 
         Raises:
-            Exception: That of this job or, if one before it failed, of that one: this job would answer the exchange
+            Exception: The error of this job or of an earlier one: after a failure, this job would answer the exchange
                 that failed here.
         """
         if self._error is not None:
@@ -77,11 +78,11 @@ class Lane(ABC):
     @property
     @abstractmethod
     def stream(self) -> torch.cuda.Stream | None:
-        """Where jobs run on CUDA; None on CPU."""
+        """Stream of the jobs on CUDA; None on CPU."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """A moment in the work of the caller: the host's clock, or an event in the current stream."""
+        """Marks a point in the caller's work: the host's clock, or an event in the current stream."""
 
     @abstractmethod
     def seconds(self, start: Any, end: Any) -> float:
@@ -92,7 +93,7 @@ class Lane(ABC):
         """Ends the lane when the submitted jobs are done.
 
         Returns:
-            Whether that took no more than some seconds, and no collective is in progress.
+            Whether they ended within ``PATIENCE`` seconds, with no collective in progress.
         """
 
 
@@ -106,8 +107,8 @@ class _Submitted:
 
     Attributes:
         steps: The job.
-        promised: What its result fulfils.
-        collective: What it waits for.
+        promised: The future that its result completes.
+        collective: The collective that it waits for.
     """
 
     steps: Steps[Tensor]
@@ -119,19 +120,19 @@ class ThreadLane(Lane):
     """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit.
 
     Args:
-        max_in_flight: How many jobs may be in progress at the same time.
+        max_in_flight: Maximum number of jobs in progress at the same time.
     """
 
     def __init__(self, max_in_flight: int = 1) -> None:
         self.max_in_flight = max_in_flight
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
-        self._lock = threading.Lock()  # held while a thread is started, or ends for want of jobs
+        self._lock = threading.Lock()  # held while a thread starts, or ends because it is idle
         self._thread: _LaneThread | None = None
         _THREADED.add(self)
 
     def _run(self) -> None:
-        """Begins the next job if it is there and has room; else takes the oldest one in progress a step further."""
+        """Begins the next job if one is queued and there is room; otherwise advances the oldest one by a step."""
         in_progress: deque[_Submitted] = deque()
         waits = True  # for the next job
         while True:
@@ -151,7 +152,7 @@ class ThreadLane(Lane):
                 in_progress.popleft()
 
     def _retires(self) -> bool:
-        """Ends the thread if no job has come."""
+        """Ends the thread if no job is queued; returns whether it does."""
         with self._lock:
             if self._jobs.empty():
                 self._thread = None
@@ -159,10 +160,10 @@ class ThreadLane(Lane):
         return False
 
     def _goes_on(self, job: _Submitted) -> bool:
-        """Takes a job a step further; returns whether there is another one. If not, its promise is fulfilled."""
+        """Advances a job by a step; returns whether there is another one. If not, its future is complete."""
         try:
             if self._error is not None:
-                # Another rank may be waiting in the exchange that failed here: the next one would answer it.
+                # Another rank may be waiting in the exchange that failed here: the next job would answer it.
                 if job.collective is not None:
                     self._abandoned.append(job.collective)
                 raise self._error
@@ -213,7 +214,7 @@ class ThreadLane(Lane):
 
 
 class _LaneThread(threading.Thread):
-    """A lane's thread. It can be stopped, which is what Lightning's tests do to threads that a test has left."""
+    """A lane's thread. It has a ``stop`` method, which Lightning's tests call on threads that a test has left."""
 
     def __init__(self, run: Callable[[], None], jobs: queue.SimpleQueue[_Submitted | None]) -> None:
         super().__init__(target=run, name="lightning_topk-lane", daemon=True)
@@ -231,25 +232,24 @@ _THREADED = weakref.WeakSet[ThreadLane]()
 
 @atexit.register
 def _end_threads() -> None:
-    """Waits for jobs in progress: Python ends daemon threads, and one that is inside torch then aborts the process."""
+    """Waits for jobs in progress: Python ends daemon threads at exit, and one inside torch aborts the process."""
     for lane in list(_THREADED):
         lane.close()
 
 
 class StreamLane(Lane):
-    """A lane for CUDA tensors: a side stream. Jobs are enqueued at once; the host waits for nothing.
+    """A lane for CUDA tensors: a side stream. Jobs are enqueued immediately; the host never waits.
 
-    The exchange has NCCL communicators of its own, while DDP's all-reduces share one with the other collectives of a
-    backward pass, such as SyncBatchNorm's. A kernel of NCCL occupies the GPU until the other ranks have joined it. If
-    the GPU cannot run those of two communicators at once, they must start in the same order on all ranks. What orders
-    them:
+    The exchange has its own NCCL communicators, while DDP's all-reduces share one with the other collectives of a
+    backward pass, such as SyncBatchNorm's. An NCCL kernel occupies the GPU until the other ranks have joined it. If the
+    GPU cannot run kernels of two communicators at once, they must start in the same order on all ranks. Their order:
 
-    - The host: one thread, autograd's, issues all of them, in the same order on all ranks that run the same graph.
-    - The side stream waits in :meth:`promise` for the stream of backward, and so for all collectives before.
-    - Nothing orders an exchange and the collectives of backward that come after it: they run at once, in some channels
-      each. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
+    - The host: autograd's single thread issues all of them, in the same order on all ranks that run the same graph.
+    - The side stream waits in :meth:`promise` for backward's stream, and so for all earlier collectives.
+    - Nothing orders an exchange and the later collectives of backward: they run at the same time, each in some
+      channels. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
 
-    One communicator for both would make batch norm wait for the exchange of the bucket before.
+    One communicator for both would make batch norm wait for the exchange of the previous bucket.
 
     Args:
         device: The tensors' device, with its index.
@@ -259,18 +259,18 @@ class StreamLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)  # before backward's kernels: others wait for its bytes
+        self._stream = torch.cuda.Stream(device, priority=-1)  # before backward's kernels: ranks wait for its bytes
 
     @override
     def promise(self) -> tuple[Future, Future]:
-        # Here, and not in `submit`: gradients of several buckets are submitted together, but may be of several streams.
+        # Here, not in `submit`: buckets may be submitted together whose gradients come from several streams.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future = torch.futures.Future(devices=[self._device])  # ``submit`` itself raises errors
         return done, done
 
     @override
     def submit(self, job: Steps[Tensor], promised: Future) -> None:
-        """Runs a job; its future records the side stream, so that a wait for it is a wait on the GPU."""
+        """Runs a job; its future records the side stream, so that waiting for it happens on the GPU."""
         with torch.cuda.stream(self._stream):
             promised.set_result(self.run(job))
 
@@ -287,14 +287,14 @@ class StreamLane(Lane):
 
     @override
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        for mark in (start, end):  # of two streams, perhaps, of which neither waits for the other
+        for mark in (start, end):  # the streams may differ, and neither waits for the other
             mark.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
     @override
     def close(self) -> bool:
-        # A collective that another rank never joins does not end: then the groups must be left alone, since to destroy
-        # them is to wait for it, and the error that ended the run would not be seen.
+        # A collective that another rank never joins does not end. The groups must then be left alone, since destroying
+        # them would wait for it and hide the error that ended the run.
         end = time.monotonic() + PATIENCE
         try:
             ended = torch.cuda.Event()
@@ -303,17 +303,17 @@ class StreamLane(Lane):
                 if time.monotonic() > end:
                     return False
                 time.sleep(0.01)
-        except RuntimeError:  # of the device, which an earlier error has ended: that one is to be seen
+        except RuntimeError:  # from the device, after an earlier error that must stay visible
             return False
         return True
 
 
 def lane_for(device: torch.device, max_in_flight: int = 1) -> Lane:
-    """The lane for tensors of a device.
+    """Creates the lane for tensors on a device.
 
     Args:
         device: The device.
-        max_in_flight: How many jobs may be in progress at the same time on a CPU: as many as there are sets of groups.
+        max_in_flight: Maximum number of jobs in progress at the same time on a CPU: the number of sets of groups.
 
     Raises:
         TypeError: The device is neither a CPU nor a GPU.

@@ -1,4 +1,4 @@
-"""What a user is told while training runs: on rank 0, and once."""
+"""Messages to the user during training, shown once and on rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ LOGGER = logging.getLogger("lightning_topk")
 
 
 class WarnOnce:
-    """Tells the user something, on rank 0 and once.
+    """Shows each message to the user once, on rank 0.
 
     Args:
-        tell: Is called with each message. Default: warnings of the logger ``lightning_topk``.
+        tell: Called with each message. Default: warnings of the logger ``lightning_topk``.
         rank: This rank.
     """
 
     def __init__(self, tell: Callable[[str], None] | None, rank: int) -> None:
         self._tell, self._rank = tell or LOGGER.warning, rank
         self.said: set[str] = set()
-        """What was told, or would have been on rank 0."""
+        """Messages so far, on every rank."""
 
     def __call__(self, message: str) -> None:
-        """Tells a message, unless it was told before."""
+        """Shows a message, unless it was shown before."""
         if self._rank == 0 and message not in self.said:
             self._tell(message)
         self.said.add(message)
 
 
 def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
-    """What a user of some settings should know before a run.
+    """Returns the warnings about the settings of a run.
 
     Args:
         given: The settings.
-        config: What they amount to on these ranks.
+        config: The settings, resolved for these ranks.
         world: Number of ranks.
         has_optimizers: Whether the optimizers are known.
     """
@@ -44,7 +44,7 @@ def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_opti
         if not given.compresses and not idle:
             return []
         if world == 1:
-            return ["lightning_topk: there is nobody to exchange gradients with, so nothing is compressed."]
+            return ["lightning_topk: a single rank exchanges no gradients, so nothing is compressed."]
         where = f"topology={given.topology!r}" + " on one node" * given.compresses
         return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
     if config.adapts_momentum and not has_optimizers:

@@ -1,7 +1,7 @@
-"""The exchange of one model beside its backward passes, with any wrapper.
+"""The exchange of one model during its backward passes, for any wrapper.
 
-A wrapper's adapter (:mod:`lightning_topk.ddp`) says when a backward pass begins and hands over gradients; this makes
-jobs of them, queues them on the lane, and tells between two passes what became of them.
+A wrapper's adapter (:mod:`lightning_topk.ddp`) reports the start of a backward pass and passes on gradients; this
+module turns them into jobs, queues them on the lane, and collects their results between two passes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LEFT_OPEN: list[Groups] = []
 
 
 class HookState(Reporting):
-    """What one rank keeps to exchange the gradients of one model. Every field is written by the caller's side alone.
+    """State of one rank for exchanging the gradients of one model. Only the caller's side writes its fields.
 
-    Args are those of :class:`lightning_topk.TopKState`, which has its errors too, and ``shards_per_node``: how many
-    ranks of this node, this one included, exchange a shard of the same gradients each.
+    See :class:`lightning_topk.TopKState` for arguments and errors. In addition, ``shards_per_node`` is the number of
+    ranks of this node, this one included, that each exchange a shard of the same gradients.
     """
 
     EXCHANGES_SUMS = True
-    """Whether gradients are accumulated before their exchange, as DDP does; FSDP2 does so after it."""
+    """Whether gradients are accumulated before their exchange, as in DDP; FSDP2 accumulates after it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class HookState(Reporting):
         self._given = config
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
         residuals = residuals or Residuals()
-        residuals.offload_to_cpu()  # their endpoints may have been of other settings
+        residuals.offload_to_cpu()  # their endpoints may come from other settings
         residuals.forget_changed()
         timeout = timeout or timeout_of(process_group)
         groups, agreed = connect(config, process_group, timeout, local_world_size, shards_per_node)
@@ -72,29 +72,29 @@ class HookState(Reporting):
         self._optimizers = Optimizers(optimizers, scaler, agreed, say)
         self._exchanger = JobRunner(residuals, groups, timeout)
         self._lane: Lane | None = None
-        self._compared = range(0)  # steps for which all ranks have the same functions of the step
+        self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._say_what_was_reset()
-        if not self.residuals.progress.steps:  # a model that is wrapped again goes on
+        if not self.residuals.progress.steps:  # not for a model that is wrapped again
             for message in startup_warnings(config, agreed, world, optimizers is not None):
                 self._say(message)
 
     # -------------------------------------------------------------------------------- a backward pass
 
     def lane(self, device: torch.device) -> Lane:
-        """The lane of gradients on a device.
+        """Returns the lane for gradients on a device.
 
         Raises:
-            RuntimeError: The state was closed, or parameters are to be told apart and their names are not known.
+            RuntimeError: The state was closed, or ``dense_parameters`` is set and the parameters' names are unknown.
         """
         if self.config.dense_parameters and not self.names:
             raise RuntimeError(
-                "dense_parameters needs the parameters' names; make the state with lightning_topk.attach."
+                "dense_parameters needs the parameters' names; create the state with lightning_topk.attach."
             )
         groups = self._open_groups()
         if self._lane is None:
             self._lane = lane_for(device, max_in_flight=1 if groups.second_groups is None else 2)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
-                remedy = f"which fails here: {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
+                remedy = f"it fails here with {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
                 self._say(f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}")
         return self._lane
 
@@ -106,13 +106,13 @@ class HookState(Reporting):
         """
         if self.groups is None:
             raise RuntimeError(
-                f"this {type(self).__name__} was closed. Save residuals before that; to go on, attach again, with "
-                "DDP to a new DistributedDataParallel."
+                f"this {type(self).__name__} was closed. Save residuals before closing it; to continue, attach again "
+                "(with DDP, to a new DistributedDataParallel)."
             )
         return self.groups
 
     def begin_pass(self) -> None:
-        """A backward pass has its first gradients ready.
+        """Begins a backward pass, when its first gradients are ready.
 
         Raises:
             ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
@@ -126,11 +126,11 @@ class HookState(Reporting):
         self._optimizers.begin_pass(self.EXCHANGES_SUMS)
 
     def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
-        """The exchange of a bucket's gradient, with all that it depends on.
+        """Creates the job for a bucket's gradient.
 
         Args:
-            bucket: Its parameters.
-            name: For error messages.
+            bucket: The bucket's parameters.
+            name: Name in error messages.
             used: ``[parameters]`` bool, which of them this rank used; None if all.
         """
         outcome = self._optimizers.outcome
@@ -149,15 +149,15 @@ class HookState(Reporting):
         )
 
     def parameter_of(self, member: Tensor) -> Tensor:
-        """The parameter, as optimizers hold it, of a bucket's member."""
+        """The parameter of a bucket's member, as optimizers hold it."""
         return member
 
     def observe(self, buckets: Sequence[Bucket], static_graph: bool = False) -> None:
-        """Notes all that a backward pass exchanges; says what its saving amounts to where that may surprise.
+        """Records the buckets of a backward pass; warns about an unexpected saving.
 
         Args:
-            buckets: All that the pass exchanges.
-            static_graph: Whether they may change a pass later.
+            buckets: All buckets of the pass.
+            static_graph: Whether they may change one pass later.
         """
         progress = self.residuals.progress
         if self.world > 1 and self.buckets.observe(buckets, progress, static_graph):
@@ -165,18 +165,18 @@ class HookState(Reporting):
                 self._say(message)
 
     def submit(self, batch: Batch, promised: Future) -> None:
-        """Queues an exchange on the lane; its result fulfils the promise."""
+        """Queues an exchange on the lane; its result completes ``promised``."""
         assert self._lane is not None
         self._lane.submit(self._exchanger.run(batch, self._lane), promised)
 
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
-        """The last gradients of a backward pass were submitted; ``buckets`` are all that it exchanges."""
+        """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
         progress = self.residuals.progress
         progress.steps, progress.buckets = progress.steps + 1, tuple(buckets)
         self._optimizers.end_pass()
 
     def sync_optimizers(self) -> None:
-        """Checks new optimizers, and changes their momentum as the settings say; a backward pass begins with it.
+        """Checks the optimizers, and adapts momentum if so set; called at the start of every backward pass.
 
         Raises:
             ValueError: An optimizer and the exchange would both apply momentum.
@@ -187,33 +187,31 @@ class HookState(Reporting):
     # -------------------------------------------------------------------------------- between two backward passes
 
     def _say_what_was_reset(self) -> None:
-        """Says whose residuals were dropped, since their size or memory format changed."""
+        """Warns about dropped residuals of parameters whose size or memory format changed."""
         count, self.residuals.reset = self.residuals.reset, 0
         if count:
             which = "1 parameter has" if count == 1 else f"{count} parameters have"
-            self._say(
-                f"lightning_topk: {which} another size or memory format than before: their residuals start at zero."
-            )
+            self._say(f"lightning_topk: {which} a different size or memory format now; the residuals start at zero.")
 
     @override
     def _collect(self) -> None:
-        """Takes what the lane has finished."""
+        """Collects the results of finished exchanges."""
         found = self._exchanger.finished()
         timed = [each for each in found if isinstance(each, Timed)]
         self.telemetry.add_pass([each for each in found if not isinstance(each, Timed)], timed)
 
     def measure_link(self) -> None:
-        """Times two all-reduces, of at most 1 MiB. A collective; call it between two backward passes."""
+        """Times two all-reduces of at most 1 MiB. A collective; call it between two backward passes."""
         groups = self._open_groups()
         self._collect()
         self.telemetry.measure_link(self._device(), groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals for a checkpoint: every rank calls it at the same point, between two backward passes.
+        """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.
 
         Returns:
-            On rank 0, numbers, words and CPU tensors: :mod:`lightning_topk.runtime.memory.checkpoint`. Elsewhere the
-            same without tensors.
+            On rank 0, numbers, strings and CPU tensors, see :mod:`lightning_topk.runtime.memory.checkpoint`. On other
+            ranks the same without tensors.
 
         Raises:
             RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names, or
@@ -223,14 +221,14 @@ class HookState(Reporting):
         return checkpoint.collect(self.residuals, self._names(), self._given, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
-        """Goes on with the residuals of a checkpoint, of any world size; every rank calls it.
+        """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
 
         Args:
-            entry: What :meth:`state_dict` returned on rank 0.
+            entry: The entry that :meth:`state_dict` returned on rank 0.
 
         Raises:
             RuntimeError: The state was not made by :func:`lightning_topk.attach`, or it was closed.
-            ValueError: The entry is damaged, or of another model.
+            ValueError: The entry is damaged or belongs to another model.
         """
         self._open_groups()
         checkpoint.restore(self.residuals, self._names(), entry)
@@ -240,14 +238,14 @@ class HookState(Reporting):
 
     def _names(self) -> Mapping[Tensor, str]:
         if not self.names:
-            raise RuntimeError("residuals are saved by parameter name; make the state with lightning_topk.attach.")
+            raise RuntimeError("residuals are saved by parameter name; create the state with lightning_topk.attach.")
         return self.names
 
     def _device(self) -> torch.device:
         return next(iter(self._names())).device
 
     def close(self) -> None:
-        """Ends the lane and gives up the process groups. The residuals stay."""
+        """Ends the lane and releases the process groups, but keeps the residuals."""
         idle = self._lane is None or self._lane.close()
         self._collect()
         self._optimizers.release()
@@ -266,7 +264,7 @@ def _check_arguments(
     scaler: torch.amp.GradScaler | None,
     local_world_size: int | None,
 ) -> None:
-    """Refuses settings that need what was not passed."""
+    """Refuses settings whose required arguments were not passed."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "torch.distributed is not initialised, and the exchange needs process groups; "

@@ -1,6 +1,6 @@
-"""From outcomes to reports: what one rank exchanged, what it cost, and what compression lost.
+"""Turns outcomes into reports of one rank's exchanges: bytes, times and compression errors.
 
-Used on the caller's side alone, between two backward passes.
+Used only by the caller's side, between two backward passes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.volume import Volume
 
 PROBE_BYTES = 1 << 20
-"""Of the all-reduce from whose time longer ones are estimated: a quarter of a second at 100 Mbit/s."""
+"""Size of the timed all-reduce from which longer ones are estimated: a quarter of a second at 100 Mbit/s."""
 
 
 @dataclass
 class Report:
-    """What one rank exchanged since the last report.
+    """One rank's exchanges since the last report.
 
     Attributes:
-        bytes: Bytes sent to other ranks, by what they are for (see :class:`lightning_topk.runtime.collectives.Meter`).
+        bytes: Bytes sent to other ranks, by purpose (see :class:`lightning_topk.runtime.collectives.Meter`).
         elements: Gradient elements exchanged.
-        k: Entries for which this worker's payloads have room.
-        selected: Entries that its selector selected and that are not zero; zero unless measured.
+        k: Capacity of this worker's payloads in entries.
+        selected: Nonzero entries that its selector selected, and uncompressed elements; zero unless measured.
         energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
             this server's downlink (rows); zero unless measured.
-        exchanges: Gradients that were exchanged.
-        nbytes: Bytes of them together.
-        largest: Bytes of the largest.
+        exchanges: Number of exchanged gradients.
+        nbytes: Total bytes of these gradients.
+        largest: Bytes of the largest one.
         seconds: Time spent in exchanges; zero unless timed.
-        exposed_seconds: The part of it after the last gradient was ready, which backward could not hide.
+        exposed_seconds: The part after the last gradient was ready, which backward could not hide.
         layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
     """
 
@@ -57,7 +57,7 @@ class Report:
 
 
 class Telemetry:
-    """Collects what became of exchanges until somebody asks.
+    """Collects the results of exchanges for the next report.
 
     Args:
         world: Number of ranks.
@@ -76,12 +76,12 @@ class Telemetry:
         self._dense_cost: DenseCost | None = None
 
     def continue_from(self, other: Telemetry) -> None:
-        """Goes on counting where the telemetry of an earlier state ends."""
+        """Continues the counts of an earlier state's telemetry."""
         self._dense_cost = other._dense_cost
         self._nonfinite_steps = self._nonfinite_reported = other._nonfinite_steps
 
     def add_pass(self, exchanged: list[JobResult], timed: list[Timed]) -> None:
-        """Adds what a backward pass exchanged. Figures stay on the device, so the host does not wait."""
+        """Adds the results of a backward pass. Values stay on the device, so the host does not wait."""
         report = self._report
         for done in exchanged:
             self.meter.add(done.meter)
@@ -97,7 +97,7 @@ class Telemetry:
         if exchanged:
             failed = torch.stack([~done.outcome.finite for done in exchanged]).any()
             before = self._nonfinite_steps
-            if isinstance(before, Tensor) and before.is_cuda:  # made on another stream, perhaps, and freed here
+            if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
                 before.record_stream(torch.cuda.current_stream(before.device))
             self._nonfinite_steps = self._nonfinite_steps + failed
 
@@ -112,10 +112,10 @@ class Telemetry:
         return self._report.elements > 0
 
     def report(self, names: Mapping[Tensor, str]) -> Report:
-        """What was exchanged since the last call.
+        """Returns the report since the last call.
 
         Args:
-            names: The parameters' names, for figures by parameter.
+            names: The parameters' names, for values by parameter.
         """
         report, self._report = self._report, Report(bytes={})
         for done in self._measured:
@@ -142,7 +142,7 @@ class Telemetry:
         return report
 
     def drop(self) -> None:
-        """Leaves what was exchanged since the last report out of the next one; broadcasts stay in it."""
+        """Discards the exchanges since the last report, but keeps the broadcasts for the next one."""
         self._report = Report(bytes={})
         self._measured.clear()
         self._timed.clear()
@@ -150,12 +150,12 @@ class Telemetry:
         self._nonfinite_steps = self._nonfinite_reported
 
     def measure_link(self, device: torch.device, groups: Groups) -> None:
-        """Times two all-reduces, of at most 1 MiB. A collective."""
+        """Times two all-reduces of at most 1 MiB. A collective."""
         nbytes = min(self._report.largest, PROBE_BYTES)
         self._dense_cost = dense_cost(nbytes, device, groups.all, self.meter)
 
     def dense_seconds(self, report: Report) -> float | None:
-        """Estimated seconds of all-reduces of what was exchanged; None before :meth:`measure_link`."""
+        """Estimated seconds to all-reduce the same gradients; None before :meth:`measure_link`."""
         return None if self._dense_cost is None else self._dense_cost.seconds(report.exchanges, report.nbytes)
 
 
@@ -163,14 +163,14 @@ class Reporting:
     """Settings, residuals, bytes, times and errors of one rank.
 
     Args:
-        config: The settings, on these ranks.
-        residuals: What the rank keeps.
+        config: The settings, resolved for these ranks.
+        residuals: The rank's residuals.
         rank: This rank.
         world: Number of ranks.
-        local: Ranks of a node.
-        epoch: Gives the number of epochs completed.
-        say: Tells the user something.
-        shards_per_node: How many ranks of this node, this one included, exchange a shard of the same gradients each.
+        local: Ranks per node.
+        epoch: Returns the number of completed epochs.
+        say: Shows a message to the user.
+        shards_per_node: Ranks of this node, this one included, that each exchange a shard of the same gradients.
     """
 
     def __init__(
@@ -188,13 +188,13 @@ class Reporting:
         self.buckets = BucketSettings(config, world, local)
         self.telemetry = Telemetry(world)
         self.voting = False
-        """Whether the ranks tell each other in every step which parameters they used."""
+        """Whether the ranks exchange in every step which parameters they used."""
         self.measure = self.measure_layers = self.timing = False
-        """Whether exchanges measure their compression error, that of each parameter too, and their time."""
+        """Whether exchanges measure their compression error, the error of each parameter, and their time."""
         self._epoch, self._say, self._shards_per_node = epoch, say, shards_per_node
 
     def _collect(self) -> None:
-        """Takes what the exchanges have left."""
+        """Collects the results of finished exchanges."""
 
     @property
     def names(self) -> Mapping[Tensor, str]:
@@ -214,22 +214,22 @@ class Reporting:
         return self.telemetry.nonfinite_steps
 
     def report(self) -> Report:
-        """What was exchanged since the last call. Call it between two backward passes.
+        """Returns the report since the last call. Call it between two backward passes.
 
-        There is one report: a :class:`lightning_topk.CompressionMonitor` takes it at every step.
+        Each exchange is reported once: a :class:`lightning_topk.CompressionMonitor` takes the report at every step.
         """
         self._collect()
         return self.telemetry.report(self.names)
 
     def drop_report(self) -> None:
-        """Leaves what was exchanged since the last report out of the next one: it was for no step of the training."""
+        """Discards the exchanges since the last report, which belong to no training step."""
         self._collect()
         self.telemetry.drop()
 
     def predicted(self, rank: int | None = None) -> Volume:
-        """The bytes that a rank will send in the next step, if it exchanges the buckets of the last.
+        """Predicts the bytes that a rank sends in the next step, if it exchanges the same buckets as in the last.
 
-        What FSDP2 sends inside a node is not among them.
+        The bytes that FSDP2 sends inside a node are not included.
 
         Args:
             rank: The rank. Default: this one.
@@ -242,7 +242,7 @@ class Reporting:
         return replace(total, intra_node=inside, inter_node=outside, dense_inter_node=dense)
 
     def continue_from(self, other: Reporting) -> None:
-        """Goes on counting and measuring where another state of the same training ends."""
+        """Continues the counts and measurements of another state of the same run."""
         self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
         self.telemetry.continue_from(other.telemetry)
         self._say.said = other._say.said

@@ -1,1 +1,1 @@
-"""What a rank keeps between steps, by parameter: residuals, in checkpoints and over skipped steps."""
+"""The residuals that a rank keeps between steps, by parameter, in checkpoints and over skipped steps."""

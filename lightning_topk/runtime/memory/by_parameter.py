@@ -113,7 +113,7 @@ class Residuals:
 
     def remember(self, sent: Sent) -> None:
         """Keeps the record of an exchange until the optimizers take or skip their step."""
-        if any(self._by_parameter.get(parameter) for parameter in sent.bucket):  # without a memory there is nothing to restore
+        if any(self._by_parameter.get(parameter) for parameter in sent.bucket):  # without a memory, it is lost
             self._sent.append(sent)
 
     def settle(self) -> None:

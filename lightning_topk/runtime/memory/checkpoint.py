@@ -6,11 +6,11 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
     mode         "mean", or "none" with a reason
     world_size   of the run that wrote it
     steps        number of exchanged steps, for schedules and random selectors
-    settings     those that matter when a run goes on with others; may be missing
+    settings     compared with those of a run that resumes; may be missing
     parameters   {name: {"residual": tensor, ...}}
 
-A residual is the gradient that is still to be delivered: the mean of what the workers hold plus what the servers hold,
-1 x the model at any world size. Every worker resumes with it. Elements are in the order of their indices
+A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
+model at any world size. Every worker resumes with it. Elements are in the order of their indices
 (:mod:`lightning_topk.runtime.memory.forms`).
 """
 
@@ -36,9 +36,9 @@ EMPTY: dict[str, Any] = {"version": VERSION, "mode": "mean", "world_size": 1, "s
 SHARDED = "sharded"
 """The mode of an entry whose residuals are in a folder beside it (:mod:`lightning_topk.fsdp.checkpoint`)."""
 ELSEWHERE = "on rank 0"
-"""The mode of the entry of another rank than 0, which has no residuals."""
+"""The mode of an entry from a rank other than 0, which has no residuals."""
 SETTINGS = ("ratio", "saving", "wire", "topology", "error_feedback")
-"""What is said to have changed, when a run goes on."""
+"""Settings whose changes are reported when a run resumes."""
 
 
 def collect(
@@ -78,15 +78,15 @@ def collect(
 
 
 def memory_names(config: TopKConfig) -> tuple[str, ...]:
-    """What workers keep of a parameter."""
+    """Names of a worker's memories of a parameter."""
     return ("residual", "velocity") if config.momentum else ("residual",)
 
 
 def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int) -> Tensor:
-    """This rank's share of what is still to be delivered: ``[numel]``; the ranks' shares add up to it.
+    """This rank's share ``[numel]`` of the gradient not yet delivered; the ranks' shares add up to it.
 
     Args:
-        held: What it holds as a worker and as a server (:meth:`Residuals.held`).
+        held: The rank's memory as a worker and as a server (:meth:`Residuals.held`).
         parameter: The parameter.
         world: Number of ranks.
     """
@@ -98,7 +98,7 @@ def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int)
 
 
 def without_parameters(residuals: Residuals, config: TopKConfig, world: int) -> dict[str, Any]:
-    """The entry of a rank, but for the residuals.
+    """The entry of a rank without residuals.
 
     Args:
         residuals: The rank's residuals.
@@ -109,10 +109,10 @@ def without_parameters(residuals: Residuals, config: TopKConfig, world: int) -> 
 
 
 def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
-    """Which settings differ from those of an entry, in words; empty if none do, or if the entry names none.
+    """Describes the settings that differ from those of an entry; empty if none do, or if the entry has none.
 
     Args:
-        entry: What :func:`collect` returned.
+        entry: The entry that :func:`collect` returned.
         config: The settings that the user gave.
     """
     before, now = entry.get("settings", {}), settings_of(config)
@@ -126,13 +126,13 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
 
 
 def settings_of(config: TopKConfig) -> dict[str, Any]:
-    """The settings that matter, as what ``torch.load(weights_only=True)`` reads."""
+    """The values of ``SETTINGS``, in types that ``torch.load(weights_only=True)`` reads."""
     found = {**config.summary(), "wire": config.wire_name}
     return {name: value if _is_plain(value := found[name]) else repr(value) for name in SETTINGS}
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value consists of numbers, words and lists of them."""
+    """Whether a value consists of numbers, strings and lists of them."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
@@ -149,7 +149,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
     Args:
         residuals: This rank's residuals.
         names: The parameters' names.
-        entry: What :func:`collect` returned on rank 0.
+        entry: The entry that :func:`collect` returned on rank 0.
 
     Raises:
         ValueError: The entry is damaged or belongs to another model. The message says how to start with zero residuals.
@@ -167,7 +167,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
 
 @contextmanager
 def unusable_if_it_fails() -> Iterator[None]:
-    """Reads what may be damaged in any way.
+    """Context for reading an entry that may be damaged in any way.
 
     Raises:
         ValueError: Reading it failed. The message says how to start with zero residuals.
@@ -204,7 +204,7 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     if missing:
         return f"it is incomplete: {', '.join(sorted(missing))} is missing"
     if entry["mode"] == ELSEWHERE:
-        return "it is that of another rank than 0, and only rank 0's has the residuals"
+        return "it comes from a rank other than 0, and only rank 0's has the residuals"
     if entry["mode"] != "mean":
         return f"its mode is {entry['mode']!r} instead of 'mean'"
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
@@ -212,10 +212,10 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
         return f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)"
     for count, least in (("steps", 0), ("world_size", 1)):
         if type(entry[count]) is not int or entry[count] < least:
-            return f"{count}={entry[count]!r} must be an integer, and at least {least}"
+            return f"{count}={entry[count]!r} must be an integer of at least {least}"
     settings = entry.get("settings", {})
     if not isinstance(settings, Mapping) or not all(map(_is_plain, settings.values())):
-        return f"its settings are {settings!r} instead of numbers and words by name"
+        return f"its settings are {settings!r} instead of numbers and strings by name"
     for name, kept in entry["parameters"].items():
         for part in kept.values():
             problem = _problem_of(part, (parameters[name].numel(),))

@@ -1,6 +1,6 @@
-"""How DDP flattens a parameter's gradient: in the order of the parameter's memory, which ``channels_last`` changes.
+"""Element orders of flattened gradients. DDP flattens in the parameter's memory order, which ``channels_last`` changes.
 
-Residuals are in that order too. Checkpoints hold them in the order of the indices, which never changes.
+Residuals use that order too. Checkpoints use index order, which never changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Form:
 
     Attributes:
         shape: Its shape.
-        order: Its dimensions in the order in which DDP flattens its gradient: that of its memory, if that has no gaps.
+        order: Its dimensions in the order in which DDP flattens its gradient: memory order, if memory has no gaps.
     """
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Form:
 
     @classmethod
     def of(cls, parameter: Tensor) -> Self:
-        """The form that a parameter has now."""
+        """The current form of a parameter."""
         dims, shape = range(parameter.ndim), tuple(parameter.shape)
         long = sorted((dim for dim in dims if shape[dim] > 1), key=parameter.stride, reverse=True)
         order = [*(dim for dim in dims if shape[dim] <= 1), *long]  # strides of the others mean nothing
@@ -39,15 +39,15 @@ class Form:
 
     @property
     def by_indices(self) -> bool:
-        """Whether the two orders are the same."""
+        """Whether memory order is index order."""
         long = [dim for dim in self.order if self.shape[dim] > 1]
         return long == sorted(long)
 
     def by_index(self, flat: Tensor) -> Tensor:
-        """``[numel]`` in the order of DDP's buckets, in the order of the indices instead."""
+        """Reorders ``[numel]`` from the order of DDP's buckets to index order."""
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return flat.view([self.shape[dim] for dim in self.order]).permute(inverse).reshape(-1)
 
     def by_memory(self, flat: Tensor) -> Tensor:
-        """Undoes :meth:`by_index`."""
+        """Inverse of :meth:`by_index`."""
         return flat.view(self.shape).permute(self.order).reshape(-1)

@@ -1,7 +1,7 @@
-"""Tells which optimizer steps a GradScaler skipped, so that what was sent for them returns to the residuals.
+"""Records which optimizer steps a GradScaler skipped, so that their gradients return to the residuals.
 
-A GradScaler skips a step whose gradients contain an infinity or a NaN. Everything that was exchanged for that step, in
-all buckets, by all workers and servers, is then discarded, and :mod:`lightning_topk.core.undo` says what returns. Only
+A GradScaler skips a step whose gradients contain an infinity or a NaN. Everything exchanged for that step, in all
+buckets, by all workers and servers, is then discarded, and :mod:`lightning_topk.core.undo` computes what returns. Only
 the GradScaler knows whether a step was skipped: finite gradients are skipped too if another gradient of the same
 optimizer is not finite.
 
@@ -24,26 +24,26 @@ Skipped = bool | Tensor
 
 
 class StepOutcome:
-    """Whether the step to which some backward passes lead was skipped, by the parameters that it would have changed.
+    """Whether the optimizer step of some backward passes was skipped, by parameter.
 
     Args:
-        sums: Whether each pass exchanges the sum of its gradient and of what the earlier ones have delivered.
+        sums: Whether each pass exchanges the sum of its gradient and the gradients that earlier passes delivered.
     """
 
     def __init__(self, sums: bool) -> None:
         self.sums = sums
         self.skipped: dict[Tensor, Skipped] = {}
-        """By member of a bucket, for each optimizer that has taken its step or skipped it."""
+        """By member of a bucket, once its optimizer has taken or skipped the step."""
         self.final = False
         """Whether the passes of the next step have begun: an optimizer without a step by then takes none."""
         self._members: dict[Tensor, Tensor] = {}
 
     def watch(self, members: Mapping[Tensor, Tensor]) -> None:
-        """Adds parameters, as optimizers hold them, with the members of buckets that stand for them."""
+        """Adds parameters, as optimizers hold them, with the bucket members that represent them."""
         self._members.update(members)
 
     def note(self, optimizer: Optimizer, skipped: Skipped) -> None:
-        """Notes the outcome of an optimizer's step; its first one counts."""
+        """Records the outcome of an optimizer's step; only its first step counts."""
         for group in optimizer.param_groups if not self.final else ():
             for parameter in group["params"]:
                 if parameter in self._members:
@@ -61,7 +61,7 @@ class ScalerSteps:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.outcomes: WeakSet[StepOutcome] = WeakSet()
-        """Those of the steps under way."""
+        """Outcomes of the current steps."""
         self._hooked: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._stepped = False
         scaler.step = _Noting(self, scaler)  # type: ignore[method-assign]  # there is no hook for skipped steps
@@ -80,17 +80,17 @@ class ScalerSteps:
                 self._hooked[optimizer] = optimizer.register_step_post_hook(self._after_step)
 
     def note(self, scaler: torch.amp.GradScaler, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Takes a step of the scaler, and tells what became of it."""
+        """Takes a step of the scaler, and records whether it was skipped."""
         self._stepped = False
         result = step()
-        if not self._stepped:  # it was skipped, or the optimizer is of a kind that calls no hooks
+        if not self._stepped:  # the step was skipped, or the optimizer calls no hooks
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
             self._tell(optimizer, any(bool(each) for each in found))
         return result
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # A fused optimizer is called for every step. During the call the scaler sets its found_inf, by which the kernel
-        # skips the update.
+        # A fused optimizer is called for every step. During the call the scaler sets its found_inf, which makes the
+        # kernel skip the update.
         self._stepped = True
         found = getattr(optimizer, "found_inf", None)
         self._tell(optimizer, False if found is None else found.bool().any())
@@ -110,4 +110,4 @@ class _Noting:
         return self._steps.note(self._scaler, optimizer, partial(self._step, optimizer, *args, **kwargs))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._scaler, "step")  # pickle and copy have the new scaler in its place
+        return getattr, (self._scaler, "step")  # pickle and copy substitute the new scaler

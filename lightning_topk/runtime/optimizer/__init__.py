@@ -1,1 +1,1 @@
-"""What is done to the user's optimizers: momentum is adapted, and their steps are watched."""
+"""Adapts the momentum of the user's optimizers, and watches their steps."""

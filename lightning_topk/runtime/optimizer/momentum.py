@@ -1,25 +1,25 @@
 """Adapts the momentum of torch's optimizers to gradients that are delivered entry by entry.
 
-Problem. An entry that is not delivered in a step has no gradient in that step, but the optimizer's momentum moves it
-all the same, for many steps and on old information. Its next gradient is a sum of gradients that were measured on the
-way. So error feedback and momentum delay twice, and are stable together only at a much smaller learning rate.
+Problem. An entry that is not delivered in a step has no gradient in that step, but the optimizer's momentum still moves
+it, for many steps and on old information. Its next gradient is a sum of gradients measured along the way. So error
+feedback and momentum delay twice, and are stable together only at a much smaller learning rate.
 
 Rule. An entry stands still until it is delivered. Then it takes all the steps since its last delivery at once: the
-first with what is delivered, the others with a gradient of zero. With the optimizer's momentum m and momentum buffer b,
-the gradient g, its weight a (1 - dampening for SGD, 1 - m for Adam), and D steps since the last delivery::
+first with the delivered gradient, the others with a gradient of zero. With the optimizer's momentum m and momentum
+buffer b, the gradient g, its weight a (1 - dampening for SGD, 1 - m for Adam), and D steps since the last delivery::
 
     delivered       v = m b + a g
                     the optimizer moves the entry by (1 + m + ... + m^(D-1)) v instead of v
                     b = m^(D-1) v
     not delivered   b stays; only weight decay moves the entry
 
-Where D is 1, this is the optimizer's own step. In the end each gradient moves the entry by as much as in dense
-training, whatever the D before and after it, and b is the velocity of what is still to come. So a checkpoint of the
-optimizer holds true velocities, and a run can go on from it with DDP.
+If D is 1, this is the optimizer's own step. In the end each gradient moves the entry by as much as in dense training,
+whatever the D before and after it, and b is the velocity of the movement to come. So a checkpoint of the optimizer
+holds true velocities, and a run can continue from it with DDP.
 
-How. The optimizer's own ``step()`` runs, on a momentum buffer that makes it do this; its own buffer is updated and put
-back afterwards. So all options of the optimizers keep working. On a CPU, :mod:`lightning_topk.core.ops.steps` takes the
-step of the usual options instead, in one pass, and the optimizer sees no gradient.
+Method. The optimizer's own ``step()`` runs on a temporary momentum buffer that makes it do this; its own buffer is
+updated and restored afterwards. So all options of the optimizers keep working. On a CPU and with the usual options,
+:mod:`lightning_topk.core.ops.steps` takes the step instead, in one pass, and the optimizer sees no gradient.
 
 Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
 2018) zeroes the workers' momentum where an entry is sent.
@@ -39,7 +39,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from lightning_topk.core import ops
 
 BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
-"""The optimizers that are adapted, AdamW among them, and the name of their momentum buffer."""
+"""Supported optimizers (AdamW shares Adam's ``step``) and the names of their momentum buffers."""
 _STEPS = {inspect.unwrap(kind.step): name for kind, name in BUFFERS.items()}
 
 
@@ -47,11 +47,11 @@ class AdaptedMomentum:
     """Adapts the momentum of one optimizer. Use :meth:`of`: there is one instance per optimizer.
 
     It holds one byte per entry: the steps since the entry was delivered, up to 255. An entry that waits longer takes
-    255 steps; the rest of the movement, m^255 of it, follows with later deliveries. A run that is resumed begins anew
-    with all entries delivered in the step before, which only shifts movement to their next delivery.
+    255 steps; the rest of the movement, m^255 of it, follows with later deliveries. A resumed run treats all entries as
+    delivered in the step before, which only shifts movement to their next delivery.
 
     Args:
-        optimizer: An SGD, Adam, AdamW or NAdam of torch.
+        optimizer: torch's SGD, Adam, AdamW or NAdam.
     """
 
     _known: ClassVar[WeakKeyDictionary[Optimizer, AdaptedMomentum]] = WeakKeyDictionary()
@@ -61,7 +61,7 @@ class AdaptedMomentum:
         """The compressed parameters of each exchange, as long as it lives; None for all parameters."""
         self._waited: dict[Tensor, Tensor] = {}  # D - 1 of each entry, uint8
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []  # state, name, the optimizer's own buffer
-        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters and the gradients that the step does not see
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters, and their gradients that the step does not see
         _before_update(optimizer, self._adapt)
         restore = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
@@ -85,8 +85,8 @@ class AdaptedMomentum:
 
     @torch.no_grad()
     def _adapt(self, optimizer: Optimizer) -> None:
-        """Prepares a step: gradients are there, and the parameters are still those of the step before."""
-        self._restore_buffers()  # where the step before failed; its gradients are of no use any more
+        """Prepares a step, once gradients are ready and before parameters change."""
+        self._restore_buffers()  # if the step before failed; its gradients are obsolete
         self._gradients.clear()
         wanted = [*self.requests.values()]
         waited: dict[Tensor, Tensor] = {}
@@ -96,7 +96,7 @@ class AdaptedMomentum:
                     self._adapt_parameter(optimizer, group, p)
                     if p in self._waited:
                         waited[p] = self._waited[p]
-        self._waited = waited  # without parameters that are gone
+        self._waited = waited  # without removed parameters
 
     def _adapt_parameter(self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> None:
         state, name, gradient = optimizer.state.get(p, {}), _buffer_name(optimizer) or "", p.grad
@@ -130,7 +130,7 @@ class AdaptedMomentum:
         self._buffers.append((state, name, own))
 
     def _restore(self, *_: Any) -> None:
-        """Gives the optimizer back its buffers, and the parameters their gradients."""
+        """Restores the optimizer's buffers and the parameters' gradients."""
         self._restore_buffers()
         for p, gradient in self._gradients:
             p.grad = gradient
@@ -142,7 +142,7 @@ class AdaptedMomentum:
         self._buffers.clear()
 
     def _forget(self, *_: Any) -> None:
-        """Begins anew with a state that was loaded."""
+        """Resets after a state was loaded."""
         for each in (self._waited, self._buffers, self._gradients):
             each.clear()
 
@@ -167,9 +167,9 @@ def adapt_momentum(
             AdaptedMomentum.of(optimizer).requests[requester] = parameters
             if has_momentum:
                 messages.append(
-                    f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves when it is "
-                    "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer as "
-                    "it is."
+                    f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves only when it is "
+                    "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer "
+                    "unchanged."
                 )
         elif has_momentum:
             messages.append(
@@ -180,12 +180,12 @@ def adapt_momentum(
 
 
 def _buffer_name(optimizer: Optimizer) -> str | None:
-    """The name of an optimizer's momentum buffer; None if its ``step`` is not one that can be adapted."""
+    """The name of an optimizer's momentum buffer; None if its ``step`` cannot be adapted."""
     return _STEPS.get(inspect.unwrap(type(optimizer).step))
 
 
 def _momentum(group: Mapping[str, Any]) -> Any:
-    """The momentum of a parameter group, a number or a scalar tensor; 0 if it has none that ends by itself."""
+    """The momentum of a parameter group, a number or a scalar tensor; 0 if it is not in (0, 1)."""
     momentum: Any = group.get("momentum") or (group.get("betas") or (0.0,))[0]
     return momentum if 0 < momentum < 1 else 0.0
 
@@ -206,14 +206,14 @@ def _step_on_cpu(
         group: The parameter's group.
         state: The parameter's state; updated.
         x: The parameter, or this rank's shard of it; updated.
-        waited: The steps that each entry has waited; updated.
+        waited: Steps that each entry has waited; updated.
         p: The parameter.
 
     Returns:
         Whether the step was taken. If not, nothing has changed.
     """
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-        return False  # of a GradScaler: the optimizer unscales the gradient
+        return False  # set by a GradScaler: the optimizer unscales the gradient
     assert p.grad is not None
     if group["differentiable"] or group.get("capturable") or p.grad.is_sparse or x.device.type != "cpu":
         return False

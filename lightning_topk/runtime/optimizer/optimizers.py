@@ -1,4 +1,4 @@
-"""What the exchange needs of the user's optimizers: momentum, and which steps are skipped."""
+"""The user's optimizers, as the exchange uses them: their momentum, and their skipped steps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_topk.runtime.memory.skipped_steps import ScalerSteps, StepOutcome
 from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_momentum
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
-"""Gives the optimizers, which may be made later, or be replaced."""
+"""Returns the optimizers, which may be created later or replaced."""
 
 
 def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) -> GetOptimizers | None:
-    """A function that gives the optimizers; None if they are not known.
+    """Returns a function that returns the optimizers; None if they are unknown.
 
     Args:
-        optimizer: Such a function, an optimizer, or several.
+        optimizer: Such a function, an optimizer, or a list of optimizers.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: ``optimizer`` has another type.
     """
     several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if isinstance(several, list | tuple) and all(isinstance(each, Optimizer) for each in several):
@@ -41,13 +41,13 @@ def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) ->
 
 
 class Optimizers:
-    """The user's optimizers, which may be made later, or be replaced.
+    """The user's optimizers, which may be created later or replaced.
 
     Args:
-        given: Gives them; None if they are not known.
+        given: Returns the optimizers; None if they are unknown.
         scaler: The GradScaler that may skip their steps; None if there is none.
         config: The settings.
-        say: Tells the user something.
+        say: Shows a message to the user.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class Optimizers:
     ) -> None:
         self._given, self._config, self._say = given, config, say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._known: list[ref[Optimizer]] = []  # weakly: the user may drop one and make another
-        self._parameters = 0  # that they update
-        self._exchanged = False  # whether any backward pass has come
+        self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
+        self._parameters = 0  # number of parameters that they update
+        self._exchanged = False  # whether any backward pass has begun
         self._watched: list[_Watched] = []
         self.outcome: StepOutcome | None = None
-        """That of the step under way; None without a GradScaler."""
+        """Outcome of the current step; None without a GradScaler."""
 
     @property
     def _in_use(self) -> list[Optimizer]:
-        """The optimizers that are followed, as far as they are still in use."""
+        """The known optimizers that still exist."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     def _now(self) -> list[Optimizer]:
-        """The optimizers as the user gives them now."""
+        """The optimizers that the user gives now."""
         given = [] if self._given is None else self._given()
         return [given] if isinstance(given, Optimizer) else list(given)
 
@@ -83,7 +83,7 @@ class Optimizers:
         return scale
 
     def sync(self, compressed: Collection[Tensor] | None) -> None:
-        """Checks the optimizers. If they are new: adapts their momentum, watches the scaler's steps.
+        """Checks the optimizers. If they are new, adapts their momentum and watches the scaler's steps.
 
         Args:
             compressed: The parameters that are compressed; None if they are not known.
@@ -93,7 +93,7 @@ class Optimizers:
         """
         now = self._now()
         check_closures(self._config, now)
-        check_momentum(self._config, now)  # also of those that are known: checkpoints and schedulers set momentum
+        check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._in_use
         same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
         if same and parameters == self._parameters:
@@ -109,9 +109,9 @@ class Optimizers:
         self._known, self._parameters = [*map(ref, now)], parameters
 
     def begin_pass(self, sums: bool) -> None:
-        """A backward pass begins.
+        """Begins a backward pass.
 
-        It is one of the next step, if a step was taken or skipped since the last pass.
+        It belongs to the next step if a step was taken or skipped since the last pass.
 
         Args:
             sums: See :class:`lightning_topk.runtime.memory.skipped_steps.StepOutcome`.
@@ -124,18 +124,18 @@ class Optimizers:
             ScalerSteps.of(self._scaler).outcomes.add(self.outcome)
 
     def end_pass(self) -> None:
-        """A backward pass has ended, and delivers its gradients."""
+        """Ends a backward pass, which delivers its gradients."""
         for each in self._watched:
             each.delivered, each.reached = each.delivered or each.reached, False
 
     def _first_that_learns(self, optimizer: Optimizer, compressed: Collection[Tensor] | None) -> Tensor | None:
-        """A compressed parameter of an optimizer; None if there is none."""
+        """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         known = (p for p in parameters if p.requires_grad and (compressed is None or p in compressed))
         return next(known, None) if self._config.compresses and self._scaler is None else None
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Says, once, that a step was taken on gradients that were not exchanged."""
+        """Warns once that a step was taken on gradients that were not exchanged."""
         given = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if given and not self._exchanged:
             self._say(
@@ -145,31 +145,31 @@ class Optimizers:
             )
 
     def note_loss(self) -> None:
-        """Says, once, that a gradient was thrown away after its exchange."""
+        """Warns once that a gradient was discarded after its exchange."""
         self._say(
-            "lightning_topk: a gradient was zeroed after its exchange, and before its optimizer's step: what was "
-            "delivered of it is lost, and the rest of it arrives with a later step. Keep such a backward pass out of "
-            "the exchange by toggle_optimizer, requires_grad_(False) or no_sync(); see "
+            "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the delivered "
+            "part is lost, and the rest arrives in a later step. Keep such a backward pass out of "
+            "the exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
             "examples/guides/troubleshooting.md."
         )
 
     def release(self) -> None:
-        """Leaves the optimizers to themselves again."""
+        """Stops adapting and watching the optimizers."""
         AdaptedMomentum.release(self._in_use, self)
         while self._watched:
             self._watched.pop().stop()
 
 
 class _Watched:
-    """Notices what an optimizer does not do with the gradients that are exchanged for it.
+    """Detects steps without exchanged gradients, and exchanged gradients without a step.
 
     Args:
         optimizer: The optimizer.
-        parameter: One of its parameters, whose gradient is looked at before each backward pass adds to it; or None.
-        owner: Is told.
+        parameter: One of its parameters, whose gradient is checked before each backward pass adds to it; or None.
+        owner: Receives the warnings.
 
     Attributes:
-        reached: Whether the parameter got a gradient in the backward pass under way.
+        reached: Whether the parameter got a gradient in the current backward pass.
         delivered: Whether it got one in a pass that has ended, and no step was taken since.
     """
 
@@ -193,6 +193,6 @@ class _Watched:
         self._owner.note_step(optimizer)
 
     def stop(self) -> None:
-        """Ends watching."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
