@@ -1,13 +1,13 @@
-"""What kind each test is, in which order tests run, and the gloo groups that they share.
+"""Kinds of tests, the order in which they run, and the gloo groups that they share.
 
-A test is of one kind, by which ``pytest -m`` selects it: what it starts besides itself.
+Every test has one kind, by which ``pytest -m`` selects it: the processes that it starts.
 
 - ``unit``: no process.
 - ``gloo``: a group of gloo processes, forked from a server that has imported everything (the fixture ``groups``).
 - ``trainer``: a Trainer with processes of its own, or in those of a group.
 - ``process``: another Python process: a command, an import in a fresh interpreter, Triton's interpreter.
 
-A test's own mark counts first, then its file's line below, then the fixtures that it asks for.
+A test's own mark takes precedence, then its file's entry below, then its fixtures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 KINDS = ("process", "trainer", "gloo", "unit")
-"""In the order in which they run: many short tests at the end keep both workers of xdist busy until then."""
+"""Kinds in the order in which they run: many short tests at the end keep both xdist workers busy until then."""
 FILES = {
     "test_bench.py": "process",
     "test_examples.py": "trainer",
@@ -37,11 +37,11 @@ FILES = {
     "test_reproduce.py": "process",
 }
 if os.path.exists("/dev/nvidiactl"):
-    FILES["test_kernels.py"] = "process"  # Triton asks its assembler for its version, in a process
+    FILES["test_kernels.py"] = "process"  # Triton starts its assembler to ask for its version
 FIXTURES = {"groups": "gloo"}
 
 # Spawned processes spend seconds on imports. A fork server imports once; it is as clean as a spawned process. It finds
-# this folder's modules by the environment only (and passes over what it does not find).
+# this folder's modules through the environment only (and skips modules that it does not find).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 multiprocessing.set_forkserver_preload(
     [
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _tests_draw_the_same_numbers_every_time():
-    """Also the kernels' samples: a selection may depend on them, and a test would fail once in some hundred runs."""
+    """Seeds the kernels' samples too: a selection may depend on them, and a test fail once in some hundred runs."""
     import torch
 
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def _unit_tests_start_no_process(request, monkeypatch):
         return
 
     def refused(*args, **kwargs):
-        pytest.fail(f"a unit test starts a process: give it one of the marks {', '.join(KINDS[:-1])}")
+        pytest.fail(f"a unit test starts a process: mark it with one of {', '.join(KINDS[:-1])}")
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refused)
     monkeypatch.setattr(subprocess.Popen, "__init__", refused)
@@ -105,8 +105,8 @@ def _unit_tests_start_no_process(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def groups():
-    """Groups by size, device and backend, started when first asked for, since starting one is most of its cost."""
-    from groups import Group  # here, since the process that only hands tests to xdist's workers needs no torch
+    """Groups by size, device and backend, started on first use, since starting one is most of its cost."""
+    from groups import Group  # here, since xdist's controller needs no torch
 
     started: dict[tuple[int, str, str | None], Group] = {}
 

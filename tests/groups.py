@@ -25,22 +25,22 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def backend_for(world: int, device: str) -> str:
-    """NCCL where tensors are on GPUs and every rank has its own, else gloo."""
+    """NCCL if tensors are on GPUs and every rank has its own, else gloo."""
     return "nccl" if device == "cuda" and torch.cuda.device_count() >= world else "gloo"
 
 
 MESHES = 12
-"""Groups within a group's processes before they are started anew: meshes are never destroyed, since DTensor's caches
-refer to them, and each of their groups has a thread that wakes a hundred times a second."""
+"""Process groups that a :class:`Group` may hold before its processes are restarted. Meshes are never destroyed, since
+DTensor's caches refer to them, and each of their groups has a thread that wakes a hundred times a second."""
 
 
 class Group:
     """Processes joined by gloo or NCCL.
 
     Args:
-        world: How many.
-        device: Where the tests that they run have their tensors.
-        backend: Default: what the machine's GPUs allow.
+        world: Number of processes.
+        device: Device of the tests' tensors.
+        backend: Default: chosen by :func:`backend_for`.
     """
 
     def __init__(self, world: int, device: str = "cpu", backend: str | None = None) -> None:
@@ -58,7 +58,7 @@ class Group:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Calls ``function(rank, world, *args)`` on every rank and returns what each returned.
+        """Calls ``function(rank, world, *args)`` on every rank and returns their results.
 
         Args:
             function: A function of a test module. It should assert only after its last collective, so that a failing
@@ -84,7 +84,7 @@ class Group:
 
     @property
     def alive(self) -> bool:
-        """Whether all its processes run."""
+        """Whether all processes run."""
         return all(process.is_alive() for process in self._processes)
 
     def stop(self) -> None:
@@ -96,12 +96,12 @@ class Group:
 
 
 def on_ranks(count: int | Callable[..., int] | None = None, timeout: float | None = None) -> Callable[..., Any]:
-    """Makes a test of a function that every rank of a group calls: ``function(rank, world, ...)``.
+    """Makes a test from a function that every rank of a group calls: ``function(rank, world, ...)``.
 
     Its arguments after these two are fixtures and parameters of the test.
 
     Args:
-        count: How many ranks, or a function of the test's arguments that says so. Default: the argument ``world``.
+        count: Number of ranks, or a function of the test's arguments that returns it. Default: the argument ``world``.
         timeout: As for :meth:`Group.run`.
     """
 
@@ -115,7 +115,7 @@ def on_ranks(count: int | Callable[..., int] | None = None, timeout: float | Non
         asked = ["groups", *names, *["world"] * (count is None)]
         test.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in asked])
         test.on_rank, test.pytestmark = function, getattr(function, "pytestmark", [])
-        for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # under which the ranks find it
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # the ranks find the test by these
             setattr(test, name, getattr(function, name))
         return test
 
@@ -137,13 +137,13 @@ def _serve(rank: int, world: int, backend: str, device: str, folder: str, pipe: 
         except Exception:
             answer = traceback.format_exc(), None
         answer = *answer, len(dist.distributed_c10d._world.pg_map)
-        pipe.send_bytes(pickle.dumps(answer))  # Connection.send would pass each tensor as a file descriptor
+        pipe.send_bytes(pickle.dumps(answer))  # Connection.send would pass tensors as file descriptors
 
 
 def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> str:
-    """Runs a script as ``torchrun --standalone --nproc-per-node=2`` does; returns what its ranks printed.
+    """Runs a script as ``torchrun --standalone --nproc-per-node=2`` does; returns its ranks' output.
 
-    The agent is torchrun's. It starts functions instead of commands, so that ranks come from the fork server.
+    Uses torchrun's agent, which starts functions instead of commands, so that ranks come from the fork server.
     """
     handlers = {
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -162,7 +162,7 @@ def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> st
 
 
 def script(path: Path, *arguments: str, log: Path, folder: Path, timeout: float = 200.0) -> str:
-    """Runs a script in ``folder`` in a process of the fork server; returns what it and its children printed."""
+    """Runs a script in ``folder`` in a process of the fork server; returns its output and its children's."""
     process = multiprocessing.get_context("forkserver").Process(
         target=_run_script_in, args=(str(folder), str(log), str(path), *arguments)
     )

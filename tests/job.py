@@ -1,4 +1,4 @@
-"""A training script for launchers: goes on from its folder's last checkpoint; a rank may die in its first life.
+"""A training script for launchers: resumes from its folder's last checkpoint; a rank may die in its first life.
 
 usage: job.py FOLDER RANK REQUESTS OPTIONS: which rank dies (or -1) at which request; strategy and Trainer, as JSON.
 """
@@ -22,7 +22,7 @@ FIRST_LIFE = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def tell(trainer, *_) -> None:
-    """Prints what was logged last, and whether the job was started again."""
+    """Prints the last logged values, and whether this is the job's first life."""
     if trainer.is_global_zero:
         logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         print(json.dumps({**logged, "first life": FIRST_LIFE}), flush=True)

@@ -1,6 +1,6 @@
-"""The laws, and the settings on which they hold; every harness calls :func:`check`.
+"""The laws, and the settings for which they hold; every harness calls :func:`check`.
 
-:func:`simulate` is the harness in memory. Those on real ranks are in ``test_gloo`` (DDP), ``test_fsdp`` (FSDP2) and
+:func:`simulate` is the harness in memory. Harnesses on real ranks are in ``test_gloo`` (DDP), ``test_fsdp`` (FSDP2) and
 ``test_features`` (a Trainer).
 """
 
@@ -32,7 +32,7 @@ ON_NODES = [("hierarchical", True), ("hierarchical", False), ("dense", True)]
 WIRES = ["fp32", "bf16", "int8", "int4"]
 SELECTED = ["topk", "gaussiank", "dgc", "trimmed", "randk"]
 LOCAL = 2
-"""Ranks of a simulated node."""
+"""Ranks per simulated node."""
 
 routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
 everywhere = pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES])
@@ -41,9 +41,9 @@ wires = pytest.mark.parametrize("wire", WIRES)
 
 
 def in_turn(last: Sequence, *axes: Sequence) -> list[tuple]:
-    """All combinations of the axes, each with one of ``last`` in turn, so that every three values meet in some case.
+    """All combinations of the axes, each with one of ``last`` in turn, so that any three values meet in some case.
 
-    ``last`` is no longer than any axis: with two values of two axes in hand, a third axis goes through all of it.
+    No axis is shorter than ``last``: with the values of two axes fixed, a third axis goes through all of ``last``.
     """
     assert len(last) <= min(map(len, axes))
     cases = []
@@ -64,16 +64,16 @@ def check(
     atol: float = 1e-6,
     rtol: float = 1e-5,
 ) -> None:
-    """Fails where a run of some steps breaks a law.
+    """Fails if a run of some steps breaks a law.
 
     Args:
         computed: ``[steps, numel]``: the mean over the workers of each step's gradient.
-        received: ``[ranks, steps, numel]``: what each of the ranks had delivered.
-        left: ``[numel]``: the mean of the workers' residuals plus the servers'; None where some is lost on purpose.
-        sent: The bytes of each step as they were measured, by what they are.
-        planned: The same as they were predicted.
-        exact: ``[numel]`` bool, or one for all: which elements arrive whole in every step.
-        settled: The step from which on sizes are fixed; None where a schedule changes them.
+        received: ``[ranks, steps, numel]``: the gradient delivered to each rank.
+        left: ``[numel]``: the mean of the workers' residuals plus the servers'; None if some mass is lost on purpose.
+        sent: Measured bytes of each step, by name.
+        planned: Predicted bytes of each step, by name.
+        exact: ``[numel]`` bool, or one for all: whether an element arrives whole in every step.
+        settled: The step from which on sizes are fixed; None if a schedule changes them.
         atol: Absolute tolerance of identity and conservation.
         rtol: Relative tolerance.
     """
@@ -99,7 +99,7 @@ def gradients(world: int, numel: int, step: int) -> list[Tensor]:
 
 
 class Noted(Cluster):
-    """A cluster that notes what each rank asks for, by all that decides its bytes and its cost."""
+    """A cluster that records each rank's requests, with all that determines their bytes and cost."""
 
     def drive(self, exchanges: Sequence[Exchange]) -> list[Outcome]:
         self.asked: list[list[tuple]] = [[] for _ in exchanges]
@@ -156,15 +156,15 @@ def simulate(
 ) -> Cluster:
     """Checks the laws on some steps of a simulated cluster.
 
-    And that exchanges ask for what their topology says by arithmetic, and select no more than payloads have room for.
+    Also checks that exchanges make the predicted requests, and select no more entries than payloads have room for.
 
     Args:
         config: The settings.
         workers: Ranks, or nodes of two.
         numel: Elements of the gradient.
-        dtype: Its dtype.
-        steps: How many.
-        given: The gradients of ``(world, numel, step)``.
+        dtype: dtype of the gradient.
+        steps: Number of steps.
+        given: Makes the gradients from ``(world, numel, step)``.
         atol: See :func:`check`.
         rtol: See :func:`check`.
     """

@@ -1,4 +1,4 @@
-"""The algorithms of the papers in NumPy, written from their descriptions and not with the library's code."""
+"""The papers' algorithms in NumPy, written from their descriptions and without the library's code."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class BidirectionalTopK:
     Args:
         workers: Number of workers.
         numel: Elements of the gradient.
-        kept: What a worker keeps of each shard.
-        server_kept: What the server keeps of each shard; None sends all that is nonzero.
+        kept: Number of entries that a worker sends of each shard.
+        server_kept: Number that the server sends of each shard; None sends every nonzero entry.
         shards: Index arrays, one for each server; one array of everything is the thesis's single server.
-        rounding: What the wire does to values.
+        rounding: The wire's rounding of values.
     """
 
     def __init__(self, workers, numel, kept, server_kept, shards, rounding=lambda v: v):
@@ -38,7 +38,7 @@ class BidirectionalTopK:
         self.kept, self.server_kept, self.shards, self.rounding = kept, server_kept, shards, rounding
 
     def step(self, gradients: np.ndarray) -> np.ndarray:
-        """One step: gradients ``[workers, numel]`` to what every worker receives, ``[numel]``."""
+        """One step: returns the vector ``[numel]`` that every worker receives for gradients ``[workers, numel]``."""
         u = np.zeros_like(self.e)
         for i, g in enumerate(gradients):
             a = self.e[i] + g
@@ -55,7 +55,7 @@ class BidirectionalTopK:
 
 
 def deal(numel: int, servers: int, block: int) -> list[np.ndarray]:
-    """Blocks of consecutive elements dealt to the servers in turn, like cards."""
+    """Deals blocks of consecutive elements to the servers in turn, like cards."""
     hands: list[list[int]] = [[] for _ in range(servers)]
     for card, start in enumerate(range(0, numel, block)):
         hands[card % servers].extend(range(start, min(start + block, numel)))
@@ -69,8 +69,8 @@ class DeepGradientCompression:
         workers: Number of workers.
         numel: Elements of the gradient.
         momentum: m.
-        kept: What a worker sends.
-        clip: Norm to which it clips its gradient.
+        kept: Number of entries that a worker sends.
+        clip: Norm to which a worker clips its gradient.
     """
 
     def __init__(self, workers: int, numel: int, momentum: float, kept: int, clip: float) -> None:
@@ -78,7 +78,7 @@ class DeepGradientCompression:
         self.momentum, self.kept, self.clip = momentum, kept, clip
 
     def step(self, gradients: np.ndarray) -> np.ndarray:
-        """One step: gradients ``[workers, numel]`` to the mean of what is sent, ``[numel]``."""
+        """One step: returns the mean ``[numel]`` of the sent vectors for gradients ``[workers, numel]``."""
         sent = np.zeros_like(self.v)
         for i, g in enumerate(gradients):
             self.u[i] = self.momentum * self.u[i] + g * min(1.0, self.clip / np.linalg.norm(g))

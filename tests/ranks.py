@@ -1,4 +1,4 @@
-"""What tests on real ranks share: nets, gradients and residuals in one flat tensor, and sums over ranks."""
+"""Helpers for tests on real ranks: nets, gradients and residuals as one flat tensor, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Net(nn.Module):
     """Layers of odd sizes, a scalar, an empty parameter, and parts that can be left out.
 
     Args:
-        empty: Whether the empty parameter is there, which FSDP2 does not take.
+        empty: Whether to include the empty parameter, which FSDP2 does not support.
     """
 
     def __init__(self, empty: bool = True) -> None:
@@ -38,13 +38,13 @@ class Net(nn.Module):
 
 
 def four_layers() -> nn.Sequential:
-    """A net with the same weights each time."""
+    """A net with the same weights every time."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
 
 
 def batch(rank: int, step: int, features: int = 20) -> Tensor:
-    """What a rank trains with in a step: ``[8, features]``."""
+    """A rank's batch in a step: ``[8, features]``."""
     return torch.randn(8, features, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
@@ -61,18 +61,18 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def weights(net: nn.Module) -> Tensor:
-    """All parameters, those of shards whole: ``[numel]``."""
+    """All parameters, sharded ones gathered: ``[numel]``."""
     return torch.cat([_whole(p) for p in net.parameters()])
 
 
 def gradient(net: nn.Module) -> Tensor:
-    """All gradients, zero where there is none: ``[numel]``."""
+    """All gradients, zero if a parameter has none: ``[numel]``."""
     grads = [torch.zeros(p.shape, device=p.device) if p.grad is None else p.grad for p in net.parameters()]
     return torch.cat([*map(_whole, grads)])
 
 
 def local_gradient(alone: nn.Module, net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
-    """This rank's own gradient at the weights of ``net``; ``alone`` is a net like it that nothing wraps."""
+    """This rank's own gradient at the weights of ``net``; ``alone`` is an unwrapped copy of it."""
     nn.utils.vector_to_parameters(weights(net), alone.parameters())
     alone.zero_grad()
     loss_of(alone, rank, step, **use).backward()
@@ -86,13 +86,13 @@ def without(g: Tensor, net: nn.Module, names: Collection[str]) -> Tensor:
 
 
 def beside(state: Any, name: str) -> list[str]:
-    """The names of all parameters in the bucket of one."""
+    """The names of all parameters in the bucket of parameter ``name``."""
     buckets = [[state.names[p] for p in bucket] for bucket in state.residuals.progress.buckets]
     return next(names for names in buckets if name in names)
 
 
 def held(state: Any, net: nn.Module) -> Tensor:
-    """What this rank holds, as a worker and as a server: ``[2, numel]``."""
+    """This rank's residuals as a worker and as a server: ``[2, numel]``."""
     kept = state.residuals.held()
     sides = [kept.get(p, (torch.zeros(p.numel(), device=p.device),) * 2) for p in net.parameters()]
     return torch.stack([torch.cat(side) for side in zip(*sides, strict=True)])
@@ -117,7 +117,7 @@ def undelivered(state: Any, net: nn.Module) -> Tensor:
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
-    """In float64, on the CPU."""
+    """The mean over ranks, in float64 on the CPU."""
     x = x.double()
     dist.all_reduce(x)
     return x.cpu() / dist.get_world_size()
@@ -131,7 +131,7 @@ def every_rank(x: Tensor) -> Tensor:
 
 
 class Counted:
-    """Counts the bytes that collectives are given for other ranks, at torch.distributed's own functions."""
+    """Counts the bytes that collectives send to other ranks, by patching torch.distributed's functions."""
 
     COSTS: ClassVar[dict[str, Callable[..., int]]] = {
         "all_to_all_single": lambda rank, world, out, x: x.nbytes * (world - 1) // world,
@@ -145,7 +145,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.bytes: dict[frozenset[int], int] = {}
-        """By the ranks that take part."""
+        """Bytes by the ranks that take part."""
         names = [name for name in (*self.COSTS, *self.NEWER) if hasattr(dist, name)]
         self._patches = [mock.patch.object(dist, name, self._count(name, getattr(dist, name))) for name in names]
 
@@ -174,7 +174,7 @@ class Counted:
 
 
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The message with which a call is refused; empty if it is not."""
+    """The message of the error that a call raises; empty if it raises none."""
     try:
         call(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -184,7 +184,7 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 @contextmanager
 def log(name: str = "lightning_topk") -> Iterator[list[str]]:
-    """What a logger says meanwhile."""
+    """The messages of a logger meanwhile."""
     words: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Codecs and endpoints of a bucket that is given by its elements, and vectors that are hard to select from."""
+"""Codecs and endpoints of a bucket of a given size, and vectors that are hard to select from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_topk.core.endpoint import Codecs, Endpoint
 
 
 def codecs_of(config: TopKConfig, numel: int, world: int, step: int = 0) -> Codecs:
-    """How payloads of a bucket are written at a step."""
+    """The codecs of a bucket at a step."""
     return plan_bucket(config, [numel], world).codecs(step)
 
 
@@ -45,12 +45,12 @@ def residual_and_gradient(name: str, numel: int) -> tuple[torch.Tensor, torch.Te
         e, x = torch.zeros(numel), torch.nn.functional.one_hot(torch.tensor(5), numel).float()
     elif name == "denormal":
         e, x = e * 1e-40, x * 1e-40
-    elif name == "overflowing":  # more than can be sent
+    elif name == "overflowing":  # more than k entries
         e[: numel // 2], x[: numel // 2] = 3e38, 2e38
     elif name == "sorted":
         e, x = e.abs().sort().values, x.abs().sort().values
     elif name == "sparse":
         e, x = torch.zeros(numel), x * (torch.rand(numel, generator=generator) < 0.0005)
-    elif name == "one shard":  # large values where every third block is: a sample misjudges the others
+    elif name == "one shard":  # one shard has large values: a sample misjudges the others
         x = x * (1 + 99 * (torch.arange(numel) // 256 % 3 == 0))
     return e.clone(), x.clone()

@@ -1,12 +1,12 @@
-"""A GPU's streams without a GPU: every operation on a fake CUDA tensor is ordered by vector clocks.
+"""A GPU's streams without a GPU: vector clocks order every operation on a fake CUDA tensor.
 
-The host enqueues an operation on the stream that is current. A stream's clock says how far each stream had come when
-the stream's own last operation began; waits join clocks. :class:`Gpu` finds
+The host enqueues an operation on the current stream. A stream's clock says how far each stream had come when the
+stream's own last operation began; waits join clocks. :class:`Gpu` finds
 
-- races: a storage is used on one stream, and nothing orders that after its last write (or, for a write, its reads) on
-  another;
-- reuse: a storage is freed by the host while another stream may still use it (no ``record_stream``), and the stream
-  that allocated it, to whose pool it returns, allocates again without having waited for that use.
+- races: a stream uses a storage, and nothing orders that use after the storage's last write (or, for a write, its
+  reads) on another stream;
+- reuse: the host frees a storage while another stream may still use it (no ``record_stream``), and the stream that
+  allocated it, to whose pool it returns, allocates again without having waited for that use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stream:
         self.clock: Counter[Stream] = Counter()  # its own entry: operations enqueued so far
 
     def join(self, clock: Mapping[Stream, int]) -> None:
-        """All that is enqueued from now on comes after ``clock``."""
+        """Orders all later operations after ``clock``."""
         self.clock |= Counter(clock)
 
     def wait_stream(self, other: Stream) -> None:
@@ -58,7 +58,7 @@ class Stream:
 
 
 class Event:
-    """A moment in a stream; stands for ``torch.cuda.Event``. It has always come when it is asked for."""
+    """A moment in a stream; stands for ``torch.cuda.Event``. A query always finds it completed."""
 
     def __init__(self, gpu: Gpu, enable_timing: bool = False) -> None:
         self.gpu = gpu
@@ -78,7 +78,7 @@ class Event:
 
 
 class Future:
-    """Stands for ``torch.futures.Future(devices=...)``: the stream that waits comes after the one that fulfilled it."""
+    """Stands for ``torch.futures.Future(devices=...)``: the waiting stream comes after the one that set the result."""
 
     def __init__(self, gpu: Gpu, devices: Any = None) -> None:
         self.done = Event(gpu)
@@ -103,7 +103,7 @@ class Use:
     place: str
 
     def before(self, stream: Stream) -> bool:
-        """Whether what ``stream`` does now comes after it."""
+        """Whether the next operation of ``stream`` comes after it."""
         return stream is self.stream or stream.clock[self.stream] >= self.when
 
 
@@ -124,12 +124,12 @@ class Block:
 
 
 class Gpu(TorchDispatchMode):
-    """Follows what is enqueued while it is entered.
+    """Follows the operations that are enqueued inside this context.
 
     Attributes:
-        races: What was found of the first kind, in words.
-        reuses: What was found of the second kind.
-        operations: How many were followed.
+        races: Descriptions of the races found.
+        reuses: Descriptions of the reuses found.
+        operations: Number of operations followed.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Gpu(TorchDispatchMode):
             self._streams.pop()
 
     def install(self, setattr: Callable[..., None]) -> None:
-        """Puts the stand-ins in the places of torch's, by a monkeypatch's ``setattr``."""
+        """Replaces torch's classes by the stand-ins, through a monkeypatch's ``setattr``."""
         setattr(torch.cuda, "Stream", partial(Stream, self))
         setattr(torch.cuda, "Event", partial(Event, self))
         setattr(torch.cuda, "stream", self.on)
@@ -189,15 +189,15 @@ class Gpu(TorchDispatchMode):
         ]
         self.use(given, written)
         if given and any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree_leaves(result)):
-            self.current.synchronize()  # a copy to the host, which waits for it
+            self.current.synchronize()  # the host waits for a copy to it
         return result
 
     def launch(self, *arguments: Any) -> None:
-        """A Triton kernel, which may read and write all that it is given."""
+        """Launches a Triton kernel, which may read and write all its arguments."""
         self.use([], _cuda(arguments))
 
     def use(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """An operation on the current stream."""
+        """Records an operation on the current stream."""
         stream = self.current
         stream.join(self.host)
         stream.clock[stream] += 1
@@ -225,7 +225,7 @@ class Gpu(TorchDispatchMode):
         return self._blocks[storage._cdata]
 
     def _allocate(self) -> None:
-        """The current stream's pool gives out memory, perhaps of a block that was freed."""
+        """Allocates from the current stream's pool, perhaps the memory of a freed block."""
         for block in [block for block in self._freed if block.owner is self.current]:
             self._freed.remove(block)
             for use in block.uses:
@@ -234,11 +234,11 @@ class Gpu(TorchDispatchMode):
 
 
 def replace_kernels(setattr: Callable[..., None], stand_in: Callable[[str, list[str]], Any]) -> None:
-    """Replaces Triton's kernels, and what fake tensors lack: a current device, addresses and pinned memory.
+    """Replaces Triton's kernels, and features that fake tensors lack: a current device, addresses and pinned memory.
 
     Args:
-        setattr: A monkeypatch's.
-        stand_in: Makes what stands for a kernel of some name and names of arguments. It is launched as
+        setattr: ``setattr`` of a monkeypatch.
+        stand_in: Makes the stand-in of a kernel from its name and argument names. It is launched as
             ``stand_in[grid](*arguments, **options)``.
     """
     if torch.__version__ < "2.13":
@@ -256,7 +256,7 @@ class Kernel:
     """Stands for a Triton kernel.
 
     Args:
-        launch: Is called with the arguments of each launch.
+        launch: Called with the arguments of each launch.
     """
 
     def __init__(self, launch: Callable[..., None]) -> None:

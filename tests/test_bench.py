@@ -1,4 +1,4 @@
-"""The benches: what they print, at small sizes; never how long anything took."""
+"""The benches at small sizes: their output, but never how long anything took."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(monkeypatch, *words: str) -> None:
     __main__.main()
 
 
-def test_select_holds_a_worker_and_a_server_against_passes_over_memory(monkeypatch):
+def test_select_compares_worker_and_server_with_passes_over_memory(monkeypatch):
     monkeypatch.setattr(select, "_memory", lambda *_: None)
     result = select.run(numel=200_000)
     assert [title for title in result.tables if "Compress" in title][:2] == [
@@ -53,7 +53,7 @@ def test_wire_meets_its_byte_targets_at_every_size():
     assert all(check.holds for check in result.checks)
 
 
-def test_an_exchange_needs_its_residuals_and_little_more_memory():
+def test_an_exchange_needs_little_memory_beyond_its_residuals():
     peak, residuals = select.measured_memory(8_000_000)
     assert residuals == 4 * 8_000_000 + 4 * 2_000_128  # shards are whole blocks
     assert peak <= 1.1 * residuals
@@ -66,7 +66,7 @@ def as_json(rank: int, world: int, function: Callable[[dict[str, Any], int, int]
 
 @pytest.fixture
 def ranks(groups, monkeypatch):
-    """Two processes on this host run in a group; that commands start others is held by the test of ``bench hosts``."""
+    """Runs two processes on this host in a group; the test of ``bench hosts`` covers the commands that start others."""
 
     def run(function, options, timeout):
         return groups(2).run(as_json, function, json.dumps(options), timeout=100.0)
@@ -127,7 +127,7 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
         (("train", "--ratio", "3"), r"ratio=3\.0 must be in \(0, 1\]"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_a_sentence(monkeypatch, words, message):
+def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, words, message):
     with pytest.raises(SystemExit, match=f"bench {words[0]}: .*{message}"):
         run(monkeypatch, "bench", *words)
 
@@ -143,7 +143,7 @@ def test_the_options_of_a_command_are_arguments_of_its_function(name):
 
 
 @pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("64Kbit", 64e3)])
-def test_rates_are_written_as_tc_writes_them(rate, bits):
+def test_rates_use_the_notation_of_tc(rate, bits):
     assert hosts.bits_per_second(rate) == bits
 
 
@@ -180,7 +180,7 @@ def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
 
 
 @pytest.mark.unit
-def test_a_fail_is_the_exit_status_only_with_strict(monkeypatch, capsys):
+def test_a_fail_changes_the_exit_status_only_with_strict(monkeypatch, capsys):
     result = Result("wire", "claim", "setting")
     result.check("statement", "target", "measured", holds=False)
     monkeypatch.setattr(commands, "function_of", lambda name: lambda: result)
@@ -225,7 +225,7 @@ def test_the_version_is_printed(monkeypatch, capsys):
 
 
 class Rehearsed:
-    """Stands for emulated hosts: a run takes as long as the name of its racer says."""
+    """Stands for emulated hosts: the racer's name decides how long a run takes."""
 
     runs: ClassVar[list[tuple[str, str]]] = []
 
@@ -239,7 +239,7 @@ class Rehearsed:
         return [{"curve": curve, "reached": "aim" in options and ends, "sent": 1000}]
 
 
-def test_race_says_who_is_sooner_and_goes_on_where_it_stopped(monkeypatch, tmp_path):
+def test_race_reports_speedups_and_resumes_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "available", lambda: True)
     monkeypatch.setattr(hosts, "emulate", lambda count, rate: nullcontext(Rehearsed()))
     monkeypatch.setattr(hosts, "local", lambda count: Rehearsed())
@@ -278,7 +278,7 @@ def raced(rank: int, world: int) -> list[dict[str, object]]:
     return found
 
 
-def test_a_training_of_the_race_ends_with_its_steps_its_aim_or_its_budget(groups):
+def test_a_training_of_the_race_ends_at_its_steps_its_aim_or_its_budget(groups):
     dense, sparse, rest = groups(2).run(raced)[0]
     assert [step for _, step, _ in dense["curve"]] == [10, 20]
     assert not dense["reached"]

@@ -1,4 +1,4 @@
-"""The Triton kernels, compiled for GPUs that need not be there: registers, spills and the width of loads."""
+"""The Triton kernels, compiled without a GPU: registers, spills and the width of loads."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Compiled:
     """A kernel with its arguments.
 
     Attributes:
-        kinds: Types of its arguments, but for the constants.
-        constants: Their values.
-        warps: With how many it is launched.
+        kinds: Types of its arguments, except constants.
+        constants: Values of the constants.
+        warps: Number of warps of a launch.
     """
 
     kinds: str
@@ -82,12 +82,12 @@ pytestmark = [
 
 
 def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, str]:
-    """What the assembler says of a kernel, and its instructions.
+    """The assembler's report on a kernel, and its instructions.
 
     Args:
         name: The kernel.
         arch: The compute capability.
-        aligned: Whether the number of shards is a multiple of 16, which Triton makes a variant for.
+        aligned: Whether the number of shards is a multiple of 16, for which Triton makes a variant.
         folder: Where to write files.
     """
     from triton.backends.compiler import GPUTarget
@@ -119,21 +119,21 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(tmp_path, name, arch, aligned):
     usage, code = assembled(name, arch, aligned, tmp_path)
-    # Triton 3.5 (torch 2.9) allots more to one kernel for sm_80, and 3.8 (torch 2.14) 215 to `move fp32` for sm_90.
-    # That leaves 8 warps on a processor, whose loads in flight, 256 bytes a thread, should do for its memory.
+    # Triton 3.5 (torch 2.9) allocates more for one kernel on sm_80, and 3.8 (torch 2.14) 215 for `move fp32` on sm_90.
+    # That leaves 8 warps on a processor; their loads in flight, 256 bytes per thread, should keep its memory busy.
     many = triton.__version__.startswith(("3.5", "3.8"))
     assert int(re.search(r"REG:(\d+)", usage)[1]) <= (255 if many else 128), usage
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 8, usage  # Triton 3.8 spills one value of one kernel, once
     assert re.search(r"LOCAL:0\b", usage), usage
-    if "DELIVERED" not in KERNELS[name].constants:  # which rounds quotients as IEEE 754 does
-        assert "CALL" not in code  # such as a division of 64 bits
-    if name == "move fp32":  # 32 elements a thread, of two vectors
+    if "DELIVERED" not in KERNELS[name].constants:  # `write` rounds quotients as IEEE 754 does
+        assert "CALL" not in code  # such as a 64-bit division
+    if name == "move fp32":  # 32 elements per thread, of two vectors
         assert len(re.findall(r"LDG\.E\.128", code)) >= 16
         assert len(re.findall(r"STG\.E\.128", code)) >= 16
 
 
 class Variants:
-    """Stands for a kernel, and notes which variants of it Triton would compile.
+    """Stands for a kernel, and records the variants that Triton would compile.
 
     Args:
         kernel: The kernel.
@@ -142,9 +142,9 @@ class Variants:
     def __init__(self, kernel) -> None:
         self._params = kernel.params
         self.compiled: set[tuple] = set()
-        """What tells variants apart: constants, types, and what integers are specialised on."""
+        """Keys of the variants: constants, types, and properties of integers on which Triton specialises."""
         self.needed: set[tuple] = set()
-        """The same without what integers are specialised on, but for the number of shards."""
+        """The same keys without properties of integers, except of the number of shards."""
 
     def __getitem__(self, grid):
         def launch(*arguments, **options) -> None:

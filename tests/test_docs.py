@@ -1,4 +1,4 @@
-"""What the README and the guides say can be typed: commands have these options, calls these arguments."""
+"""The README and the guides are correct: commands have the documented options, calls the documented arguments."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def code_of(page: Path) -> list[str]:
-    """Python's blocks, and words in backticks that are calls of ours."""
+    """Python blocks, and inline code that calls this package."""
     text = page.read_text()
     inline = re.findall(r"`([\w.]+\([^`]*\))`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     return [*blocks(page, "python"), *(call for call in inline if call.partition("(")[0] in CALLS)]
 
 
 @every_page
-def test_commands_have_the_options_that_are_written(page, capsys):
+def test_documented_commands_have_their_options(page, capsys):
     parser = commands.make_parser()
     for line in "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
         found = re.search(r"python -m lightning_topk (?!--)(.*)", line)
@@ -58,7 +58,7 @@ def test_commands_have_the_options_that_are_written(page, capsys):
                 pytest.fail(f"{line}\n{capsys.readouterr().err}")
 
 
-def test_plans_that_are_written_can_be_made(capsys):
+def test_documented_plans_run(capsys):
     parser, lines = commands.make_parser(), "\n".join(block for page in PAGES for block in blocks(page, "sh"))
     made = [line for line in re.findall(r"lightning_topk (plan .*)", lines) if "mine.models.Net" not in line]
     for line in made:
@@ -69,7 +69,7 @@ def test_plans_that_are_written_can_be_made(capsys):
 
 
 @every_page
-def test_calls_have_the_arguments_that_are_written(page):
+def test_documented_calls_have_their_arguments(page):
     wrong = []
     for code in code_of(page):
         for call in ast.walk(ast.parse(code.replace("...", "**{}").replace("…", "**{}"))):
@@ -91,7 +91,7 @@ def test_calls_have_the_arguments_that_are_written(page):
 
 
 @every_page
-def test_links_lead_to_files_and_headings_that_are_there(page):
+def test_links_lead_to_existing_files_and_headings(page):
     dead = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"https?:", target):
@@ -124,7 +124,7 @@ def test_tables_are_those_of_the_committed_runs():
     tables = module_from_spec(source)
     source.loader.exec_module(tables)
     named = [name for page in tables.PAGES for name in re.findall(r"<!-- table: ([\w-]+) -->", page.read_text())]
-    assert sorted(named) == sorted(tables.TABLES), "a table that no page shows, or that there is not"
+    assert sorted(named) == sorted(tables.TABLES), "a table that no page shows, or that does not exist"
     old = [page.name for page in tables.PAGES if tables.filled(page.read_text()) != page.read_text()]
     assert not old, "run python .ci/tables.py"
 
@@ -150,7 +150,7 @@ before = model.net.weight.clone()
 
 @pytest.mark.trainer
 def test_the_first_lines_of_the_readme_train(tmp_path):
-    """As they are typed, but on one node."""
+    """As written, but on one node."""
     (code,) = blocks(ROOT / "README.md", "python")
     assert "num_nodes=4" in code
     quick = "devices=1, accelerator='cpu', max_steps=2, logger=False, enable_checkpointing=False"

@@ -62,13 +62,13 @@ def test_a_folder_of_images_trains_a_resnet_through_one_server(tmp_path):
 
 @pytest.mark.slow
 def test_presets_train_the_classifier_one_after_the_other():
-    names = ["dgc", "parameter_server"]  # each costs seconds of starting up; test_lightning trains all of them
+    names = ["dgc", "parameter_server"]  # each takes seconds to start; test_lightning trains all presets
     output = example("examples/train_classifier.py", "--max-epochs=4", "--preset", *names)
     accuracy = {name: float(re.search(rf"^{name} +(\d+\.\d\d)%", output, re.MULTILINE)[1]) for name in names}
     assert min(accuracy.values()) > 40, accuracy
 
 
-def test_a_folder_without_images_is_refused_in_words(monkeypatch, tmp_path):
+def test_a_folder_without_images_is_refused(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "examples")
     classifier = importlib.import_module("train_classifier")
     with pytest.raises(SystemExit, match=f"--data {tmp_path}: there is no folder {tmp_path / 'train'}"):
@@ -124,7 +124,7 @@ def test_the_recipe_for_the_trainer_of_transformers_compresses(tmp_path):
     assert saved == [pytest.approx(50, rel=0.05)] * 2, output
 
 
-def test_the_gpt_trains_with_hsdp_and_with_ours_and_prints_what_it_measured(tmp_path):
+def test_the_gpt_trains_with_hsdp_and_with_ours_and_prints_a_table(tmp_path):
     arguments = ["--steps", "5", "--width", "16", "--depth", "1", "--batch", "1"]
     said = script(ROOT / "examples" / "train_gpt_fsdp.py", *arguments, log=tmp_path / "log", folder=tmp_path)
     ways = [[cell.strip() for cell in line.split("|")] for line in said.splitlines() if line.startswith("| ")][1:]

@@ -50,7 +50,7 @@ def nets(fabric: Fabric, count: int = 2) -> list[tuple]:
 
 
 def train(fabric: Fabric, pairs: list[tuple], rank: int, steps: range) -> None:
-    """Takes steps of two passes each."""
+    """Trains steps of two passes each."""
     for step in steps:
         for number, (model, optimizer) in enumerate(pairs):
             optimizer.zero_grad()
@@ -62,7 +62,7 @@ def train(fabric: Fabric, pairs: list[tuple], rank: int, steps: range) -> None:
 
 @on_ranks(2)
 def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
-    """With everything sent, they learn what one process with the mean gradient learns."""
+    """With everything sent, they learn the same as one process with the mean gradient."""
     fabric = fabric_of(rank, world, ratio=1.0, wire="fp32")
     pairs = nets(fabric)
     train(fabric, pairs, rank, range(4))
@@ -76,12 +76,12 @@ def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
                 (loss_of(alone, worker, 100 * number + 2 * step + part) / world).backward()
             optimizer.step()
         torch.testing.assert_close(weights(model), weights(alone), rtol=1e-5, atol=1e-6)
-    assert exchanged == [4, 4]  # once each step, accumulated gradients
+    assert exchanged == [4, 4]  # once per step: gradients accumulate
 
 
 @on_ranks(2)
-def test_residuals_are_saved_and_loaded_by_the_users_keys(rank, world, tmp_path):
-    """As Fabric saves anything that has a state: each module's residuals under a key of the user's."""
+def test_residuals_are_saved_and_loaded_under_the_users_keys(rank, world, tmp_path):
+    """Fabric saves each module's residuals like any other object with a state."""
     path, kept = tmp_path / "fabric.ckpt", []
     for steps, load in ((range(4), False), (range(4, 6), True)):
         fabric = fabric_of(rank, world, ratio=0.05)
@@ -105,8 +105,8 @@ def test_residuals_are_saved_and_loaded_by_the_users_keys(rank, world, tmp_path)
 
 
 @on_ranks(2)
-def test_modules_and_optimizers_that_are_not_used_any_more_are_let_go(rank, world):
-    """As in cross-validation: each model and optimizer takes the place of the last."""
+def test_unused_modules_and_optimizers_are_released(rank, world):
+    """As in cross-validation, where each model and optimizer replaces the last."""
     fabric = fabric_of(rank, world, ratio=0.05)
     optimizers = weakref.WeakSet()
     for _ in range(4):
@@ -114,7 +114,7 @@ def test_modules_and_optimizers_that_are_not_used_any_more_are_let_go(rank, worl
         optimizers.add(optimizer.optimizer)
         train(fabric, [(model, optimizer)], rank, range(2))
     gc.collect()
-    assert len(fabric.strategy.topk_states) <= 2, "the last, and the one that its variable held meanwhile"
+    assert len(fabric.strategy.topk_states) <= 2, "the last, and the previous one that a variable held"
     for _ in range(3):
         optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.1))
         optimizers.add(optimizer.optimizer)
@@ -130,9 +130,9 @@ def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, wo
     net, open_groups, kept = nn.Linear(20, 20), [], []
     for turn in range(3):
         model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
-        kept.append(model)  # also of the turns before, as a notebook does
+        kept.append(model)  # as a notebook keeps earlier models
         state = fabric.strategy.state_of(model)
-        assert state.residuals.progress.steps == 2 * turn, "residuals are those of the turn before"
+        assert state.residuals.progress.steps == 2 * turn, "the residuals of the previous turn"
         assert fabric.strategy.topk_states == [state]
         train(fabric, [(model, optimizer)], rank, range(2))
         open_groups.append(len(dist.distributed_c10d._world.pg_map))
@@ -163,8 +163,8 @@ def test_fabric_can_start_its_processes():
 
 @pytest.mark.parametrize("modules", [1, 2])
 @on_ranks(2)
-def test_what_was_sent_for_a_step_that_the_scaler_skips_comes_back(rank, world, tmp_path, modules):
-    """Also of a module that shares its optimizer with the one whose gradient was spoilt; loading keeps residuals."""
+def test_a_step_that_the_scaler_skips_returns_its_gradients_to_the_residuals(rank, world, tmp_path, modules):
+    """Also for a module that shares its optimizer with the spoilt one; loading weights keeps residuals."""
     fabric = fabric_of(rank, world, scaled=True, ratio=0.05)
     made = [four_layers() for _ in range(modules)]
     optimizer = SGD([p for net in made for p in net.parameters()], lr=0.1)
@@ -215,7 +215,7 @@ def test_fabric_refuses_unknown_arguments_and_momentum_twice(rank, world):
 
 @on_ranks(2)
 def test_momentum_is_adapted_in_fabric_too(rank, world):
-    """One optimizer for an exchanged module and for a parameter of no module: only the first stands still."""
+    """One optimizer for an exchanged module and a parameter of no module: only the module stands still."""
     fabric = fabric_of(rank, world, saving=20)
     net, alone = four_layers(), nn.Parameter(torch.ones(3))
     optimizer = SGD([{"params": net.parameters()}, {"params": [alone]}], lr=0.1, momentum=0.9)

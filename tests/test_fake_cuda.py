@@ -1,7 +1,7 @@
-"""Exchanges of gradients on a GPU that is not there: fake tensors have a device, and no data.
+"""Exchanges of gradients on a fake GPU: fake tensors have a device and no data.
 
-What needs data on the host (``.item()``, ``nonzero``, a boolean index) raises with fake tensors, as does what mixes
-devices. Copies between host and device do not: :class:`Copies` finds them.
+Operations that need data on the host (``.item()``, ``nonzero``, a boolean index) or mix devices raise with fake
+tensors. Copies between host and device do not raise: :class:`Copies` finds them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CUDA = torch.device("cuda", 0)
 WORLD, LOCAL = 4, 2
 SIZES = (40_000, 7, 0, 25_001)
 COUNTED = Path(__file__).parents[1] / "examples" / "reproduced" / "gpu-bytes.json"
-"""What an exchange of 25 million entries moves, which the guide shows."""
+"""Bytes that an exchange of 25 million entries moves, shown in the guide."""
 TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
 
 
@@ -56,11 +56,11 @@ class Copies(TorchDispatchMode):
 
 
 LAUNCHED: list[tuple[str, dict[str, Any]]] = []
-"""Names and arguments of the kernels that were launched."""
+"""Names and arguments of launched kernels."""
 
 
 def kernel(name: str, names: list[str]) -> Kernel:
-    """Stands for a Triton kernel: what it is given must be contiguous, and on the GPU."""
+    """Stands for a Triton kernel: its tensors must be contiguous and on the GPU."""
 
     def launch(*arguments: Any) -> None:
         tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
@@ -71,14 +71,14 @@ def kernel(name: str, names: list[str]) -> Kernel:
 
 
 SECTOR = 32
-"""Bytes that a GPU reads or writes for an entry at a random place."""
+"""Bytes that a GPU reads or writes for one entry at a random place."""
 
 
 class Traffic(TorchDispatchMode):
-    """Counts kernels, and bytes between them and the memory, as if no cache helped from one kernel to the next."""
+    """Counts kernels and their memory traffic in bytes, as if no cache survived from one kernel to the next."""
 
     SEVERAL: ClassVar[dict[str, int]] = {"topk": 4, "cumsum": 2, "sort": 4, "nonzero_static": 6}
-    """Kernels of operations that have more than one."""
+    """Number of kernels, of operations with more than one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def with_kernels(self) -> tuple[int, int]:
-        """Bytes and kernels, Triton's among them."""
+        """Bytes and kernels, including Triton's."""
         return self.nbytes + sum(itertools.starmap(_moved, LAUNCHED)), self.launches + len(LAUNCHED)
 
 
@@ -131,7 +131,7 @@ def _moved(name: str, given: dict[str, Any]) -> int:
         kept = given["value"].numel()
         kept_and_moved = (1 + given["MOMENTUM"]) * min(2 * size["e"], SECTOR * kept)
         return size["index"] + size["value"] + size["payload"] + kept_and_moved
-    if name == "catch_up":  # what is delivered is read and written to, and sectors hold eight entries
+    if name == "catch_up":  # delivered entries are read and written, and a sector holds eight entries
         read = size["gradient"] + size["buffer"] + size["waited"] + size["x"] * given["DECAY"]
         return read + size["out"] + size["buffer"] + size["waited"]
     if name == "mark":
@@ -144,7 +144,7 @@ def _moved(name: str, given: dict[str, Any]) -> int:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Fake tensors; pinned memory, which they do not have, is taken for granted where it is asked for."""
+    """Fake tensors, which lack pinned memory: code that asks for it is assumed to get it."""
     replace_kernels(monkeypatch.setattr, kernel)
     from lightning_topk.core.ops import cuda
 
@@ -162,7 +162,7 @@ def copies_of(
     uncompressed: bool = False,
     measure: Measure = NOTHING,
 ) -> list[str]:
-    """The copies between host and device in a step; what is made once, with the first step, does not count."""
+    """The copies between host and device in a step, except those of the first step."""
     local = LOCAL if config.by_node else 1
     plan = plan_bucket(config, SIZES, WORLD, local, dtype.itemsize, (0,) if uncompressed else ())
     end = plan.endpoint(rank, dtype, CUDA)
@@ -193,7 +193,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def cases() -> Iterator[tuple[str, TopKConfig, dict[str, Any]]]:
-    """Settings, and how they are exchanged."""
+    """Names, settings and options of an exchange."""
     flags = [*itertools.product((False, True), repeat=3)]
     # Every topology with every selector, both ways and one way; wires and flags in turn.
     for number, (topology, selector, both) in enumerate(itertools.product(TOPOLOGIES, SELECTED, (True, False))):
@@ -237,8 +237,8 @@ def test_a_new_endpoint_copies_no_zeros_from_the_host(fake, monkeypatch):
 
 
 @pytest.mark.parametrize("row", json.loads(COUNTED.read_text()), ids=lambda row: f"{row['ratio']} {row['dtype']}")
-def test_an_exchange_takes_the_bytes_and_kernels_that_the_guide_says(fake, monkeypatch, row):
-    """Bytes for an entry of a bucket of 25 million, by arithmetic: adding and clearing alone take 16."""
+def test_an_exchange_takes_the_bytes_and_kernels_in_the_guide(fake, monkeypatch, row):
+    """Bytes per entry of a bucket of 25 million, by arithmetic: adding and clearing alone take 16."""
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     config, numel = TopKConfig(row["ratio"], momentum=row["momentum"]), 25_000_000
     dtype = getattr(torch, row["dtype"])
@@ -265,13 +265,13 @@ STEPS = {
 
 
 class Exchange:
-    """Somebody who exchanges gradients."""
+    """Stands for the owner of an exchange."""
 
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("with_triton", [True, False])
 def test_adapted_momentum_waits_for_nothing_and_moves_at_most_22_bytes_an_entry(fake, monkeypatch, name, with_triton):
-    """22 is 14 for an entry, 4 for a parameter that decays, and 4 for buffers where something is delivered."""
+    """14 bytes per entry, 4 for a parameter with weight decay, and 4 for the buffers of delivered entries."""
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     numel, (kind, options), exchange = 1_000_000, STEPS[name], Exchange()
     parameter = torch.nn.Parameter(torch.empty(numel, device=CUDA))
@@ -281,7 +281,7 @@ def test_adapted_momentum_waits_for_nothing_and_moves_at_most_22_bytes_an_entry(
     state = {name: torch.empty(numel, device=CUDA) for name in ("momentum_buffer", "exp_avg", "exp_avg_sq")}
     optimizer.state[parameter] = state
     adapted = AdaptedMomentum.of(optimizer)
-    adapted._adapt(optimizer)  # the first time counts of steps are made
+    adapted._adapt(optimizer)  # the first call makes the step counts
     with Copies() as watch, Traffic() as traffic:
         adapted._adapt(optimizer)
     assert watch.found == []
@@ -294,8 +294,8 @@ def test_adapted_momentum_waits_for_nothing_and_moves_at_most_22_bytes_an_entry(
     assert optimizer.state[parameter] is state
 
 
-def test_copies_and_waits_are_noticed(fake):
-    """The tests above would see what they look for."""
+def test_copies_and_waits_are_detected(fake):
+    """The tests above would fail if there were any."""
     with Copies() as watch:
         torch.ones(3).to(CUDA)
     assert len(watch.found) == 1
@@ -308,7 +308,7 @@ def test_copies_and_waits_are_noticed(fake):
 
 
 @pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
-def test_workers_select_in_one_pass_where_servers_do_not_compress(fake, topology):
+def test_workers_select_in_one_pass_if_servers_do_not_compress(fake, topology):
     config = TopKConfig(ratio=0.01, topology=topology, bidirectional=False)
     end = plan_bucket(config, SIZES, WORLD).endpoint(0, torch.float32, CUDA)
     assert type(end.uplink) is FusedLink

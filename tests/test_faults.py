@@ -27,7 +27,7 @@ from lightning_topk.runtime.groups import Groups
 JOB = Path(__file__).with_name("job.py")
 
 
-def test_groups_that_torch_has_forgotten_are_given_up_silently(tmp_path):
+def test_groups_that_torch_has_destroyed_are_dropped_silently(tmp_path):
     for store in ("first", "second"):
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / store), 1), rank=0, world_size=1)
         if store == "first":
@@ -37,7 +37,7 @@ def test_groups_that_torch_has_forgotten_are_given_up_silently(tmp_path):
         dist.destroy_process_group()
 
 
-def test_exchanges_wait_as_long_for_a_rank_as_the_users_own_group_does(tmp_path):
+def test_exchanges_use_the_timeout_of_the_users_own_group(tmp_path):
     user, some, own = timedelta(seconds=45), timedelta(seconds=44), timedelta(seconds=43)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=user)
@@ -55,8 +55,8 @@ def test_exchanges_wait_as_long_for_a_rank_as_the_users_own_group_does(tmp_path)
         dist.destroy_process_group()
 
 
-def test_a_rank_that_failed_alone_does_not_wait_to_destroy_a_group_of_nccl(tmp_path, monkeypatch):
-    """Its error would not be seen before the others' collectives time out."""
+def test_a_rank_that_failed_alone_does_not_wait_to_destroy_an_nccl_group(tmp_path, monkeypatch):
+    """Its error would not surface before the others' collectives time out."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     groups, destroy, others, destroyed = Groups.make(None, None), dist.destroy_process_group, Event(), Event()
 
@@ -88,7 +88,7 @@ def test_a_slow_rank_is_waited_for(rank, world):
 
 
 def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
-    """Rank 1 is struck in the exchange of the third step; ranks tell what they see, when, and the time of closing."""
+    """Fails rank 1 in the third step's exchange; returns the error message, seconds to it, and seconds to close."""
     ddp = DistributedDataParallel(four_layers(), bucket_cap_mb=0.001)
     state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=4))
     perform, count = drive.perform, [0]
@@ -153,7 +153,7 @@ def test_after_a_kill_torchrun_restarts_and_nothing_is_lost(tmp_path):
         said = torchrun(JOB, *arguments, logs=tmp_path / f"logs of {victim}", restarts=1)
         assert ('"first life": false' in said) == (victim == "1")
         ends.append(torch.load(tmp_path / victim / "epoch=3.ckpt", weights_only=True))
-    # The run that was killed resumes with the mean of the residuals, so its bits differ, and it ends as well trained.
+    # The killed run resumes with the mean of the residuals: its bits differ, but it ends as well trained.
     one, other = (torch.cat([weight.flatten() for weight in end["state_dict"].values()]) for end in ends)
     assert (one - other).norm() < 0.05 * other.norm()
     assert [end["lightning_topk"]["steps"] for end in ends] == [12, 12]
@@ -180,7 +180,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.trainer
-def test_fabric_connects_again_after_torchrun_restarts_it(tmp_path):
+def test_fabric_reconnects_after_torchrun_restarts_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FABRIC)
     said = torchrun(script, logs=tmp_path / "logs", restarts=1)

@@ -1,4 +1,4 @@
-"""What Lightning's DDPStrategy does, TopKStrategy does: with everything sent, the weights are the same."""
+"""TopKStrategy does all that Lightning's DDPStrategy does: with everything sent, the weights are the same."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Closures(Module):
 
 
 class Branch(Module):
-    """A branch that is left out in every other step."""
+    """A branch that every other step leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_with_everything_sent_training_gives_the_weights_of_ddp(rank, world, nam
 
 
 class Laws(Callback):
-    """Takes note of each step, and checks the laws at the end of fit."""
+    """Records each step, and checks the laws at the end of fit."""
 
     def __init__(self) -> None:
         self.computed, self.received, self.sent, self.planned = [], [], [], []
@@ -229,7 +229,7 @@ class Dropped(Module):
 
 @on_ranks(4, timeout=150)
 def test_random_states_are_those_of_ddp_with_every_topology_and_selector(rank, world, tmp_path):
-    """Those of torch, numpy and Python, with all that the monitor measures."""
+    """Checks torch, numpy and Python, with every measurement of the monitor."""
 
     def drawn(strategy: DDPStrategy, **options: Any) -> list[float]:
         for seed in (torch.manual_seed, np.random.seed, random.seed):
@@ -321,9 +321,9 @@ class Frozen(Module):
 
 @on_ranks(2)
 def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
-    """DDP does not know of parameters that were frozen when it was built; ranks would drift apart."""
+    """DDP ignores parameters that were frozen when it was built; ranks would drift apart."""
     model, alone, strategy = Frozen(), Frozen(), TopKStrategy(ratio=1.0, wire="fp32", bucket_cap_mb=0.001)
-    # Every rank sees all data: the mean is what one process has.
+    # Every rank sees all data, so the mean equals one process's gradient.
     fit(rank, world, model, strategy, max_epochs=2, use_distributed_sampler=False)
     optimizer = alone.configure_optimizers()
     for epoch in range(2):
@@ -336,7 +336,7 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
 
 
 class Thawing(Module):
-    """Unfreezes its first layer before the loss is computed, where that is too late, or after."""
+    """Unfreezes its first layer before the loss is computed, which is too late, or after."""
 
     def __init__(self, before: bool) -> None:
         super().__init__()

@@ -41,14 +41,14 @@ MODES = {
     "gradient_as_bucket_view": {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True},
 }
 SEVERAL = ("several_buckets", "find_unused_parameters")
-"""Where buckets have different sizes and some of their parameters no gradient: enough beside another axis."""
+"""Modes in which buckets differ in size and some parameters have no gradient: enough beside another axis."""
 SQUARE = [(*way, mode, (i + j) % 5, (i + 2 * j) % 5) for i, way in enumerate(ROUTES) for j, mode in enumerate(MODES)]
 """Topology, direction, mode, and two numbers below five: any two of these four (a topology with its direction) meet in
-some case, as in two orthogonal Latin squares. The laws of three and more at a time are held in memory, in test_laws."""
+some case, as in two orthogonal Latin squares. test_laws covers combinations of three and more in memory."""
 
 
 def uses_branch(mode: str, rank: int, step: int) -> bool:
-    """With find_unused_parameters: all ranks, one rank, no rank."""
+    """With find_unused_parameters, all ranks, one rank and no rank use it in turn."""
     return mode != "find_unused_parameters" or step % 3 == 0 or (step % 3 == 1 and rank == 0)
 
 
@@ -58,10 +58,10 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     Args:
         rank: This rank.
         world: Number of ranks.
-        topology: That of the exchange.
+        topology: Topology of the exchange.
         bidirectional: Whether servers compress.
-        mode: That of DDP.
-        settings: More of them; ``local``, the ranks of a node, and ``device``.
+        mode: Mode of DDP.
+        settings: More settings; also ``local``, the ranks per node, and ``device``.
     """
     local, device = settings.pop("local", 1), settings.pop("device", "cpu")
     patterns = settings.get("dense_parameters", ())
@@ -99,7 +99,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     assert rows.any()
     everything = (config.ratio, config.wire) == (1.0, "fp32") or topology == "dense"
     exact = torch.cat([torch.full((p.numel(),), everything or p in whole) for p in net.parameters()])
-    laws.check(means, rows, left, sent, planned, exact, settled=2)  # buckets are regrouped after the first steps
+    laws.check(means, rows, left, sent, planned, exact, settled=2)  # DDP regroups its buckets after the first steps
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_laws_hold(groups, world, topology, bidirectional, mode, settings):
 @pytest.mark.parametrize("more", [{}, {"dense_parameters": ["scale"]}])
 @routes
 def test_laws_hold_with_a_saving(groups, topology, bidirectional, more):
-    """Each bucket has a ratio of its own."""
+    """Each bucket has its own ratio."""
     groups(3).run(harness, topology, bidirectional, "several_buckets", {"ratio": None, "saving": 8, **more})
 
 
@@ -169,7 +169,7 @@ def test_laws_hold_on_nodes_of_several_ranks(groups, nodes, local, topology, bid
         for mode in MODES
     ],
 )
-def test_laws_hold_beside_parameters_that_are_not_compressed(groups, world, topology, bidirectional, local, mode):
+def test_laws_hold_with_uncompressed_parameters(groups, world, topology, bidirectional, local, mode):
     settings = {"local": local, "dense_parameters": ("*.bias", "last.weight", "scale")}
     groups(world).run(harness, topology, bidirectional, mode, settings)
 
@@ -210,7 +210,7 @@ def test_the_bytes_of_every_rank_are_predicted_on_every_rank(rank, world):
 
 
 class Empty(nn.Module):
-    """Has a parameter without elements, of a dtype of its own: DDP gives it a bucket of its own."""
+    """Has an empty parameter with a dtype of its own, which DDP puts into a bucket of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,14 +256,14 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
     report = state.report()
     state.close()
     assert count >= 3
-    assert 0 < report.seconds < took  # what two exchanges do at the same time counts once
+    assert 0 < report.seconds < took  # the time of two simultaneous exchanges counts once
     assert report.exposed_seconds <= report.seconds
     torch.testing.assert_close(torch.stack(received), expected, atol=1e-7, rtol=1e-5)
 
 
 @on_ranks(2)
-def test_a_bucket_without_elements_ends_in_its_turn(rank, world):
-    """Else the batch after the next would begin on groups that are in use, on some ranks earlier than on others."""
+def test_an_empty_bucket_completes_in_its_turn(rank, world):
+    """Otherwise the batch after the next would start on groups in use, on some ranks earlier than on others."""
     state = attach(DistributedDataParallel(nn.Linear(4, 4)))
     lane, empty = state.lane(torch.device("cpu")), nn.Parameter(torch.empty(0))
     turn = next(state._exchanger.run(Batch(torch.empty(0), Job((empty,), state.config)), lane), "ended")
@@ -282,7 +282,7 @@ def test_buckets_travel_while_backward_runs(rank, world):
     state.launch = lambda bucket: promised.append(launch(bucket)) or promised[-1]
 
     def wait(_: torch.Tensor) -> None:
-        """The gradient of the first layer comes last; it waits until some bucket has gone all the way."""
+        """Holds up the first layer's gradient, which comes last, until some bucket's exchange has completed."""
         deadline = time.monotonic() + 20
         while not any(future.done() for future in promised) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -321,10 +321,10 @@ def test_an_error_in_the_exchange_reaches_training_with_the_buckets_name(rank, w
 
 @pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.01])  # clipping is of what is exchanged
+@pytest.mark.parametrize("clip", [None, 0.01])  # clipping applies to the exchanged gradient
 @on_ranks(2)
 def test_parameters_that_take_turns_lose_nothing_and_touch_no_other(rank, world, topology, view, clip):
-    """Two parts that take turns, each zeroing only its own gradients, as the optimizers of a GAN do."""
+    """Each of two parts zeroes only its own gradients, as the optimizers of a GAN do."""
     net = nn.ModuleList([nn.Linear(20, 50), nn.Linear(20, 5)])
     ddp = DistributedDataParallel(net, find_unused_parameters=True, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
     settings = {"topology": topology, "bidirectional": topology != "allgather", "clip_norm": clip}
@@ -346,12 +346,12 @@ def test_parameters_that_take_turns_lose_nothing_and_touch_no_other(rank, world,
 
 
 def open_now() -> tuple[int, int]:
-    """Threads that Python knows, and process groups."""
+    """Numbers of Python's threads and of process groups."""
     return threading.active_count(), len(dist.distributed_c10d._world.pg_map)
 
 
 @on_ranks(2)
-def test_a_closed_state_leaves_no_thread_and_no_group_and_says_so(rank, world):
+def test_a_closed_state_leaves_no_thread_and_no_group_and_refuses_use(rank, world):
     before = open_now()
     ddp = DistributedDataParallel(nn.Linear(20, 10))
     state = attach(ddp, ratio=0.5)
@@ -367,7 +367,7 @@ def test_a_closed_state_leaves_no_thread_and_no_group_and_says_so(rank, world):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
 @on_ranks(2)
-def test_closed_states_that_are_still_referred_to_leave_no_thread_of_torch(rank, world):
+def test_closed_states_still_referenced_leave_no_thread_of_torch(rank, world):
     threads, states = [], []
     for _ in range(2):
         for _ in range(4):
@@ -381,8 +381,8 @@ def test_closed_states_that_are_still_referred_to_leave_no_thread_of_torch(rank,
 
 
 @on_ranks(4)
-def test_process_groups_can_be_made_again_after_they_were_closed(rank, world):
-    """Torch 2.9 names subgroups by the number of groups; a late rank would find the addresses of a closed one."""
+def test_process_groups_can_be_recreated_after_closing(rank, world):
+    """Torch 2.9 names subgroups by the number of groups: a late rank could find a closed group's addresses."""
     for _ in range(3):
         if rank == 1:
             time.sleep(0.3)
@@ -394,8 +394,8 @@ def test_process_groups_can_be_made_again_after_they_were_closed(rank, world):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @on_ranks()
-def test_bytes_of_ddps_broadcasts_are_counted_as_what_they_are(rank, world):
-    """Every other rank receives what is broadcast once: the model when it is wrapped, then its buffers."""
+def test_bytes_of_ddps_broadcasts_are_counted_as_broadcasts(rank, world):
+    """Every other rank receives each broadcast once: the model when it is wrapped, then its buffers."""
     net = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16))
     ddp = DistributedDataParallel(net)
     state = attach(ddp, ratio=0.1)
@@ -421,14 +421,14 @@ def test_bytes_of_ddps_broadcasts_are_counted_as_what_they_are(rank, world):
 
 
 @pytest.mark.parametrize(("world", "sends"), [(1, [0]), (2, [1, 0]), (3, [2, 0, 0]), (4, [2, 1, 0, 0])])
-def test_a_tree_broadcast_sends_as_often_as_gloo_was_seen_to(world, sends):
+def test_tree_broadcast_sends_match_those_observed_of_gloo(world, sends):
     # Counted at the network interfaces of four hosts.
     assert [tree_broadcast_sends(rank, world) for rank in range(world)] == sends
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @on_ranks()
-def test_what_an_all_reduce_costs_is_the_same_on_every_rank_and_its_bytes_count(rank, world):
+def test_every_rank_gets_the_same_all_reduce_cost_and_counts_its_bytes(rank, world):
     meter = Meter()
     cost = dense_cost(1 << 16, torch.device("cpu"), dist.group.WORLD, meter)
     rows = every_rank(torch.tensor([cost.latency, cost.seconds_per_byte]))
@@ -441,9 +441,9 @@ def test_what_an_all_reduce_costs_is_the_same_on_every_rank_and_its_bytes_count(
 
 @on_ranks(2)
 def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world):
-    """Torch compares each collective among all ranks before it starts it; one rank has the second bucket late."""
+    """Torch compares each collective on all ranks before it starts; one rank's second bucket is late."""
     net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)  # torch 2.14's DDP crashes on a group that is checked
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)  # torch 2.14's DDP crashes on a checked group
     if rank == 1:
         net[1].weight.register_hook(lambda _: time.sleep(0.05))
     level = dist.get_debug_level()
@@ -458,7 +458,7 @@ def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world)
 
 
 class Rotated(nn.Module):
-    """A layer, and a complex one."""
+    """A real layer and a complex one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -491,7 +491,7 @@ def test_parameters_that_ddp_ignores_may_be_complex_and_are_not_exchanged(rank, 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
 @on_ranks(4)
 def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world):
-    """Threads, files and groups after each of some states of the same ranks, of which some were open at a time."""
+    """Counts threads, files and groups after each round of states, some of which were open at the same time."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     whole = dist.new_group(list(range(world)))
     counts = []
@@ -516,7 +516,7 @@ def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world)
 
 
 @on_ranks(2)
-def test_groups_in_which_an_exchange_failed_are_not_used_again(rank, world):
+def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
     """An exchange fails on one rank."""
     whole, states = dist.new_group([0, 1]), []
     for spoilt in (True, False):

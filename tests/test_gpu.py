@@ -1,7 +1,7 @@
 """Training on GPUs: NCCL with one rank and with all, gloo with several on one GPU, streams, scalers, large gradients.
 
-``.ci/gpu`` runs all of it and reports. Where a test needs no bytes of other ranks, DDP is real and :func:`loopback`
-stands for the network: so one GPU is enough.
+``.ci/gpu`` runs all of it and reports. If a test needs no bytes of other ranks, DDP is real and :func:`loopback` stands
+for the network, so one GPU is enough.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
 
 
 @pytest.mark.parametrize("numel", [25_000_000, 2**31 + 12_345])
-def test_kernels_choose_what_the_reference_chooses_whatever_the_size(numel):
+def test_kernels_select_like_the_reference_at_any_size(numel):
     cuda = pytest.importorskip("lightning_topk.core.ops.cuda")
     if torch.cuda.mem_get_info()[0] < 50 * numel:
         pytest.skip(f"needs {50 * numel / 1e9:.0f} GB of a GPU's memory")
@@ -60,7 +60,7 @@ def test_kernels_choose_what_the_reference_chooses_whatever_the_size(numel):
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("sync_batchnorm", [False, True])
 def test_a_model_trains_on_a_gpu(tmp_path, precision, sync_batchnorm):
-    module, strategy = Normed(), TopKStrategy(ratio=0.01, momentum=0.9)  # else a single rank does not compress
+    module, strategy = Normed(), TopKStrategy(ratio=0.01, momentum=0.9)  # so that a single rank compresses
     before, options = weights(module), {"accelerator": "gpu", "default_root_dir": tmp_path, "log_every_n_steps": 1}
     options |= {"precision": precision, "sync_batchnorm": sync_batchnorm, "max_steps": 6}
     trainer, logged = fit(None, 1, module, strategy, **options)
@@ -115,9 +115,9 @@ def test_all_gpus_skip_a_step_that_overflows(groups):
 
 
 def normalised(rank: int, world: int) -> None:
-    """Batch norm's collectives are on the default group, the exchange's on its own; every other rank's lane is late.
+    """Batch norm uses the default group, the exchange its own; every other rank's lane is late.
 
-    So the GPUs start the kernels of two communicators in different orders.
+    The GPUs therefore start the kernels of two communicators in different orders.
     """
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000)) for _ in range(6)])
@@ -148,7 +148,7 @@ def test_synchronised_batch_norm_runs_beside_the_lane(groups, world):
 
 
 def failing(rank: int, world: int) -> float:
-    """Seconds that the teardown takes after an exception on rank 0, while the others exchange."""
+    """Seconds of the teardown after an exception on rank 0, while the others exchange."""
     ddp = DistributedDataParallel(nn.Linear(1000, 1000).cuda())
     state = attach(ddp, ratio=0.01)
     for step in range(3):
@@ -192,7 +192,7 @@ def test_a_model_on_some_of_the_ranks_does_not_wait_for_the_others():
 
 @pytest.fixture
 def loopback(monkeypatch):
-    """Four ranks, of which the other three would send what this one sends."""
+    """Simulates four ranks, of which the other three send what this one sends."""
 
     def perform(request, group, background):
         payload = request.payload
@@ -200,14 +200,14 @@ def loopback(monkeypatch):
 
     monkeypatch.setattr(drive, "perform", perform)
     if dist.is_initialized():
-        dist.destroy_process_group()  # Lightning leaves that of a Trainer
+        dist.destroy_process_group()  # Lightning leaves a Trainer's group
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
 
 
 def trained(steps: int = 4):
-    """A model that is trained on ``loopback``, and a function that makes a step."""
+    """A model trained on ``loopback``, its state, and a function that takes a step."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(6)]).cuda()
     ddp = DistributedDataParallel(net, bucket_cap_mb=16)
@@ -263,7 +263,7 @@ def test_the_replicas_of_a_sharded_model_exchange_without_waiting_for_the_gpu(lo
 
 
 def sharded(rank: int, world: int, device: str = "cuda") -> None:
-    """With everything sent, torch's own sharding with replicas."""
+    """Compares with torch's own HSDP, with everything sent."""
 
     def make(mesh: DeviceMesh) -> nn.Module:
         return test_fsdp.sharded(Net(empty=False).to(device), mesh)

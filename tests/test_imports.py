@@ -1,4 +1,4 @@
-"""The layers of the package, and what importing it costs."""
+"""The layers of the package, and the cost of importing it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ MAY_IMPORT = {
     "lightning": ["core", *SETTINGS, "runtime", "volume", "ddp", "fsdp"],
     "lab": ["core", *SETTINGS, "runtime", "volume", "ddp", "simulate", "_version"],
 }
-"""Which wings each wing may import; the wings beside ``__init__``, ``__main__`` and the public names of others'
-modules."""
+"""The wings that each wing may import, except ``__init__``, ``__main__`` and modules that only re-export public
+names."""
 PUBLIC_NAMES = {"fabric": "lightning.fabric", "metrics": "lightning.metrics", "select": "core.select"}
-"""Modules that only give what is in another one a public name."""
+"""Modules that only re-export public names of another module."""
 PACKAGES = {
     "torch.distributed": {"runtime", "ddp", "fsdp", "attaching", "lightning", "lab"},
     "lightning": {"lightning"},
@@ -45,7 +45,7 @@ PACKAGES = {
     "matplotlib": {"lab"},
     "tqdm": {"lab"},
 }
-"""Where packages that cost time, or that not everybody has, may be imported."""
+"""The wings that may import packages which are slow to import or optional."""
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
@@ -54,7 +54,7 @@ MODULES = {
 
 @cache
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports, anywhere in it, and those that it names to ``import_module``."""
+    """Modules that a file imports anywhere, including through ``import_module``."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -93,7 +93,7 @@ def test_a_wing_imports_only_the_wings_below_it(name):
 
 
 @pytest.mark.parametrize("name", PUBLIC_NAMES)
-def test_a_public_module_only_names_what_is_in_another(name):
+def test_a_public_module_only_re_exports_another(name):
     tree = ast.parse(MODULES[name].read_text())
     assert [type(node).__name__ for node in tree.body] == ["Expr", "ImportFrom", "Assign"]
     assert tree.body[1].module == f"lightning_topk.{PUBLIC_NAMES[name]}"
@@ -112,7 +112,7 @@ def test_no_modules_import_each_other_in_a_circle():
         found = set()
         for each in imports(MODULES[name]):
             module = each.removeprefix("lightning_topk.") if each.startswith("lightning_topk.") else ""
-            while module and module not in MODULES:  # a name in a module
+            while module and module not in MODULES:  # the name is inside a module
                 module = module.rpartition(".")[0]
             found.add(module)
         return found - {name, ""}
@@ -166,7 +166,7 @@ SERVER = """
 import json, os, sys, traceback
 import torch, torch._dynamo
 for number, (name, code) in enumerate(json.loads(sys.argv[1]).items()):
-    if number == 1:  # nobody but the first cares about what Lightning imports of others, which takes seconds
+    if number == 1:  # only the first case checks Lightning's own imports, which take seconds
         import matplotlib.pyplot, scipy.signal, scipy.stats, torchmetrics, torchvision
     sys.stdout.flush()
     read, write = os.pipe()
@@ -187,7 +187,7 @@ for number, (name, code) in enumerate(json.loads(sys.argv[1]).items()):
 
 @pytest.mark.process
 def test_packages_work_together_in_every_order_of_imports():
-    """Runs every case in a process that has imported neither Lightning nor ours: all are forked from one."""
+    """Forks every case from one process that has imported neither Lightning nor this package."""
     pytest.importorskip("pytorch_lightning")
     done = subprocess.run(
         [sys.executable, "-c", SERVER, json.dumps(CASES)],

@@ -1,4 +1,4 @@
-"""The Triton kernels, held against the reference: on a GPU, and everywhere under Triton's interpreter."""
+"""The Triton kernels, compared with the reference: on a GPU, and everywhere under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def given(name: str, numel: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 1, 70), (70_001, 3, 200), (100_000, 4, 25)]
 )
-def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
+def test_one_pass_selects_like_the_reference(name, numel, shards, k):
     layout, finite = Layout(numel, shards), torch.tensor(True, device=DEVICE)
     e, x = given(name, numel)
     expected = e.clone()
@@ -65,7 +65,7 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
     if name == "normal":
         assert torch.equal(found[0], index)
         assert torch.equal(found[1], value)
-    else:  # more reach the threshold than there is room for: the largest of those that have room
+    else:  # more entries reach the threshold than fit: the largest of those that fit
         rows = reference.shard_rows(e, layout)
         assert torch.equal(rows.gather(1, found[0]), found[1])
         assert (found[0].diff(dim=1) > 0).all()
@@ -73,7 +73,7 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, k):
 
 @on_a_device
 @pytest.mark.parametrize("shards", [1, 3])
-def test_where_too_few_reach_the_threshold_the_rest_is_zeros(shards):
+def test_missing_entries_are_zeros_if_too_few_reach_the_threshold(shards):
     numel, k = 70_001, 200
     layout = Layout(numel, shards)
     e, x = torch.zeros(numel, device=DEVICE), torch.zeros(numel, device=DEVICE)
@@ -88,7 +88,7 @@ def test_where_too_few_reach_the_threshold_the_rest_is_zeros(shards):
 
 @on_a_device
 @pytest.mark.parametrize("width", [64, 100, 256])
-def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(width):
+def test_selection_stays_exact_if_a_layers_columns_differ_in_scale(width):
     numel, k = (2**16, 655) if INTERPRETED else (2**17, 1310)
     layout, finite = Layout(numel, 2), torch.tensor(True, device=DEVICE)
     e, _ = given("normal", numel)
@@ -102,7 +102,7 @@ def test_layers_whose_columns_differ_in_scale_are_chosen_from_as_exactly_as_any(
 
 
 @on_a_device
-def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
+def test_a_vector_that_is_not_finite_leaves_the_residual_unchanged():
     e, x = given("normal", 20_000)
     before = e.clone()
     x[77] = torch.nan
@@ -114,7 +114,7 @@ def test_a_vector_that_is_not_finite_leaves_the_residual_as_it_was():
 
 
 def sent_by_the_reference(e, x, finite, layout, codec, delivered, velocity=None):
-    """What a link does in steps."""
+    """The result of a link's separate steps."""
     memory = Residual(0, e.dtype, e.device)
     if velocity is not None:
         memory = MomentumResidual(0, e.dtype, e.device, velocity.momentum)
@@ -128,14 +128,14 @@ def sent_by_the_reference(e, x, finite, layout, codec, delivered, velocity=None)
 
 
 SHAPES = [(16_384, 1, 1), (70_001, 1, 700), (70_001, 3, 200), (100_000, 4, 25), (70_001, 3, 1500), (2**17, 2, 6400)]
-"""Elements, shards, entries of each."""
+"""Elements, shards, entries per shard."""
 DTYPES = (
     (None, torch.float32),
     (torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float16),
 )
-"""What is delivered, and what is given."""
+"""dtypes of the delivered and of the given vector."""
 RECEIVED = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES_RECEIVED = [(16_384, 1, 17), (70_001, 3, 1500), (100_000, 4, 25)]
 
@@ -143,11 +143,11 @@ SHAPES_RECEIVED = [(16_384, 1, 17), (70_001, 3, 1500), (100_000, 4, 25)]
 @on_a_device
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_sent_and_kept_in_one_function_is_what_the_steps_send_and_keep(wire, shape):
+def test_the_fused_send_equals_the_separate_steps(wire, shape):
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
-    # The interpreter is slow: there each wire meets half of the shapes and most pairs of dtypes, but not all of both.
+    # The interpreter is slow: there each wire meets half of the shapes and most pairs of dtypes, not all combinations.
     one, place = SHAPES.index(shape), [*WIRES].index(wire)
     if INTERPRETED and (one + place) % 2:
         pytest.skip("the interpreter is slow")
@@ -168,7 +168,7 @@ def test_what_is_sent_and_kept_in_one_function_is_what_the_steps_send_and_keep(w
 @on_a_device
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("given_as", [torch.float32, torch.bfloat16])
-def test_momentum_is_added_in_the_same_function(finite, given_as):
+def test_the_fused_send_adds_momentum(finite, given_as):
     layout, finite = Layout(70_001, 3), torch.tensor(finite, device=DEVICE)
     codec = Codec(WIRES["int4"], layout.shard_size, 200)
     e, x = given("normal", layout.numel)
@@ -184,9 +184,9 @@ def test_momentum_is_added_in_the_same_function(finite, given_as):
 
 
 @on_a_device
-@pytest.mark.filterwarnings("ignore:overflow encountered")  # by NumPy, in which the interpreter computes
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # in NumPy, which the interpreter uses
 @pytest.mark.parametrize("momentum", [None, 0.9])
-def test_of_more_sums_that_overflow_than_are_sent_none_stays_infinite(momentum):
+def test_overflowing_sums_that_are_not_sent_stay_finite(momentum):
     layout, finite, large = Layout(20_000, 2), torch.tensor(True, device=DEVICE), torch.finfo(torch.float32).max
     codec = Codec(WIRES["fp32"], layout.shard_size, 10)
     e, x = given("normal", layout.numel)
@@ -206,7 +206,7 @@ def test_of_more_sums_that_overflow_than_are_sent_none_stays_infinite(momentum):
 @on_a_device
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("shape", SHAPES_RECEIVED)
-def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, shape):
+def test_the_fused_receive_equals_the_separate_steps(wire, shape):
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
@@ -232,7 +232,7 @@ def test_what_is_received_in_one_function_is_what_the_steps_receive(wire, shape)
 
 
 @on_a_device
-def test_a_gradient_that_is_not_finite_is_announced_and_the_residual_kept():
+def test_a_gradient_that_is_not_finite_sends_nan_and_keeps_the_residual():
     layout = Layout(70_001, 3)
     for wire in WIRES.values():
         codec = Codec(wire, layout.shard_size, 200)
@@ -249,7 +249,7 @@ def test_a_gradient_that_is_not_finite_is_announced_and_the_residual_kept():
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
-def test_a_momentum_buffer_catches_up_in_one_pass_as_by_the_reference(decay, dtype, skipped):
+def test_a_momentum_buffer_catches_up_in_one_pass_like_the_reference(decay, dtype, skipped):
     numel = 70_001
     buffer, gradient = (each.to(dtype) for each in given("normal", numel))
     gradient[gradient.abs() < 1.5] = 0

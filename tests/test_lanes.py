@@ -1,4 +1,4 @@
-"""Lanes of a CPU: a thread that exchanges, in order, beside the backward pass. Those of a GPU: test_stream_order."""
+"""CPU lanes: a thread that exchanges, in order, beside the backward pass. GPU lanes are in test_stream_order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_topk.runtime import lanes
 
 
 def result_of(future: torch.futures.Future) -> torch.Tensor:
-    """What a lane promised; to wait has no time limit of its own."""
+    """The result that a lane promised; a future's own wait has no timeout."""
     end = time.monotonic() + 20
     while not future.done():
         assert time.monotonic() < end, "the lane hangs"
@@ -23,7 +23,7 @@ def result_of(future: torch.futures.Future) -> torch.Tensor:
     return future.wait()
 
 
-def test_a_lane_of_a_cpu_says_whether_its_work_has_ended(monkeypatch):
+def test_closing_a_cpu_lane_returns_whether_its_work_has_ended(monkeypatch):
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
     lane, go = lanes.ThreadLane(), threading.Event()
     promised, future = lane.promise()
@@ -40,7 +40,7 @@ def test_a_lane_of_a_cpu_says_whether_its_work_has_ended(monkeypatch):
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(max_in_flight):
-    """A third job begins when the first has ended; results come in the order of submission."""
+    """A third job starts when the first has ended; results come in the order of submission."""
     lane, all_there, log = lanes.ThreadLane(max_in_flight), threading.Event(), []
 
     def job(name):
@@ -62,8 +62,8 @@ def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(max_in_flight)
     assert log == (alone if max_in_flight == 1 else "a0 b0 a1 a2 c0 b1 b2 c1 c2").split()
 
 
-def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
-    """Its groups are not destroyed: that would wait for the collective."""
+def test_closing_a_failed_lane_reports_a_collective_in_progress():
+    """The lane's groups must not be destroyed, since that would wait for the collective."""
     lane, both_there, collective = lanes.ThreadLane(max_in_flight=2), threading.Event(), mock.Mock()
     collective.is_completed.return_value = False
 
@@ -86,7 +86,7 @@ def test_a_lane_that_failed_with_a_collective_in_progress_says_so():
     assert lane.close()
 
 
-def test_a_lane_runs_no_job_after_a_failed_one_and_idle_has_no_thread(monkeypatch):
+def test_a_lane_runs_no_job_after_a_failed_one_and_an_idle_one_has_no_thread(monkeypatch):
     monkeypatch.setattr(lanes, "IDLE", 0.05)
     lane, ran = lanes.ThreadLane(), []
 
@@ -105,7 +105,7 @@ def test_a_lane_runs_no_job_after_a_failed_one_and_idle_has_no_thread(monkeypatc
             end = time.monotonic() + 20
             while lane._thread is not None and time.monotonic() < end:
                 time.sleep(0.01)
-            assert lane._thread is None, "it works again when a job comes"
+            assert lane._thread is None, "the thread restarts with the next job"
         else:
             with pytest.raises(RuntimeError, match="first"):
                 result_of(future)
@@ -131,7 +131,7 @@ time.sleep(0.1)
 
 
 @pytest.mark.process
-def test_a_process_ends_well_while_the_lane_is_at_work():
+def test_a_process_exits_cleanly_while_the_lane_works():
     ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_TORCH_CALLS_BACK], timeout=120)
     assert ended.returncode == 0
 

@@ -68,8 +68,8 @@ def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings)
 
 
 @routes
-def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_know(topology, bidirectional, monkeypatch):
-    """As CONTRIBUTING says how to add one; it has as many bits as int8."""
+def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_support(topology, bidirectional, monkeypatch):
+    """A new wire as CONTRIBUTING describes it; it has as many bits as int8."""
     monkeypatch.setitem(WIRES_BY_NAME, "e4m3", Wire("e4m3", torch.float8_e4m3fn))
     simulate(TopKConfig(ratio=0.005, bidirectional=bidirectional, wire="e4m3", topology=topology), 3, 150_001)
 
@@ -110,7 +110,7 @@ def test_pieces_are_larger_where_less_is_sent(numel, amount, pieces):
 
 
 def test_pieces_are_compressed_to_the_same_bits_whatever_is_fused(monkeypatch):
-    """And are measured as they are when they are not."""
+    """Measuring gives the same bits too."""
     monkeypatch.setattr(build, "PIECE", 40_000)
     ends, errors = [], []
     for fused, measure in ((True, NOTHING), (False, NOTHING), (True, Measure(error=True, per_layer=True))):
@@ -133,12 +133,12 @@ def test_pieces_are_compressed_to_the_same_bits_whatever_is_fused(monkeypatch):
     [
         *in_turn([1e-6, 200.0], [*ROUTES, ON_NODES[0]], WIRES, [torch.bfloat16, torch.float16]),
         *in_turn([1.0], [*ROUTES, ON_NODES[0]], WIRES, [torch.float64]),
-    ],  # dense rounds sums, as DDP does
+    ],  # without dense, which rounds sums as DDP does
 )
 def test_laws_hold_for_other_dtypes(topology, bidirectional, wire, dtype, scale):
-    """A rounding that is lost is seen after a few steps; a drift, in one system that goes on for longer.
+    """A lost rounding error shows after a few steps, a drift in the one system that runs longer.
 
-    What a half-precision bucket rounds off is kept as well, so errors are those of the residual's float32.
+    The residual keeps the rounding error of a half-precision bucket too, so only float32's own errors remain.
     """
     steps = 60 if (topology, bidirectional, wire, dtype) == ("sharded", True, "bf16", torch.bfloat16) else 6
     config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
@@ -165,7 +165,7 @@ def systems(draw):
         wire=draw(st.sampled_from(WIRES)),
         selector=draw(st.sampled_from(SELECTED)),
     )
-    workers = draw(st.integers(2 if topology == "hierarchical" else 1, 6))  # one node would be dense
+    workers = draw(st.integers(2 if topology == "hierarchical" else 1, 6))  # a single node would be dense
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     few = draw(st.lists(VALUES, min_size=1, max_size=12))
     return config, workers, draw(st.integers(1, 700)), dtype, few, draw(st.integers(0, 2**16))
@@ -181,7 +181,7 @@ def spotted(few, seed, dtype, world, numel, step):
 
 @given(systems())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_laws_hold_for_whatever_settings_shapes_and_values(system):
+def test_laws_hold_for_random_settings_shapes_and_values(system):
     config, workers, numel, dtype, few, seed = system
     eps, largest = torch.finfo(torch.promote_types(dtype, torch.float32)).eps, max(map(abs, (*few, 5.0)))
     atol = 40 * eps * workers * laws.LOCAL * min(largest, 6e4)
@@ -204,7 +204,7 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(
 ):
     settings = {"selector": selector, "momentum": momentum, "wire": wire, "clip_norm": 9.0}
     cluster = laws.cluster_of(TopKConfig(0.01, bidirectional, topology=topology, **settings), 3, 2000, dtype)
-    # Worker 1 is poisoned; in the hierarchy it is the node of ranks 0 and 1, each of which has a part.
+    # Rank 1 is poisoned; in the hierarchy its worker is the node of ranks 0 and 1, each of which has a part.
     poisoned = [cluster.endpoints[rank] for rank in ((0, 1) if topology == "hierarchical" else (1,))]
     for step, finite in enumerate((True, False, True)):
         before = [kept.clone() for end in poisoned for kept in end.uplink.memory.tensors().values()]
@@ -227,7 +227,7 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(
 def test_sums_beyond_the_range_of_floats_leave_finite_residuals(
     topology, bidirectional, selector, momentum, wire, dtype, large, count
 ):
-    """Few and many of them, and whether they are among those that are selected or not; at first one worker's alone."""
+    """Few or many sums overflow, whether selected or not; at first those of one worker alone."""
     settings = {"selector": selector, "momentum": momentum, "wire": wire}
     cluster = laws.cluster_of(TopKConfig(0.01, bidirectional, topology=topology, **settings), 2, 500, dtype)
     for step in range(7):
@@ -238,7 +238,7 @@ def test_sums_beyond_the_range_of_floats_leave_finite_residuals(
         assert step or received.isfinite().all()
         for end in cluster.endpoints:
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
-    assert received.any(), "nothing is sent any more"
+    assert received.any(), "nothing is sent anymore"
 
 
 @everywhere
@@ -261,14 +261,14 @@ def test_downlink_only_compression_sends_dense_gradients_up(topology):
 
 
 def same_as(thesis, cluster: Cluster, world: int, numel: int, steps: int = 30) -> None:
-    """Fails unless a cluster delivers what an oracle does, step by step."""
+    """Fails unless a cluster delivers the same as an oracle, step by step."""
     for step in range(steps):
         mine = gradients(world, numel, step)
         expected = thesis.step(torch.stack(mine).numpy())
         np.testing.assert_allclose(cluster.step(mine)[0].numpy(), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])  # the oracle knows these two
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])  # the oracle supports these two
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_one_server_is_the_algorithm_of_the_thesis(world, bidirectional, wire):
@@ -276,7 +276,7 @@ def test_one_server_is_the_algorithm_of_the_thesis(world, bidirectional, wire):
     server_ratio = k_server / numel if bidirectional else None
     config = TopKConfig(k / numel, bidirectional, server_ratio, wire=wire, topology="single_server")
     rounding = bfloat16 if wire == "bf16" else (lambda vector: vector)
-    # Unidirectional with rounded values: what rounding leaves on the server is small, and W k entries have room.
+    # Unidirectional with rounded values: the server's rounding errors are small, and W k entries have room.
     room = k_server if bidirectional else min(numel, world * k)
     thesis = BidirectionalTopK(world, numel, k, room, [np.arange(numel)], rounding)
     cluster = Cluster(config, world, numel)
@@ -323,7 +323,7 @@ def test_all_gather_and_unidirectional_servers_deliver_all_that_workers_sent(top
 
 
 @routes
-def test_error_feedback_keeps_on_workers_only_or_nowhere_as_it_says(topology, bidirectional):
+def test_error_feedback_may_be_on_workers_only_or_off(topology, bidirectional):
     on_workers, nowhere = (
         Cluster(TopKConfig(0.02, bidirectional, topology=topology, error_feedback=kept), 3, 1000)
         for kept in ("worker", False)
@@ -336,7 +336,7 @@ def test_error_feedback_keeps_on_workers_only_or_nowhere_as_it_says(topology, bi
 
 
 @routes
-def test_the_measured_error_is_that_of_the_step(topology, bidirectional):
+def test_the_measured_error_is_the_error_of_the_step(topology, bidirectional):
     world, numel = 3, 3000
     config = TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional, wire="fp32")
     cluster = Cluster(config, world, numel, measure=Measure(error=True))
@@ -356,7 +356,7 @@ def test_the_measured_error_is_that_of_the_step(topology, bidirectional):
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 3), (3, 2), (4, 1)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_ranks_of_a_node_are_one_worker_that_exchanges_its_mean(nodes, local, bidirectional):
-    """Parameter by parameter, a part of the hierarchy is the sharded exchange of the nodes' means of that part."""
+    """Each part of the hierarchy equals a sharded exchange of the nodes' means of that part."""
     sizes, world = (1000, 7, 0, 64, 1), nodes * local
     config = TopKConfig(ratio=0.02, topology="hierarchical", bidirectional=bidirectional, wire="fp32")
     cluster = Cluster(config, world, sum(sizes), local=local, sizes=sizes)
@@ -380,7 +380,7 @@ def test_a_hierarchy_of_one_node_is_dense_unless_momentum_is_on_the_workers():
     assert TopKConfig(topology="hierarchical", momentum=0.9).resolve(4, 4).topology == "sharded"
 
 
-def test_what_leaves_a_node_is_what_the_plan_says():
+def test_the_plan_splits_bytes_within_and_between_nodes():
     for topology, bidirectional in [*ROUTES, *ON_NODES]:
         config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional)
         plans = [volume(config, [(500, 300)], 6, rank, local=3) for rank in range(6)]
@@ -390,7 +390,7 @@ def test_what_leaves_a_node_is_what_the_plan_says():
 
 
 @pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
-def test_what_was_kept_of_a_parameter_that_is_now_uncompressed_is_delivered(topology):
+def test_the_residual_of_a_newly_uncompressed_parameter_is_delivered(topology):
     cluster = Cluster(TopKConfig(ratio=0.5, wire="fp32", topology=topology), 4, 20, local=2, sizes=(10, 10))
     config = cluster.plan.config
     cluster.endpoints = [endpoint_of(config, (10, 10), rank, 4, local=2, uncompressed=[0]) for rank in range(4)]

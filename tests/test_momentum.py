@@ -1,4 +1,4 @@
-"""Momentum that knows when an entry was delivered: torch's optimizers, entry by entry."""
+"""Momentum adapted to when an entry was delivered: torch's optimizers, entry by entry."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SIZE, STEPS = 64, 40
 
 
 class Exchange:
-    """Somebody who exchanges gradients."""
+    """Stands for the owner of an exchange."""
 
 
 def adapted(kind, like: torch.Tensor | int = SIZE, adapts: bool = True, **options) -> tuple:
-    """A parameter, ones if a size is given, and its optimizer with adapted momentum, as long as the optimizer lives."""
+    """A parameter (ones, if a size is given) and its optimizer, adapted as long as the optimizer lives."""
     parameter = nn.Parameter(torch.ones(like) if isinstance(like, int) else like)
     optimizer = kind([parameter], **{"lr": 0.1, **options})
     optimizer.exchange = Exchange()
@@ -36,16 +36,16 @@ def adapted(kind, like: torch.Tensor | int = SIZE, adapts: bool = True, **option
 
 
 def delivered(share: float = 0.2, steps: int = STEPS, size: int = SIZE) -> list[torch.Tensor]:
-    """Gradients of which each entry is there with a probability, or in every step."""
+    """Gradients whose entries are each present with probability ``share``."""
     generator = torch.Generator().manual_seed(0)
     drawn = [(torch.randn(size, generator=generator), torch.rand(size, generator=generator)) for _ in range(steps)]
     return [torch.where(chance < share, gradient, 0.0) for gradient, chance in drawn]
 
 
 def literal(kind, gradients, lr, **options) -> torch.Tensor:
-    """The rule by itself: in the step that delivers it an entry takes all steps since, the others with a zero gradient.
+    """The rule alone: a delivered entry takes all steps since its last delivery, the others one with a zero gradient.
 
-    Weight decay reaches an entry in every step: with the gradient in steps that deliver it, and by itself elsewhere.
+    Weight decay reaches an entry in every step: with the gradient when it is delivered, and by itself otherwise.
     """
     weights = torch.ones(SIZE, dtype=torch.float64)
     b, q, largest, waited = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(4))
@@ -53,14 +53,14 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
     decay, sign = options.get("weight_decay", 0.01 if kind is AdamW else 0.0), -1 if options.get("maximize") else 1
     for t, gradient in enumerate(gradients, 1):
         here, g = gradient != 0, sign * gradient.double()
-        if t == 1:  # torch's first step knows no momentum
+        if t == 1:  # torch's first step has no momentum
             here = torch.ones_like(here)
         if kind is not AdamW:
             g = g + decay * weights
         a = 1 - options.get("dampening", 0.0) * (t > 1) if kind is SGD else 1 - m
         steps = waited + 1
         v = m * b + a * g
-        moved = torch.where(here, (1 - m**steps) / (1 - m) * v, a * g / (1 - m))  # elsewhere g is weight decay alone
+        moved = torch.where(here, (1 - m**steps) / (1 - m) * v, a * g / (1 - m))  # otherwise g is weight decay alone
         b = torch.where(here, m**waited * v, b)
         waited = torch.where(here, 0, steps)
         if kind is SGD:
@@ -76,7 +76,7 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
 
 
 def stepped(optimizer, parameter, gradients, way="bare") -> torch.Tensor:
-    """The parameter after steps as training loops take them."""
+    """The parameter after the steps of a training loop."""
     for gradient in gradients:
 
         def closure(gradient=gradient):
@@ -90,7 +90,7 @@ def stepped(optimizer, parameter, gradients, way="bare") -> torch.Tensor:
             loss = optimizer.step(closure) if way == "closure" else optimizer.step(closure=closure)
             assert loss == gradient.sum()
         own = optimizer.defaults["foreach"]  # with nesterov, torch itself changes the gradient
-        assert own or torch.equal(parameter.grad.flatten(), gradient), "a step leaves the gradient as it is"
+        assert own or torch.equal(parameter.grad.flatten(), gradient), "a step changed the gradient"
     return parameter.detach().flatten()
 
 
@@ -110,14 +110,14 @@ FORMS = [{}, {"foreach": True}, {"fused": True}]
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_an_entry_takes_all_the_steps_that_it_waited_when_it_is_delivered(kind, options, form):
+def test_a_delivered_entry_takes_all_the_steps_that_it_waited(kind, options, form):
     found = stepped(*adapted(kind, **options, **form), delivered())
     torch.testing.assert_close(found, literal(kind, delivered(), 0.1, **options).float(), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("kind", "options"), [*KINDS, (NAdam, {"betas": (0.9, 0.99), "weight_decay": 0.1})])
 @pytest.mark.parametrize("way", ["bare", "closure", "keyword"])
-def test_where_everything_is_delivered_it_is_the_users_optimizer(kind, options, way):
+def test_with_everything_delivered_the_users_optimizer_is_unchanged(kind, options, way):
     ends = []
     for adapts in (True, False):
         optimizer, parameter = adapted(kind, adapts=adapts, **options)
@@ -127,7 +127,7 @@ def test_where_everything_is_delivered_it_is_the_users_optimizer(kind, options, 
 
 @pytest.mark.parametrize("kind", [SGD, NAdam])
 def test_every_gradient_moves_an_entry_as_far_as_in_dense_training(kind):
-    """Of SGD exactly: what is not yet moved is in the momentum buffer, and m / (1 - m) times that is still to come."""
+    """Exactly for SGD: m / (1 - m) times the momentum buffer is the movement that remains."""
     options = {"momentum": 0.9} if kind is SGD else {"momentum_decay": 0.0}
     optimizer, parameter = adapted(kind, torch.zeros(SIZE), lr=1.0, **options)
     gradients = delivered()
@@ -137,13 +137,13 @@ def test_every_gradient_moves_an_entry_as_far_as_in_dense_training(kind):
         torch.testing.assert_close(found - to_come, -10 * sum(gradients), rtol=1e-4, atol=1e-4)
     else:
         still = torch.stack(gradients).eq(0).all(0)
-        assert torch.equal(found[still], torch.zeros(int(still.sum()))), "NAdam leaves what was never delivered"
+        assert torch.equal(found[still], torch.zeros(int(still.sum()))), "NAdam moved an entry that was never delivered"
         assert found[~still].ne(0).all()
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_a_run_goes_on_in_plain_ddp_from_the_optimizers_own_state(kind, options):
-    """The state between two steps is a plain optimizer's: it has no key of ours, and its velocity is true."""
+def test_plain_ddp_resumes_from_the_optimizers_own_state(kind, options):
+    """Between steps the state is a plain optimizer's: it has no extra key, and its velocity is the true one."""
     optimizer, parameter = adapted(kind, **options)
     stepped(optimizer, parameter, delivered())
     saved, ends = optimizer.state_dict(), []
@@ -157,7 +157,7 @@ def test_a_run_goes_on_in_plain_ddp_from_the_optimizers_own_state(kind, options)
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_one_pass_on_the_cpu_equals_the_optimizers_own_step(kind, options, monkeypatch):
-    """In any dense order of memory, of tensors larger than a tile."""
+    """For any dense memory format, and tensors larger than a tile."""
     found = []
     for fast in (True, False):
         ones = torch.ones(3, 5, 19, 23).contiguous(memory_format=torch.channels_last)
@@ -183,7 +183,7 @@ def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_a_sparse_gradient_is_followed_as_its_dense_form(nesterov):
+def test_a_sparse_gradient_steps_like_its_dense_form(nesterov):
     found = []
     for sparse in (True, False):
         optimizer, parameter = adapted(SGD, torch.ones(8, 8), momentum=0.9, nesterov=nesterov)
@@ -198,7 +198,7 @@ def test_an_entry_that_waits_for_very_long_takes_all_its_steps():
     optimizer, parameter = adapted(SGD, torch.zeros(2), lr=1.0, momentum=0.5)
     gradients = [torch.ones(2), *[torch.tensor([0.0, 1.0])] * 400, torch.ones(2)]
     found = stepped(optimizer, parameter, gradients)
-    assert found[0] == pytest.approx(-1 - 2 * 1.5), "two deliveries: the first step, then all of what is left"
+    assert found[0] == pytest.approx(-1 - 2 * 1.5), "two deliveries: the first step, then all the rest"
     assert optimizer.state[parameter]["momentum_buffer"][0] == pytest.approx(0, abs=1e-6)
 
 
@@ -252,7 +252,7 @@ def test_each_exchange_adapts_its_own_parameters_as_long_as_it_lives():
 
 
 class Own(AdamW):
-    """An AdamW with another step."""
+    """An AdamW that overrides ``step``."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -268,7 +268,7 @@ def test_optimizers_with_a_step_of_their_own_keep_their_momentum():
             f"{name} wraps one of them, pass the inner optimizer."
         )
     for optimizer in (SGD([parameter], lr=0.1), RMSprop([parameter]), AdamW([parameter], betas=(0.0, 0.9))):
-        assert adapt_momentum([optimizer], exchange) == [], "there is no momentum"
+        assert adapt_momentum([optimizer], exchange) == [], "adapted an optimizer without momentum"
     (words,) = adapt_momentum([AdamW([parameter])], exchange)
     assert "the momentum of AdamW is adapted" in words
     assert "adapt_momentum=False" in words
@@ -278,30 +278,30 @@ def test_a_step_that_fails_leaves_the_optimizers_own_state():
     optimizer, parameter = adapted(Adam, 3, foreach=True)
     stepped(optimizer, parameter, [torch.ones(3)] * 2)
     own = optimizer.state[parameter]["exp_avg"]
-    optimizer.state[parameter]["exp_avg_sq"] = torch.ones(2)  # of a wrong size
+    optimizer.state[parameter]["exp_avg_sq"] = torch.ones(2)  # a wrong size
     with pytest.raises(RuntimeError, match="size"):
         optimizer.step()
     assert optimizer.state[parameter]["exp_avg"] is not own
     assert optimizer.state_dict()["state"][0]["exp_avg"] is own
 
 
-def test_the_gradient_after_a_step_that_failed_is_the_next_ones():
+def test_a_step_after_a_failed_one_leaves_its_own_gradient():
     optimizer, parameter = adapted(SGD, 3, momentum=0.9)
     stepped(optimizer, parameter, [torch.ones(3)] * 2)
 
     def fails(*_):
         raise RuntimeError("hook")
 
-    hook = optimizer.register_step_pre_hook(fails)  # of a user, after ours
+    hook = optimizer.register_step_pre_hook(fails)  # a user's hook, after ours
     before = parameter.detach().clone()
     with pytest.raises(RuntimeError, match="hook"):
         optimizer.step()
-    assert torch.equal(parameter, before), "a step that fails in a hook moves nothing"
+    assert torch.equal(parameter, before), "a step that failed in a hook moved the parameter"
     hook.remove()
-    stepped(optimizer, parameter, [torch.full((3,), 5.0)])  # which checks the gradient
+    stepped(optimizer, parameter, [torch.full((3,), 5.0)])  # checks the gradient
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the step on the CPU, and a lent buffer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # one pass on the CPU, and the borrowed buffer
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_of_the_user_act_as_without_adaptation(when, dtype):
     """A post-hook frees the gradients; pre-hooks clip them and save the state."""
@@ -338,7 +338,7 @@ def test_hooks_of_the_user_act_as_without_adaptation(when, dtype):
 
 
 def test_the_state_of_the_optimizer_is_its_own():
-    """A parameter without gradients has no state; a state that is cleared begins anew."""
+    """A parameter without gradients has no state; a cleared state starts over."""
     used, unused, exchange = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), Exchange()
     optimizer = SGD([used, unused], lr=1.0, momentum=0.9)
     adapt_momentum([optimizer], exchange)
@@ -348,7 +348,7 @@ def test_the_state_of_the_optimizer_is_its_own():
     assert stepped(optimizer, used, [torch.ones(1)] * 2) == pytest.approx(-2.9)
 
 
-def test_momentum_that_never_ends_is_left_to_torch():
+def test_momentum_of_1_is_left_to_torch():
     found = [stepped(*adapted(SGD, adapts=adapts, lr=0.01, momentum=1.0), delivered()) for adapts in (False, True)]
     assert torch.equal(*found)
 
@@ -368,7 +368,7 @@ def test_settings_say_where_momentum_is_adapted():
 
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 @on_ranks(2)
-def test_ranks_agree_on_weights_and_dense_parts_step_as_in_ddp_to_the_bit(rank, world, kind):
+def test_ranks_agree_on_weights_and_dense_steps_equal_ddp_to_the_bit(rank, world, kind):
     options = {"momentum": 0.9, "weight_decay": 1e-3} if kind is SGD else {"fused": True}
     ends, said = {}, {}
     for name, settings in {
@@ -391,7 +391,7 @@ def test_ranks_agree_on_weights_and_dense_parts_step_as_in_ddp_to_the_bit(rank, 
             state.close()
         ends[name] = weights(net)
     rows = every_rank(torch.stack([*ends.values()]))
-    assert torch.equal(rows[0], rows[1]), "every rank has the same weights"
+    assert torch.equal(rows[0], rows[1]), "ranks differ in weights"
     assert torch.equal(ends["dense"], ends["plain"])
     torch.testing.assert_close(ends["all"], ends["plain"], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(ends["default"], ends["not adapted"], rtol=1e-3, atol=1e-4)
@@ -401,7 +401,7 @@ def test_ranks_agree_on_weights_and_dense_parts_step_as_in_ddp_to_the_bit(rank, 
     ]
 
 
-def test_the_step_count_of_entries_is_one_byte_and_goes_with_parameters():
+def test_the_step_count_takes_one_byte_per_entry_and_goes_with_its_parameter():
     parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], Exchange()
     optimizer = SGD(parameters, lr=0.1, momentum=0.9)
     adapt_momentum([optimizer], exchange)

@@ -24,13 +24,13 @@ TORCHRUN = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --max-restart
 
 
 def launched(group: hosts.Hosts, way: str, folder: Path) -> list[tuple[int, str, str]]:
-    """Runs the job as a way of launching does; return codes and outputs of what was started."""
+    """Launches the job in one way; returns exit codes and outputs of the started processes."""
     address, port = group.address.split(":")
     started, base = [], {"MASTER_ADDR": address, "MASTER_PORT": port}
     kill = (
         "3" if way == "torchrun" else "-1",
         str(4 * 5 + 2),
-    )  # between the nodes, in the sixth step: four requests each
+    )  # between nodes, in the sixth step: four requests per step
     job = [JOB, str(folder), *kill, json.dumps(OPTIONS)]
     for node in range(2):
         if way == "torchrun":
@@ -69,7 +69,7 @@ def test_every_way_to_launch_two_nodes_trains_alike_and_a_rank_may_die(tmp_path)
     except RuntimeError as error:  # a container may be root without the right to make namespaces
         pytest.skip(f"no network namespaces here: {error}")
     assert torch.equal(ends["lightning"], ends["slurm"])
-    # The run of which a rank dies resumes with the mean of the residuals, so its bits differ.
+    # The run in which a rank dies resumes with the mean of the residuals, so its bits differ.
     assert (ends["torchrun"] - ends["slurm"]).norm() < 0.05 * ends["slurm"].norm()
     plan = volume(TopKConfig(ratio=0.05, topology="hierarchical"), [[2, 64]], 4, local=2, step=11)
     told = json.loads(said["slurm"][0].splitlines()[-1])

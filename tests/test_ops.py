@@ -23,7 +23,7 @@ from lightning_topk.core.wire import WIRES, Codec
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])
-def test_unpacked_bits_are_those_that_were_packed(n):
+def test_unpack_bits_inverts_pack_bits(n):
     bits = torch.randint(0, 2, (3, n), dtype=torch.uint8)
     packed = reference.pack_bits(bits)
     assert packed.shape == (3, math.ceil(n / 8))
@@ -37,7 +37,7 @@ def positions(universe: int, k: int, rows: int = 2) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("universe", "k"), [(1, 1), (2, 1), (2, 2), (10, 3), (256, 256), (1000, 1), (1000, 10), (70_000, 700), (2**25, 40)]
 )
-def test_decoded_positions_are_those_that_were_encoded_by_elias_fano(universe, k):
+def test_elias_fano_decode_inverts_encode(universe, k):
     index = positions(universe, k)
     low = reference.elias_fano_low_width(universe, k)
     code = reference.elias_fano_encode(index, universe, low)
@@ -47,13 +47,13 @@ def test_decoded_positions_are_those_that_were_encoded_by_elias_fano(universe, k
     assert torch.equal(cpu.elias_fano_decode(code, universe, k, low), index)
 
 
-def test_a_damaged_payload_is_noticed():
+def test_a_damaged_elias_fano_code_is_refused():
     code = cpu.elias_fano_encode(torch.tensor([[3, 4, 13]]), 16, 2)
     with pytest.raises(ValueError, match="holds 4 positions instead of 3: it was damaged"):
         cpu.elias_fano_decode(code | torch.tensor([[0, 2]], dtype=torch.uint8), 16, 3, 2)
 
 
-def test_elias_fano_takes_repeated_positions_and_is_as_by_hand():
+def test_elias_fano_takes_repeated_positions_and_matches_an_example():
     index = torch.tensor([[0, 0, 5, 5, 999], [0, 1, 2, 998, 999]])
     low = reference.elias_fano_low_width(1000, 5)
     for version in (reference, cpu):
@@ -76,7 +76,7 @@ def test_positions_cost_at_most_6_percent_over_their_entropy(ratio):
     ("rows", "universe", "k"),
     [(1, 10, 3), (5, 1000, 7), (3, 1, 1), (3, 1000, 63), (2, 1000, 64), (3, 1000, 65), (2, 300, 257)],
 )
-def test_a_payload_is_what_the_codec_says(wire, rows, universe, k):
+def test_a_decoded_payload_holds_what_the_codec_returned(wire, rows, universe, k):
     codec = Codec(WIRES[wire], universe, k)
     index, value = positions(universe, k, rows), torch.randn(rows, k)
     payload, sent = codec.encode(index, value)
@@ -88,14 +88,14 @@ def test_a_payload_is_what_the_codec_says(wire, rows, universe, k):
     assert ((sent - value).abs() <= value.abs().amax(1, keepdim=True) * codec.wire.rounding).all()
 
 
-def test_four_bits_share_a_byte_the_first_one_lowest():
+def test_two_4_bit_values_share_a_byte_the_first_one_lowest():
     value = torch.tensor([[7.0, -1.0, 0.4, -7.0, 3.0]])
     written = WIRES["int4"].write(value)
     assert written.tolist() == [[0xF7, 0x90, 0x03, *torch.ones(1, dtype=torch.bfloat16).view(torch.uint8).tolist()]]
     assert WIRES["int4"].read(written, 5).tolist() == [[7, -1, 0, -7, 3]]
 
 
-def test_a_payload_of_another_bucket_or_of_another_k_of_the_same_size_is_refused():
+def test_a_payload_of_the_same_size_but_another_bucket_or_k_is_refused():
     codec, *others = (Codec(WIRES["int4"], 1000, k, tag=tag) for k, tag in ((10, 0), (9, 0), (10, 1), (9, 1)))
     payload, _ = codec.encode(positions(1000, 10), torch.ones(2, 10))
     codec.check(payload)
@@ -121,7 +121,7 @@ def test_a_damaged_payload_is_refused_wherever_the_damage_is(wire, universe, k):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("delivered", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wire", WIRES)
-def test_what_arrives_of_any_value_is_finite_and_what_the_sender_expects(wire, delivered, dtype):
+def test_any_value_arrives_finite_and_as_the_sender_expects(wire, delivered, dtype):
     info = torch.finfo(torch.float32)
     value = torch.tensor([[torch.inf, -info.max, info.tiny, info.tiny / 4, 0.0, 1.0, -1e-3, 65504.0]], dtype=dtype)
     for chosen in (value, value[:, 2:], value[:, 2:5], value[:, :2]):
@@ -158,7 +158,7 @@ def test_every_element_has_one_place_in_the_shards(numel, shards):
         assert ((flat // 256) % shards == torch.arange(shards).unsqueeze(1))[rows > 0].all()
 
 
-def test_every_shard_keeps_its_share():
+def test_every_shard_sends_its_share():
     for numel in (1, 10, 1000, 123_457, 25_000_000):
         for shards in (1, 2, 3, 4, 64):
             layout = Layout(numel, shards)
@@ -170,7 +170,7 @@ def test_every_shard_keeps_its_share():
             assert layout.k_per_shard(numel) == layout.shard_size
 
 
-def test_the_number_of_kept_entries_is_the_papers_k():
+def test_k_is_the_papers_k():
     assert k_of(100, 0.29) == 29  # int(100 * 0.29) is 28
     assert k_of(50_890, 0.001) == 50
     assert k_of(3, 0.001) == 1
@@ -179,7 +179,7 @@ def test_the_number_of_kept_entries_is_the_papers_k():
         Layout(0, 2)
 
 
-def test_topk_chooses_the_largest_in_order_and_the_first_of_equal_ones():
+def test_topk_selects_the_largest_in_order_and_the_first_of_equal_ones():
     index = reference.topk_index(torch.tensor([[1.0, -5.0, 3.0, 0.0], [0.0, 0.5, -0.1, 0.2]]), 2)
     assert index.tolist() == [[1, 2], [1, 3]]
     rows = torch.tensor([[1.0, -2.0, 2.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [3.0, -3.0, 3.0, 3.0, -4.0]])
@@ -223,7 +223,7 @@ FINITE = torch.tensor(True)
 @pytest.mark.parametrize(
     ("numel", "shards", "ratio"), [(1_000, 3, 0.1), (70_001, 1, 0.001), (200_000, 3, 0.01), (300_007, 7, 0.001)]
 )
-def test_one_pass_chooses_what_the_reference_does(name, numel, shards, ratio):
+def test_one_pass_selects_like_the_reference(name, numel, shards, ratio):
     layout = Layout(numel, shards)
     k = layout.k_per_shard(k_of(numel, ratio))
     e, x = residual_and_gradient(name, numel)
@@ -236,8 +236,8 @@ def test_one_pass_chooses_what_the_reference_does(name, numel, shards, ratio):
     assert torch.equal(found[1], value)
 
 
-def test_where_denormals_are_flushed_zeros_do_not_reach_the_least_threshold():
-    """Else all of a sparse vector would be candidates, which takes 60 times as long."""
+def test_zeros_do_not_reach_the_least_threshold_if_denormals_are_flushed():
+    """Otherwise all entries of a sparse vector would be candidates, which takes 60 times as long."""
     numel, k = 100_000, 500
     layout, room = Layout(numel), k + k // 4 + 512
     places, values = np.empty((1, room), np.int32), np.empty((1, room), np.float32)
@@ -285,7 +285,7 @@ def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wi
         assert torch.equal(fused, plain)
 
 
-def test_damaged_positions_under_a_right_check_word_are_refused():
+def test_damaged_positions_under_a_valid_check_word_are_refused():
     """Two flips that cancel out in the sum of words."""
     codec = Codec(WIRES["fp32"], 4096, 64)
     payload, _ = codec.encode(positions(4096, 64, 1), torch.ones(1, 64))
@@ -293,13 +293,13 @@ def test_damaged_positions_under_a_right_check_word_are_refused():
     high = (codec.value_bytes + codec.k * codec.low_width // 8) // 4  # a word of high bits
     words[0, high] += (change := int(~words[0, high] & -~words[0, high]))  # its lowest zero becomes a one
     words[0, 0] -= change
-    codec.check(payload)  # nothing to see
+    codec.check(payload)  # the sum does not change
     with pytest.raises(ValueError, match="holds 65 positions instead of 64: it was damaged"):
         deliver(payload, codec, Layout(4096), torch.zeros(4096))
 
 
 @pytest.mark.parametrize("version", [cpu, reference])
-def test_one_pass_leaves_the_residual_as_it_was_where_the_vector_is_not_finite(version):
+def test_one_pass_keeps_the_residual_if_the_vector_is_not_finite(version):
     e, x = residual_and_gradient("normal", 150_000)
     before = e.clone()
     version.add_and_select(e, x.fill_(torch.inf), ~FINITE, Layout(150_000, 2), 75)
@@ -309,14 +309,14 @@ def test_one_pass_leaves_the_residual_as_it_was_where_the_vector_is_not_finite(v
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
 @pytest.mark.parametrize("place", [0, 65_535, 149_999])
-def test_one_element_that_is_not_finite_is_found_and_a_large_one_is_not(value, place):
+def test_is_finite_finds_one_bad_element_and_accepts_a_large_one(value, place):
     x = torch.randn(150_000)
     x[place] = value
     assert bool(ops.is_finite(x)) == bool(reference.is_finite(x)) == math.isfinite(value)
 
 
 def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):
-    """Lightning's bf16-true sets one during training_step, and so during a manual backward."""
+    """Lightning's bf16-true changes it during training_step, and so during a manual backward."""
     monkeypatch.setattr(ops, "fast", ops.fast.__wrapped__)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What is said before a run: bytes as they are counted, and a time for each topology."""
+"""``plan``: predicted bytes equal the counted ones, with a time for each topology."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def grouped(rank: int, world: int) -> tuple[list[list[int]], list[list[int]]]:
 def test_buckets_are_those_that_ddp_builds(groups):
     for found, expected in groups(2).run(grouped):
         assert len(found) > 3
-        # DDP takes gradients in the order in which they come: a layer's bias may come before its weight.
+        # DDP takes gradients in their order of arrival: a layer's bias may come before its weight.
         assert [sorted(bucket) for bucket in found] == [sorted(bucket) for bucket in expected]
 
 
@@ -42,7 +42,7 @@ class Net(nn.Module):
         self.trained, self.frozen = nn.Linear(10, 10), nn.Linear(5, 5).requires_grad_(False)
 
 
-def test_a_module_of_ones_own_is_counted():
+def test_a_users_module_is_counted():
     assert parameter_sizes(module="test_plan.Net") == [100, 10]
     for path, words in (
         ("test_plan.Nothing", "no attribute"),
@@ -66,7 +66,7 @@ def rows(shown: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in lines[2:]}
 
 
-def test_the_plan_has_exact_bytes_one_time_and_the_link_below_which_it_pays(monkeypatch, capsys):
+def test_the_plan_has_exact_bytes_a_time_and_the_break_even_link(monkeypatch, capsys):
     run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--inter", "100mbit")
     found = rows(capsys.readouterr().out)
     assert [*found] == ["dense (DDP)", "sharded", "single_server", "allgather"]
@@ -94,6 +94,6 @@ def test_the_plan_has_exact_bytes_one_time_and_the_link_below_which_it_pays(monk
         (["--model", "resnet5", "--nodes", "2"], "torchvision has no model 'resnet5'"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_words(monkeypatch, words, message):
+def test_invalid_plans_are_refused(monkeypatch, words, message):
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, "plan", *words)

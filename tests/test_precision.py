@@ -42,12 +42,12 @@ from lightning_topk.simulate import Cluster
 
 
 class Run:
-    """A net of four layers that is trained with a GradScaler.
+    """A net of four layers that trains with a GradScaler.
 
     Args:
         rank: This rank.
         optimizers: Makes the optimizers that the scaler steps.
-        given: What ``attach`` gets instead of them.
+        given: Makes the argument of ``attach`` from the first optimizer. Default: all optimizers.
         ddp: Options of DDP.
         **settings: Arguments of ``attach``.
     """
@@ -69,7 +69,7 @@ class Run:
         self.received: list[torch.Tensor] = []
 
     def backward(self, number: int, spoilt: str = "", passes: int = 1) -> torch.Tensor:
-        """A step's backward passes, of which the middle one is spoilt; returns the gradient without its scale."""
+        """Runs a step's backward passes and spoils the middle one; returns the unscaled gradient."""
         self.net.zero_grad()
         for part in range(passes):
             how = spoilt if part == passes // 2 else ""
@@ -89,20 +89,20 @@ class Run:
         return held(self.state, self.net)
 
     def own(self, number: int, lost: Collection[str] = ()) -> torch.Tensor:
-        """This rank's own gradient of a pass, but for parameters whose gradient is lost with a skipped step."""
+        """This rank's own gradient of a pass, except for parameters whose gradient a skipped step loses."""
         return without(local_gradient(self.alone, self.net, self.rank, number), self.net, lost)
 
     def note(self, computed: torch.Tensor, received: torch.Tensor | float) -> None:
-        """Takes note of what a step computed, and of what it received if its optimizers are not to skip it."""
+        """Records a step's computed gradient, and the received one (zero if its optimizers skip the step)."""
         self.computed.append(computed)
         self.received.append(torch.zeros_like(computed) + received)
 
     def left(self) -> torch.Tensor:
-        """What all ranks still have to deliver."""
+        """The undelivered gradient of all ranks."""
         return undelivered(self.state, self.net)
 
     def check(self, conserves: bool = True) -> None:
-        """Fails where the steps that were taken break a law; closes the state."""
+        """Fails if the recorded steps break a law; closes the state."""
         computed, received = mean_over_ranks(torch.stack(self.computed)), every_rank(torch.stack(self.received))
         left = self.left() if conserves else None
         self.state.close()
@@ -110,7 +110,7 @@ class Run:
 
 
 def spoil(g: torch.Tensor, how: str) -> torch.Tensor:
-    """A gradient with an infinity or a NaN; as it is if ``how`` is empty."""
+    """A gradient with an infinity or a NaN; unchanged if ``how`` is empty."""
     g = g.clone()
     if how:
         g.view(-1)[: None if how == "everywhere" else 1] = torch.nan if how == "nan" else torch.inf
@@ -135,8 +135,8 @@ MEMORIES = [{"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire"
     ids=str,
 )
 @on_ranks()
-def test_what_a_skipped_step_sent_comes_back(rank, world, topology, bidirectional, how, fused, settings):
-    """Its own gradients stay in the residuals, but for those that are sent uncompressed or are not finite on a node."""
+def test_a_skipped_step_returns_its_gradients_to_residuals(rank, world, topology, bidirectional, how, fused, settings):
+    """The step's own gradients stay in the residuals, except if uncompressed or not finite on a node."""
     settings = {"topology": topology, "bidirectional": bidirectional, **settings}
     with mock.patch.object(build, "PIECE", settings.pop("piece", build.PIECE)):
         skip_some_steps(rank, world, topology, how, fused, settings)
@@ -172,7 +172,7 @@ def skip_some_steps(rank, world, topology, how, fused, settings):
 def test_a_first_step_of_several_passes_is_undone_as_a_whole(rank, world, static):
     """DDP regroups its buckets within the first step, which is skipped.
 
-    The second pass is infinite on rank 0, so that the third begins with NaN on all ranks; in one bucket or in several.
+    The second pass is infinite on rank 0, so the third starts with NaN on all ranks, in one bucket or in several.
     """
     run = Run(rank, ddp={"static_graph": static})
     batches, submit, names = [], run.state.submit, [name for name, _ in run.net.named_parameters()]
@@ -192,7 +192,7 @@ def test_a_first_step_of_several_passes_is_undone_as_a_whole(rank, world, static
 
 
 class Hookless(torch.optim.Optimizer):
-    """Wraps an optimizer as some libraries do: without the constructor that gives ``step`` its hooks."""
+    """Wraps an optimizer as some libraries do, without calling the constructor that gives ``step`` its hooks."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, inner.defaults, {}
@@ -205,7 +205,7 @@ class Hookless(torch.optim.Optimizer):
 @pytest.mark.parametrize("given", ["wrapper", "inner"])
 @on_ranks(2)
 def test_an_optimizer_without_hooks_is_undone_when_the_scaler_skips_its_step(rank, world, given):
-    """The scaler steps a wrapper; the exchange knows it, or the optimizer in it."""
+    """The scaler steps a wrapper; ``attach`` gets the wrapper or the optimizer inside."""
     known = {"wrapper": lambda wrapper: wrapper, "inner": lambda wrapper: wrapper.inner}[given]
     run = Run(rank, lambda net: [Hookless(SGD(net.parameters(), lr=0.1))], known)
     for step in range(5):
@@ -283,7 +283,7 @@ def test_both_optimizers_of_a_spoilt_bucket_skip(rank, world):
         run.take()
     after = run.left()
     run.state.close()
-    torch.testing.assert_close(after, before + own, atol=1e-6, rtol=1e-4)  # the bucket is spoilt as a whole
+    torch.testing.assert_close(after, before + own, atol=1e-6, rtol=1e-4)  # the whole bucket is spoilt
 
 
 @laws.routes
@@ -305,7 +305,7 @@ def test_residuals_do_not_depend_on_the_scales_history(rank, world, topology, bi
 
 
 def scaled_step(cluster: Cluster, given: list[torch.Tensor], scale: torch.Tensor) -> list[torch.Tensor]:
-    """Exchanges laws.gradients that a GradScaler has scaled; returns what is delivered, with the scale."""
+    """Exchanges gradients that a GradScaler has scaled; returns the delivered gradients, with the scale."""
     outputs = [g.clone() for g in given]
     exchanges = [
         exchange(end, g, cluster.plan.codecs(selector=end.uplink.selector), cluster.steps, scale)
@@ -319,7 +319,7 @@ def scaled_step(cluster: Cluster, given: list[torch.Tensor], scale: torch.Tensor
 @laws.everywhere
 @pytest.mark.parametrize("magnitude", [1e-6, 1e-8])
 def test_half_precision_gradients_that_vanish_without_the_scale_arrive(topology, bidirectional, magnitude):
-    """Law 5 for what FSDP2 reduces in float16: with everything sent, the mean arrives as exactly as float16 has it."""
+    """Law 5 for FSDP2's reduction in float16: with everything sent, the mean arrives to float16's precision."""
     config = TopKConfig(ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional)
     cluster, scale = laws.cluster_of(config, 2, 1000, torch.float16), torch.tensor(65536.0)
     given = [(g * magnitude * scale).half() for g in laws.gradients(len(cluster.endpoints), 1000, 0)]
@@ -333,7 +333,7 @@ def test_half_precision_gradients_that_vanish_without_the_scale_arrive(topology,
     laws.in_turn([torch.float16, torch.bfloat16], [*laws.ROUTES, laws.ON_NODES[0]], laws.WIRES),
 )
 def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirectional, wire, dtype):
-    """Sums of many steps may not fit float16 when they are scaled: then the rest comes with later steps."""
+    """A scaled sum of many steps may overflow float16: later steps then deliver the rest."""
     config = TopKConfig(ratio=0.01, wire=wire, topology=topology, bidirectional=bidirectional)
     cluster = laws.cluster_of(config, 2, 1000, dtype)
     produced, delivered = torch.zeros(1000).double(), torch.zeros(1000).double()
@@ -349,7 +349,7 @@ def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirecti
     torch.testing.assert_close(delivered + laws.undelivered(cluster).double(), produced, atol=1e-7, rtol=1e-5)
 
 
-def test_a_scaled_sum_that_overflows_where_nothing_is_kept_is_seen():
+def test_a_scaled_sum_that_overflows_without_a_residual_is_not_finite():
     config = TopKConfig(ratio=0.01, wire="fp32", error_feedback="worker")
     cluster, scale = Cluster(config, 2, 1000, torch.float16), torch.tensor(2.0**24)
     finite = [scaled_step(cluster, [torch.full((1000,), 3e4).half()] * 2, scale)[0].isfinite().all() for _ in range(9)]
@@ -384,7 +384,7 @@ class Look(Callback):
 
 @pytest.mark.trainer
 @on_ranks(2)
-def test_a_trainer_with_a_scaler_goes_on_as_if_the_step_had_not_been(rank, world):
+def test_a_trainer_with_a_scaler_continues_as_if_without_the_skipped_step(rank, world):
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
     look = Look()
     _, logged = fit(rank, world, Spoilt(), TopKStrategy(ratio=0.1), [look], plugins=plugin, max_steps=6)

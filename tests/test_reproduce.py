@@ -28,7 +28,7 @@ def test_parallel_runs_come_back_by_name_and_their_errors_are_raised(monkeypatch
     noted = {}
     jobs = {"b": partial(int, "2"), "a": partial(int, "1"), "c": partial(int, "x")}
     with monkeypatch.context() as patched:
-        patched.setattr(training, "get_context", lambda _: get_context("forkserver"))  # starts in no time
+        patched.setattr(training, "get_context", lambda _: get_context("forkserver"))  # starts at once
         with pytest.raises(ValueError, match="invalid literal"):
             training.run_all(jobs, "test", noted.__setitem__)
     del jobs["c"]
@@ -92,7 +92,7 @@ def test_simulated_gradients_are_autograds():
 
 @pytest.fixture
 def images(tmp_path):
-    """A folder of ten classes, one image of each to train on and one held out."""
+    """A folder of ten classes, each with one training image and one held-out image."""
     for part in ("train", "test"):
         for number, name in enumerate("abcdefghij"):
             (tmp_path / part / name).mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_a_resnet_learns_from_a_folder_of_images(images):
     assert run.loss < before
 
 
-def test_images_are_moved_and_mirrored_and_stay_themselves():
+def test_crop_and_flip_only_shifts_and_mirrors_images():
     image = 1 + torch.arange(2 * 6 * 6.0).view(1, 2, 6, 6)
     many = data.crop_and_flip(image.expand(500, -1, -1, -1), torch.Generator().manual_seed(0))
     padded = torch.nn.functional.pad(image[0], (4, 4, 4, 4))
@@ -124,8 +124,8 @@ def test_images_are_moved_and_mirrored_and_stay_themselves():
     assert len(seen) > 120, "few of the 162 places were drawn"
 
 
-def test_every_batch_of_an_evaluation_is_of_all_classes(monkeypatch):
-    """Folders are sorted by class, and batch norm takes the statistics of the batch."""
+def test_every_batch_of_an_evaluation_has_all_classes(monkeypatch):
+    """Folders are sorted by class, and batch norm uses the statistics of the batch."""
     labels = torch.arange(1200) // 600
     images = labels.float().view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
     problem = training.Problem("mlp", 0, data.Data(images, labels, images, labels))
@@ -209,7 +209,7 @@ def test_an_exchange_of_every_system_is_timed_and_sends_what_is_predicted(groups
     assert all(each["seconds"] > 0 for each in found.values())
 
 
-def test_saving_curves_go_on_where_they_stopped_and_show_what_there_is(monkeypatch, tmp_path):
+def test_saving_curves_resume_and_show_finished_runs(monkeypatch, tmp_path):
     learners = tuple(saving_curves.Learner("mlp", kind, 0.05, 5) for kind in ("SGD", "AdamW"))
     monkeypatch.setattr(saving_curves, "LEARNERS", learners)
     monkeypatch.setattr(training, "run_all", alone)
@@ -224,7 +224,7 @@ def test_saving_curves_go_on_where_they_stopped_and_show_what_there_is(monkeypat
     (panel,) = first.panels
     assert list(panel.curves) == list(panel.errors) == ["mlp, SGD", "mlp, AdamW"]
     monkeypatch.setattr(training, "run_all", lambda jobs, *_: {})
-    assert few(seeds=3).tables == first.tables, "what is missing is left out"
+    assert few(seeds=3).tables == first.tables, "missing runs are left out"
     (mine,) = few(models=["mlp"], optimizers=["SGD"], lengths=(4,), savings=(10,)).tables.values()
     assert mine == [{head: cell for head, cell in table[0].items() if head != "saving 200"}]
     with pytest.raises(ValueError, match="there is no Adam here: there are AdamW, SGD, mlp"):
@@ -237,7 +237,7 @@ def test_saving_curves_go_on_where_they_stopped_and_show_what_there_is(monkeypat
         few(models=["mlp"], optimizers=["AdamW"])
 
 
-def test_large_models_leave_their_curves_and_are_not_trained_twice(monkeypatch, images, tmp_path):
+def test_at_size_keeps_learning_curves_and_repeats_no_run(monkeypatch, images, tmp_path):
     adam = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=2)
     courses = {
         "gpt": at_size.Course(adam, 1, 2),
@@ -301,7 +301,7 @@ def test_source_code_is_held_out_by_files(monkeypatch, tmp_path):
     assert torch.equal(found.examples[:, 1:], found.labels[:, :-1])
 
 
-def test_no_run_begins_when_the_time_is_over():
+def test_no_run_starts_after_the_time_limit():
     jobs = {number: partial(time.sleep, 0.3) for number in range(20)}
     noted: dict[int, None] = {}
     found = training.run_all(jobs, "test", noted.__setitem__, minutes=0)
@@ -333,7 +333,7 @@ def test_a_gpt_sees_no_future_characters():
 
 
 def alone(jobs, title, note, *_):
-    """Runs jobs in this process, where a test's patches are in force."""
+    """Runs jobs in this process, where a test's patches apply."""
     for key, job in jobs.items():
         note(key, job())
 

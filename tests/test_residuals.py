@@ -1,4 +1,4 @@
-"""Residuals lose nothing, whatever becomes of buckets, settings and steps: runs of all ranks, in memory."""
+"""Residuals lose nothing however buckets, settings and steps change: runs of all ranks, in memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_topk import build
 from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.runtime.memory.by_parameter import Residuals, Sent
+from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.memory.checkpoint import still_to_deliver
-from lightning_topk.runtime.memory.skipped_steps import StepOutcome
+from lightning_topk.runtime.memory.skipped_steps import Sent, StepOutcome
 from lightning_topk.simulate import Cluster
 
 NUMELS = (700, 1, 300, 64)
@@ -33,7 +33,7 @@ ON_NODES = [TopKConfig(ratio=ratio, topology="hierarchical") for ratio in (0.02,
 
 @dataclass
 class Ranks:
-    """The residuals of all ranks, and what was produced and delivered in steps that were taken."""
+    """The residuals of all ranks, and the sums of produced and delivered gradients."""
 
     world: int
     local: int
@@ -56,7 +56,7 @@ class Ranks:
         return residuals
 
     def backward(self, order: list[int], cut: int, config: TopKConfig) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Exchanges one gradient in two buckets, and returns its mean and what is delivered, by parameter."""
+        """Exchanges one gradient in two buckets; returns its mean and the delivered gradient by parameter."""
         produced, delivered = {}, {}
         for numbers in filter(None, (order[:cut], order[cut:])):
             bucket, sizes = tuple(self.parameters[i] for i in numbers), [NUMELS[i] for i in numbers]
@@ -79,9 +79,9 @@ class Ranks:
         return produced, delivered
 
     def step(self, passes: list[tuple[list[int], int, TopKConfig]], skipped: tuple[bool, bool]) -> None:
-        """Takes a step of several passes; the scaler skips that of some optimizers.
+        """Takes a step of several passes; the scaler skips the step of some optimizers.
 
-        The gradients of a skipped step stay in the residuals, but where they were sent uncompressed.
+        The gradients of a skipped step stay in the residuals, except those sent uncompressed.
         """
         self.outcome.final = True
         self.outcome = StepOutcome(sums=False)
@@ -96,7 +96,7 @@ class Ranks:
                     self.delivered[i] += delivered[i]
 
     def resume(self) -> None:
-        """Has all ranks begin anew from what a checkpoint holds."""
+        """Restarts all ranks from a checkpoint."""
         held = [residuals.held() for residuals in self.residuals]
         saved = {
             p: {"residual": sum(still_to_deliver(each[p], p, self.world) for each in held)}
@@ -119,7 +119,7 @@ class Ranks:
 
 @st.composite
 def runs(draw):
-    """A number of workers, ranks of a node, and steps: their passes, which optimizers skip, what happens after."""
+    """Draws a number of workers, ranks per node, and steps: passes, skipping optimizers, and the action after each."""
     on_nodes = draw(st.booleans())
     ways = ON_NODES if on_nodes else WAYS
     one = st.tuples(st.permutations(range(len(NUMELS))), st.integers(1, len(NUMELS)), st.sampled_from(ways))
@@ -161,8 +161,8 @@ def test_energies_are_those_of_what_is_held(piece, monkeypatch):
         torch.testing.assert_close(residuals.energy(), expected)
 
 
-def test_a_parameter_that_leaves_takes_nothing_of_its_buckets_others():
-    """A new head that comes while a bucket of the old one is in use."""
+def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
+    """A new head replaces the old one while the old one's bucket is in use."""
     body, head, new = (nn.Parameter(torch.zeros(8)) for _ in range(3))
     config, residuals = TopKConfig(ratio=0.1), Residuals()
     end = residuals.endpoint((body, head), plan_bucket(config, [8, 8], 2))

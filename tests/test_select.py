@@ -1,4 +1,4 @@
-"""What the selectors choose."""
+"""The selections of the selectors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def vector(name: str) -> torch.Tensor:
 
 @cache
 def residual() -> torch.Tensor:
-    """Gradient plus residual after some steps: values pile up below the threshold."""
+    """Gradient plus residual after some steps: values accumulate below the threshold."""
     cluster = Cluster(TopKConfig(ratio=0.001), 1, NUMEL)
     generator = torch.Generator().manual_seed(0)
     scale = torch.rand(NUMEL, generator=generator) ** 4
@@ -44,7 +44,7 @@ def residual() -> torch.Tensor:
 
 @pytest.mark.parametrize("selector", [TopK(), GaussianK(), SampledK(), TrimmedK(), RandK()])
 @pytest.mark.parametrize("name", ["normal", "shifted", "laplace", "heavy", "uniform", "zero", "signs"])
-def test_no_selector_chooses_more_than_k(selector, name):
+def test_no_selector_selects_more_than_k(selector, name):
     layout, k = Layout(NUMEL, 4), 25
     index, value, count = selector.select(vector(name), layout, k)
     assert index.shape == value.shape == (4, k)
@@ -111,7 +111,7 @@ def test_random_k_sends_no_positions():
     codecs = codecs_of(TopKConfig(selector="randk", ratio=0.01, wire="bf16"), 102_400, 4)
     up, down = codecs.uplink, codecs.reply
     assert up.index_bytes == down.index_bytes == 0
-    assert up.nbytes == 256 * 2 + 4  # and the check
+    assert up.nbytes == 256 * 2 + 4  # and the check word
     lossless = codecs_of(TopKConfig(selector="randk", ratio=0.01, bidirectional=False, wire="bf16"), 102_400, 4).reply
     assert lossless.nbytes == up.nbytes
 

@@ -1,6 +1,6 @@
-"""Hook, lane, residuals and undo on the streams of a GPU that is not there: what is ordered, and which memory is free.
+"""Hook, lane, residuals and undo on the streams of a fake GPU: the order of operations, and the reuse of memory.
 
-See :mod:`streams`. Training is played: backward and optimizers are a few operations on the caller's stream.
+See :mod:`streams`. Training is simulated: backward and optimizers are a few operations on the caller's stream.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Case:
-    """How training is played.
+    """How training is simulated.
 
     Attributes:
         scaler: ``"plain"`` for a GradScaler that skips every other step, ``"fused"`` for one whose verdict stays on the
             device.
         votes: Whether parameters may go unused.
-        hooks: Whether gradients are accumulated on a stream of their own; ``"each"``: each bucket's on another.
-        resumed: Whether residuals of a checkpoint are there at the beginning.
+        hooks: Whether gradients are accumulated on a stream of their own; ``"each"``: on another one for each bucket.
+        resumed: Whether training starts with residuals of a checkpoint.
         kernels: Whether Triton's kernels run.
-        measured: Whether passes are measured. A report, which waits for the device and reads data, is not made.
-        read: Whether the caller asks after every other step how many were not finite.
+        measured: Whether passes are measured. No report is made, since that waits for the device and reads data.
+        read: Whether the caller reads the number of nonfinite steps after every other step.
     """
 
     scaler: str = ""
@@ -74,7 +74,7 @@ class Bucket:
 
 
 class Scaler:
-    """A GradScaler: its scale is on the GPU, and so is its verdict if the optimizer is fused."""
+    """A GradScaler with its scale on the GPU; so is its verdict if the optimizer is fused."""
 
     def __init__(self, fused: bool) -> None:
         self._fused, self._scale, self._skips = fused, torch.full((), 2.0**16, device=CUDA), False
@@ -99,7 +99,7 @@ class Scaler:
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer of one operation a parameter."""
+    """An optimizer with one operation per parameter."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -112,7 +112,7 @@ class Plain(torch.optim.Optimizer):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU to follow, and a rank of four that send it whatever they like."""
+    """A GPU to follow, and one rank of four; the replies of the others are zeros."""
     followed = Gpu()
     followed.install(monkeypatch.setattr)
     replace_kernels(monkeypatch.setattr, lambda *_: Kernel(followed.launch))
@@ -129,7 +129,7 @@ def gpu(monkeypatch):
 
 
 def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, **settings: Any) -> None:
-    """Trains some steps with buckets that are regrouped after the first."""
+    """Trains some steps, with buckets that are regrouped after the first."""
     from lightning_topk.core.ops import cuda
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda if case.kernels else None)
@@ -176,7 +176,7 @@ def restore(state: ddp.TopKState, parameters: list[torch.Tensor]) -> None:
 def backward(
     gpu: Gpu, hooks: Stream | None, state: ddp.TopKState, groups: list[list[torch.Tensor]], votes: bool
 ) -> None:
-    """A backward pass: gradients are written to buckets, which are exchanged meanwhile, and copied from there."""
+    """A backward pass: writes gradients to buckets, which are exchanged meanwhile, and copies them from there."""
     waiting, streams = [], []
     for index, group in enumerate(groups):
         buffer = torch.empty(sum(p.numel() for p in group), device=CUDA)
@@ -188,7 +188,7 @@ def backward(
         with gpu.on(stream):
             future = state.launch(Bucket(buffer, group, index, index == len(groups) - 1))
         waiting.append((future, group))
-        torch.zeros(64, device=CUDA)  # backward goes on, and takes memory
+        torch.zeros(64, device=CUDA)  # backward continues and allocates memory
         streams.append(stream)
     for stream in streams:
         gpu.current.wait_stream(stream)
@@ -241,7 +241,7 @@ class Shards:
 
 
 def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
-    """FSDP's part is played: it waits for the gradient, calls its hook on the hook's stream, and waits for that."""
+    """Simulates FSDP: it waits for the gradient, calls its hook on the hook's stream, and waits for that stream."""
     from lightning_topk.core.ops import cuda
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda)
@@ -264,9 +264,9 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
                 hooks.wait_stream(gpu.current)
                 with gpu.on(hooks):
                     state.exchange(unit, g)
-                torch.zeros(64, device=CUDA)  # backward goes on, and takes memory
+                torch.zeros(64, device=CUDA)  # backward continues and allocates memory
             gpu.current.wait_stream(hooks)
-            g.add_(1.0)  # it is copied to the parameters
+            g.add_(1.0)  # FSDP copies it to the parameters
             state._backward_ended()
         begun = timed[-2:]
         state.close()
@@ -283,7 +283,7 @@ def test_memories_and_wires_keep_to_the_order_of_streams(gpu, monkeypatch, name)
     assert (gpu.races, gpu.reuses) == (set(), set())
 
 
-def test_a_lane_that_does_not_wait_for_backward_is_noticed(gpu, monkeypatch):
+def test_a_lane_that_does_not_wait_for_backward_is_detected(gpu, monkeypatch):
     def careless(lane, job, promised):
         with torch.cuda.stream(lane._stream):
             promised.set_result(drive.finish(job))
@@ -298,7 +298,7 @@ def test_a_lane_that_does_not_wait_for_backward_is_noticed(gpu, monkeypatch):
     assert any("not after test_stream_order.py" in race for race in gpu.races), gpu.races
 
 
-def test_a_caller_that_does_not_wait_for_the_lane_is_noticed(gpu, monkeypatch):
+def test_a_caller_that_does_not_wait_for_the_lane_is_detected(gpu, monkeypatch):
     with mock.patch.object(Stream, "wait_event"):
         train(gpu, monkeypatch, Case(), "sharded")
     assert any(race.startswith("test_stream_order.py") for race in gpu.races), gpu.races
@@ -309,8 +309,8 @@ def test_a_caller_that_does_not_wait_for_the_lane_is_noticed(gpu, monkeypatch):
     [("by_parameter.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))],
     ids=str,
 )
-def test_memory_that_a_stream_frees_under_another_is_noticed(gpu, monkeypatch, forgets, case):
-    """A scaler's verdict that the lane reads, and residuals of a checkpoint: without ``record_stream``."""
+def test_memory_freed_while_another_stream_uses_it_is_detected(gpu, monkeypatch, forgets, case):
+    """A scaler's verdict that the lane reads, and residuals of a checkpoint, without ``record_stream``."""
     keep = torch.Tensor.record_stream
 
     def record_stream(tensor, stream):
@@ -323,7 +323,7 @@ def test_memory_that_a_stream_frees_under_another_is_noticed(gpu, monkeypatch, f
 
 
 def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, caplog):
-    """NCCL's watchdog, which ends the process after a timeout, knows neither."""
+    """NCCL's watchdog, which ends the process after a timeout, reports neither."""
     caplog.set_level(logging.DEBUG, "lightning_topk")
     train(gpu, monkeypatch, Case(kernels=True), "sharded")
     lines = [record.message.split(" of ")[1:] for record in caplog.records if "step 2, bucket 1" in record.message]
@@ -342,18 +342,18 @@ def lane_of_a_gpu() -> lanes.StreamLane:
 
 
 @pytest.mark.parametrize("ends", [True, False, RuntimeError("device-side assert triggered")])
-def test_a_lane_of_a_gpu_says_whether_its_work_has_ended(monkeypatch, ends):
-    """Groups with work in flight are not destroyed: that would wait for ranks that have failed."""
+def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(monkeypatch, ends):
+    """Groups with work in flight are not destroyed, since that would wait for failed ranks."""
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
     event = mock.Mock(query=mock.Mock(side_effect=ends if isinstance(ends, Exception) else lambda: ends))
     monkeypatch.setattr("torch.cuda.Event", lambda: event)
     lane = lane_of_a_gpu()
     assert lane.close() is (ends is True)
-    event.record.assert_called_once_with(lane._stream)  # what a failed job has queued counts too
+    event.record.assert_called_once_with(lane._stream)  # work that a failed job queued counts too
 
 
-def test_a_lane_of_a_gpu_takes_no_job_after_one_that_failed(monkeypatch):
-    """Other ranks wait in the exchange that failed: the next one would answer it."""
+def test_a_gpu_lane_takes_no_job_after_a_failed_one(monkeypatch):
+    """Other ranks still wait in the failed exchange, and the next job would answer it."""
     monkeypatch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
     ran: list[str] = []
 
@@ -379,8 +379,8 @@ def test_times_of_two_streams_are_read_once_both_marks_have_come():
     ended.synchronize.assert_called_once()
 
 
-def test_objects_are_sent_by_way_of_the_models_device():
-    """On every rank the current device is the first GPU, unless the user has set it."""
+def test_objects_are_sent_on_the_models_device():
+    """The current device of every rank is the first GPU, unless the user sets it."""
     with mock.patch("torch.cuda.device") as device:
         groups.device_of([mock.Mock(device=torch.device("cuda", 1))])
         assert device.call_args == mock.call(torch.device("cuda", 1))
@@ -391,7 +391,7 @@ def test_objects_are_sent_by_way_of_the_models_device():
 
 
 def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all(monkeypatch):
-    """NCCL splits a bound group's communicator with all its ranks, and those that do not train the model never come."""
+    """NCCL splits a bound group's communicator on all its ranks, but ranks that do not train the model never join."""
     split = mock.Mock(side_effect=AssertionError("a split"))
     monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", split)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

@@ -1,4 +1,4 @@
-"""What tests of a Trainer share: a small module, and Trainers of ranks that are connected or started for it."""
+"""Helpers for tests of a Trainer: a small module, and Trainers of connected ranks or of ranks that they start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUIET: dict[str, Any] = {
 
 
 class InThisProcess(ClusterEnvironment):
-    """Ranks that run and are connected already."""
+    """An environment of ranks that are running and connected."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -57,7 +57,7 @@ class InThisProcess(ClusterEnvironment):
 
 
 class Module(L.LightningModule):
-    """A small network on data that all strategies see alike: four batches for each of two ranks."""
+    """A small network on data that is the same for all strategies: four batches for each of two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Normed(Module):
 
 
 class Gan(Module):
-    """Two optimizers that step in turn, and nets of which the other is left out."""
+    """Two optimizers that step in turn, each on a net of its own while the other net is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Gan(Module):
 def trainer_of(
     rank: int | None, world: int, strategy: Strategy | str, callbacks: Sequence[Callback] = (), **options: Any
 ) -> L.Trainer:
-    """A Trainer of a rank that is connected; of ranks that it starts itself if ``rank`` is None."""
+    """A Trainer of a connected rank, or of ranks that it starts itself if ``rank`` is None."""
     if rank is not None:
         warnings.simplefilter("ignore")
         strategy.cluster_environment = InThisProcess(rank, world)
@@ -143,7 +143,7 @@ def fit(
     monitor: bool = True,
     **options: Any,
 ) -> tuple[L.Trainer, dict[str, float]]:
-    """Trains five steps if nothing else is said; returns the Trainer, and what the monitor logged."""
+    """Trains five steps by default; returns the Trainer and the values that the monitor logged."""
     callbacks = [CompressionMonitor(details=True)] * monitor + [*callbacks]
     options = options if options.keys() & {"max_steps", "max_epochs"} else {"max_steps": 5, **options}
     trainer = trainer_of(rank, world, TopKStrategy() if strategy is None else strategy, callbacks, **options)

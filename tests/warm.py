@@ -1,4 +1,4 @@
-"""Imported once by the fork server: what a first exchange loads, so that its children need not."""
+"""Imported once by the fork server: loads what a first exchange needs, so that its children need not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an exchange works on: a bucket's shape and topology, one rank's links, a step's formats, and what came of it."""
+"""State of an exchange: the bucket and its topology, one rank's links, a step's codecs, and the outcome."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_topk.core.wire import Codec
 
 @dataclass(frozen=True)
 class Codecs:
-    """How the payloads of one exchange are written, at the density in force.
+    """Codecs of one exchange, at the density of the current step.
 
     Attributes:
-        uplink: The workers' payloads.
-        reply: The servers' payloads; unused where there are no servers.
+        uplink: Codec of the workers' payloads.
+        reply: Codec of the servers' payloads; unused without servers.
     """
 
     uplink: Codec
@@ -33,23 +33,23 @@ class Codecs:
 
     @property
     def lossless(self) -> bool:
-        """Whether every entry is sent in full precision, both ways, so that residuals are zero afterwards."""
+        """Whether both directions send every entry in full precision, which leaves all residuals zero."""
         return all(each.k == each.universe and each.wire.name == "fp32" for each in (self.uplink, self.reply))
 
 
 @dataclass(frozen=True, eq=False)
 class BucketSpec:
-    """One bucket and its ranks, in integers.
+    """Integer description of one bucket and of the ranks that exchange it.
 
-    Ranks that exchange as a node hold a part of the bucket each: then ``layout`` is that of the part, and ``world``
-    counts the ranks on all nodes that hold the same part.
+    In a hierarchical exchange each rank of a node owns one part of the bucket. ``layout`` then describes that part, and
+    ``world`` counts the ranks, one per node, that own it.
 
     Attributes:
         topology: Who sends what to whom.
-        parts: How the bucket is dealt to the ranks of a node; one part if each rank exchanges for itself.
-        layout: How a part is dealt to the servers.
-        world: Ranks that exchange a part, all of them workers.
-        workers: All ranks.
+        parts: How the bucket is split among the ranks of a node; one part if each rank exchanges the whole bucket.
+        layout: How a part is split among the servers.
+        world: Number of ranks that exchange a part; each of them is a worker.
+        workers: Number of all ranks.
     """
 
     topology: Topology
@@ -61,16 +61,16 @@ class BucketSpec:
 
 @dataclass(frozen=True, eq=False)
 class Endpoint(BucketSpec):
-    """What one rank holds for one bucket.
+    """State of one rank for one bucket.
 
     Attributes:
-        rank: This rank, among those that exchange its part.
+        rank: Index of this rank among the ranks that exchange its part.
         dtype: dtype of sums and residuals.
-        uplinks: The worker's link of each piece; they share one memory and one selector.
-        downlinks: The server's link of each piece; empty where this rank serves nothing.
-        sizes: ``[parameters]`` int64 on the bucket's device, elements of each.
-        clip_norm: The norm to which the worker's gradient is clipped before anything else; None does not clip.
-        uncompressed: Begin and end, in the bucket, of the parameters that are exchanged by all-reduce, in order.
+        uplinks: The worker's links, one per piece; they share one memory and one selector.
+        downlinks: The server's links, one per piece; empty on a rank that is not a server.
+        sizes: ``[parameters]`` int64 on the bucket's device, number of elements of each parameter.
+        clip_norm: Maximum norm of the worker's gradient, applied before anything else; None disables clipping.
+        uncompressed: Begin and end, in the bucket, of each parameter that is all-reduced uncompressed, in order.
     """
 
     rank: int
@@ -83,37 +83,37 @@ class Endpoint(BucketSpec):
 
     @cached_property
     def starts(self) -> Tensor:
-        """``[parameters that have elements]`` int64: where each begins in the bucket."""
+        """Offset of every nonempty parameter in the bucket: ``[nonempty parameters]`` int64."""
         ends = accumulate(self.parts.sizes)
         starts = [end - size for end, size in zip(ends, self.parts.sizes, strict=True) if size]
         return torch.tensor(starts, device=self.sizes.device)
 
     @property
     def shard(self) -> int:
-        """The shard that this rank serves, where it serves one."""
+        """Index of the shard that this rank serves; 0 if there is only one."""
         return self.rank if self.layout.shards > 1 else 0
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The links with a memory of their own: the worker's, and the server's where it is one."""
+        """The links that own a memory: the worker's, and the server's for each piece."""
         return (self.uplink, *self.downlinks)
 
     @property
     def uplink(self) -> Link:
-        """The worker's link of the first piece, whose memory is that of all."""
+        """The worker's link of the first piece; all pieces share its memory."""
         return self.uplinks[0]
 
     @property
     def downlink(self) -> Link | None:
-        """The server's link of the first piece; None where this rank serves nothing."""
+        """The server's link of the first piece; None on a rank that is not a server."""
         return self.downlinks[0] if self.downlinks else None
 
     def served(self, kept: Tensor) -> list[Tensor]:
-        """Of ``[parts.numel]``, what this rank serves of each piece: ``[shard_size]``, padded with zeros."""
+        """Slices ``kept`` ``[parts.numel]`` to this rank's shard of each piece: ``[shard_size]``, padded with zeros."""
         return [reference.shard_rows(kept, layout)[self.shard] for layout in self.layout.of_each_piece]
 
     def server_memory(self) -> dict[str, Tensor]:
-        """What the server holds, at its places in this rank's part of the bucket: ``[parts.numel]`` by name."""
+        """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""
         found: dict[str, Tensor] = {}
         for link, layout in zip(self.downlinks, self.layout.of_each_piece, strict=False):
             for name, kept in link.memory.tensors().items():
@@ -124,14 +124,14 @@ class Endpoint(BucketSpec):
         return found
 
     def folded(self) -> dict[str, Tensor]:
-        """One memory of all that the links hold: ``[parts.numel]`` by name, what this rank serves W-fold."""
+        """The worker's memory plus W times the server's: ``[parts.numel]`` by name."""
         found = {name: kept.clone() for name, kept in self.uplink.memory.tensors().items()}
         for name, served in self.server_memory().items():
             found[name] += served * self.world
         return found
 
     def spread(self, flags: Tensor) -> Tensor:
-        """Copies what belongs to each parameter, ``[parameters]``, to each of its elements in this rank's part."""
+        """Expands ``flags``, one per parameter, to the elements of each parameter in this rank's part."""
         if self.parts.count == 1:
             return flags.repeat_interleave(self.sizes, output_size=self.layout.numel)
         pieces = (self.sizes + self.parts.count - 1) // self.parts.count
@@ -139,12 +139,12 @@ class Endpoint(BucketSpec):
 
 
 class TakenBack(NamedTuple):
-    """What one exchange says of this worker's residual, if its step is skipped.
+    """Correction to this worker's residual if the optimizer skips the step.
 
     Attributes:
-        value: ``[numel]`` of the endpoint's dtype, what to add.
-        absorbed: Scalar bool, or one for each element: whether the residual has taken in this worker's gradient, and so
-            what earlier exchanges of the same step delivered, where gradients are accumulated before their exchange.
+        value: ``[numel]`` of the endpoint's dtype, to add to the residual.
+        absorbed: Bool, scalar or per element: whether the residual has absorbed this worker's gradient. A gradient that
+            accumulates over several exchanges contains what earlier exchanges of the step delivered.
     """
 
     value: Tensor
@@ -153,14 +153,14 @@ class TakenBack(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one exchange.
+    """Result of one exchange.
 
     Attributes:
-        finite: Scalar bool, the same on every rank: whether all that was delivered is finite.
-        uplink: What this worker sent.
-        downlink: What this server sent; None where this rank serves nothing.
-        undo: Computes what this worker's residual takes back if the optimizer skips the step. It holds the payloads.
-            None where all is sent by all-reduce.
+        finite: Scalar bool, the same on every rank: whether all delivered values are finite.
+        uplink: Statistics of the worker's payloads.
+        downlink: Statistics of the server's payloads; None on a rank that is not a server.
+        undo: Computes the correction to this worker's residual if the optimizer skips the step. Keeps the payloads
+            alive. None if everything is all-reduced.
     """
 
     finite: Tensor
@@ -170,25 +170,25 @@ class Outcome:
 
 
 Exchange = Generator[Request | Begin | Begun, Any, Outcome]
-"""The exchange of one bucket: yields requests, is sent their replies, and returns what became of it."""
+"""Generator that exchanges one bucket: yields requests, receives their replies, and returns an :class:`Outcome`."""
 
 
 class Topology(ABC):
     """Who sends what to whom. Its subclasses are in :mod:`lightning_topk.core.exchange`."""
 
     name: ClassVar[str]
-    """What users call it."""
+    """Name in the settings."""
     compresses: ClassVar[bool] = True
     has_servers: ClassVar[bool] = True
     by_node: ClassVar[bool] = False
     """Whether the ranks of a node exchange as one worker."""
 
     def on(self, world: int, local: int) -> str:
-        """The name of the topology that this one amounts to on nodes of ``local`` ranks, ``world`` in all."""
+        """Name of the equivalent topology for ``world`` ranks on nodes of ``local`` ranks."""
         return self.name
 
     def shards(self, world: int) -> int:
-        """Servers among which ``world`` ranks deal a bucket."""
+        """Number of servers for ``world`` ranks."""
         return 1
 
     @abstractmethod
@@ -197,10 +197,10 @@ class Topology(ABC):
 
     @abstractmethod
     def requests(self, shape: BucketSpec, codecs: Codecs, itemsize: int) -> list[Request]:
-        """What :meth:`exchange` asks for, with payloads of the right size and no content.
+        """Predicts the requests of :meth:`exchange`, with payloads of the right size and no content.
 
         Args:
             shape: The bucket.
-            codecs: How payloads are written.
-            itemsize: Bytes of an element of the gradient.
+            codecs: Codecs of the payloads.
+            itemsize: Bytes per gradient element.
         """

@@ -7,16 +7,16 @@ gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang 
     1 compensate        a = g + e            the worker's residual e [d] is added; g is zeroed
     2 select            the k/W entries of largest |a| in each of the W shards
     3 encode            values + positions -> uint8 payload [W, P]; its size follows from (d, k, wire)
-    4 keep              e = a - what will be decoded: the wire's rounding is kept too
+    4 keep              e = a - decoded payload: the residual includes the wire's rounding error
     5 uplink            all_to_all: shard s of every worker reaches server s
     6 aggregate         b = mean over the workers              [d/W]
-    7 1-4 again         on the server's shard, with the server's residual E [d/W]
+    7 repeat 1-4        on the server's shard, with the server's residual E [d/W]
     8 downlink          all_gather: every worker gets every server's reply
     9 deliver           g <- the decoded replies; every rank holds the same bits
 
-Begin reading at :func:`exchange`. Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`; a topology does 5-9.
-:class:`Sharded` is the one above; the others follow it, each with the requests that it makes, by arithmetic.
-An exchange does no I/O: it *yields* a request where bytes must leave and is sent the reply. Process groups
+Start reading at :func:`exchange`. Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`; a topology does steps 5-9.
+:class:`Sharded` is the topology above; the others follow it. Each topology also predicts its requests by arithmetic.
+An exchange does no I/O: it *yields* a request where bytes must leave and receives the reply. Process groups
 (:mod:`lightning_topk.runtime.collectives`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
 code.
 """
@@ -62,29 +62,29 @@ def exchange(
     used: Tensor | None = None,
     measure: Measure = NOTHING,
 ) -> Exchange:
-    """The exchange of one bucket: replaces ``g`` by the mean that all ranks agree on.
+    """Exchanges one bucket: replaces ``g`` by the mean that all ranks agree on.
 
-    If the gradient is not finite on some rank, or does not stay finite, then on every rank the first element of each
-    parameter that was exchanged is NaN: every optimizer, and the scaler before it, sees that.
+    If the gradient is not finite on some rank, or overflows in the exchange, every rank sets the first element of each
+    exchanged parameter to NaN, so that every optimizer and GradScaler notices.
 
     Args:
         end: This rank's links.
         g: ``[numel]``, this rank's gradient; overwritten.
-        codecs: How payloads are written in this step.
-        step: Exchanges of this gradient before this one; the same on every rank.
-        scale: Scalar: the factor by which the loss, and so ``g``, was multiplied. Residuals are kept without it.
-        used: ``[parameters]`` bool, which parameters this rank used, where some may go unused; else None.
+        codecs: Codecs of this step.
+        step: Number of exchanges of this gradient before this one; the same on every rank.
+        scale: Scalar loss scale that ``g`` contains. Residuals are stored without it.
+        used: ``[parameters]`` bool, the parameters that this rank used; None if no parameter may be unused.
         measure: What to measure.
 
     Yields:
         Requests; each expects its reply.
 
     Returns:
-        What became of it.
+        The outcome.
     """
     for link in end.links:
         link.selector.step = step
-    # If all is sent in full precision, a skipped step is discarded whole, as with DDP; but not what was left before it.
+    # Lossless: undoing a skipped step restores the residual before it and discards its gradient, as DDP does.
     left = end.folded().get("residual") if codecs.lossless else None
     if used is None:
         outcome = yield from _exchange_all(end, g, codecs, scale, measure)
@@ -97,9 +97,9 @@ def exchange(
 
 
 def _exchange_all(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
-    """The exchange of the whole bucket."""
-    if scale is not None and g.dtype != end.dtype:  # 16 bits: without the scale, small gradients would become zero
-        # The scaler changes its scale in place, before a skipped step is taken back.
+    """Exchanges the whole bucket."""
+    if scale is not None and g.dtype != end.dtype:  # unscaled 16-bit gradients may underflow
+        # A copy: the scaler changes its scale in place before a skipped step is undone.
         codecs, scale = replace(codecs, reply=replace(codecs.reply, scale=scale.clone())), None
     if scale is not None:
         g.div_(scale)
@@ -115,16 +115,16 @@ def _exchange_all(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None
 
 
 def _norm(g: Tensor, codecs: Codecs) -> Tensor:
-    """The norm of a gradient without its scale, a scalar float64."""
+    """Norm of the unscaled gradient, a scalar float64."""
     norm: Tensor = torch.linalg.vector_norm(g, dtype=torch.float64)
     scale = codecs.reply.scale
     return norm if scale is None else norm / scale
 
 
 def _unscaled(g: Tensor, end: Endpoint, codecs: Codecs) -> Tensor:
-    """What to send of a bucket ``[numel]``: itself or, if it keeps its scale, the same without it in the sums' dtype.
+    """Returns the vector to send: ``g`` ``[numel]`` or, if it keeps its scale, an unscaled copy of dtype ``end.dtype``.
 
-    The bucket is zero when that was sent.
+    Either way ``g`` is zero once the vector is sent.
     """
     if codecs.reply.scale is None:
         return g
@@ -134,7 +134,7 @@ def _unscaled(g: Tensor, end: Endpoint, codecs: Codecs) -> Tensor:
 
 
 def _reduce_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-    """The exchange of a bucket with uncompressed parameters: they are all-reduced first, and leave zeros behind."""
+    """Exchanges a bucket with uncompressed parameters: all-reduces those first, and leaves zeros in their place."""
     places = [g[begin:stop] for begin, stop in end.uncompressed]
     mine = torch.cat(places).div_(end.workers)
     for place in places:
@@ -142,18 +142,18 @@ def _reduce_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Meas
     total = yield AllReduce(mine, "uplink")
     outcome = yield from end.topology.exchange(end, g, codecs, measure)
     for place, summed in zip(places, total.split([len(place) for place in places]), strict=True):
-        place += summed  # where other settings had kept something back, that was delivered
+        place += summed  # the exchange may have delivered a residual of earlier settings here
     return replace(outcome, finite=outcome.finite & ops.is_finite(total))
 
 
 def _exchange_used(
     end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, used: Tensor, measure: Measure
 ) -> Exchange:
-    """The exchange of the parameters that some rank used.
+    """Exchanges the parameters that at least one rank used.
 
-    DDP leaves the gradient of a parameter that no rank used as it is and discards what the hook delivers for it. What
-    is sent for it would be lost. So the ranks first tell each other which parameters they used, one bit each; the
-    bucket's content and the residuals of the others are set aside, on workers and servers.
+    If no rank used a parameter, DDP keeps its old gradient and discards the hook's result: anything sent for it would
+    be lost. The ranks therefore first share one bit per parameter. Workers and servers set aside the gradients and
+    residuals of unused parameters.
     """
     votes = yield AllGather(reference.pack_bits(_to(used, g.device).unsqueeze(0))[0], "uplink")
     unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
@@ -179,21 +179,21 @@ def _exchange_used(
 
 
 def _to(x: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to a device; a GPU's stream does not wait for the host, nor the host for it."""
+    """Copies a CPU tensor to a device, asynchronously to a GPU: host and stream do not wait for each other."""
     return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
 def requests(
     shape: BucketSpec, codecs: Codecs, itemsize: int, uncompressed: int = 0, voters: int | None = None
 ) -> list[Request]:
-    """What :func:`exchange` will ask for, with payloads of the right size and no content.
+    """Predicts the requests of :func:`exchange`, with payloads of the right size and no content.
 
     Args:
         shape: The bucket.
-        codecs: How payloads are written.
-        itemsize: Bytes of an element of the gradient.
-        uncompressed: Elements of the bucket that are not compressed.
-        voters: Parameters of the bucket where some may go unused; else None.
+        codecs: Codecs of the payloads.
+        itemsize: Bytes per gradient element.
+        uncompressed: Number of uncompressed elements in the bucket.
+        voters: Number of parameters in the bucket if some may be unused; else None.
     """
     asked: list[Request] = []
     if voters is not None:
@@ -240,22 +240,22 @@ def _serve(
     dtype: torch.dtype,
     take: Callable[[int, Tensor], None],
 ) -> Generator[Request | Begin | Begun, Any, Callable[[Tensor], Outcome]]:
-    """Steps 1-8 of each piece: while one piece travels, the next one is compressed.
+    """Steps 1-8 of each piece: compresses one piece while another is in flight.
 
     Args:
         end: This rank's links.
-        g: ``[numel]``; zero afterwards, but for what ``take`` writes into a piece that was sent.
-        codecs: How payloads are written.
+        g: ``[numel]``; each piece is zeroed when it is sent, and ``take`` may write to it afterwards.
+        codecs: Codecs of the payloads.
         measure: What to measure.
-        among: Who takes part.
+        among: Ranks that take part.
         dtype: dtype of the bucket.
-        take: Is called with each piece and every server's reply ``[shards, P]``.
+        take: Called with each piece and the servers' replies ``[shards, P]``.
 
     Returns:
-        A function from whether all that was delivered is finite to the outcome.
+        A function that returns the outcome, given whether all delivered values are finite.
     """
     pieces = end.layout.pieces
-    finite = ops.is_finite(g) if pieces > 1 else None  # before anything is delivered into it
+    finite = ops.is_finite(g) if pieces > 1 else None  # before a reply is written to g
     uplinks: list[Begun] = []
     downlinks: list[Begun] = []
     sent: list[Tensor] = []
@@ -283,13 +283,13 @@ def _serve(
 
 
 def _begin(request: Request, pieces: int) -> Generator[Request | Begin, Any, Begun]:
-    """Begins a request, and waits for its reply where there is only one piece."""
+    """Starts a request; waits for its reply if there is only one piece."""
     begun: Begun = Begun((yield request)) if pieces == 1 else (yield Begin(request))
     return begun
 
 
 def _reply(begun: Begun, pieces: int) -> Generator[Begun, Tensor, Tensor]:
-    """The reply to a request that was begun."""
+    """Returns the reply to a started request."""
     if pieces > 1:
         return (yield begun)
     assert begun.reply is not None
@@ -297,7 +297,7 @@ def _reply(begun: Begun, pieces: int) -> Generator[Begun, Tensor, Tensor]:
 
 
 def _pipeline(pieces: int) -> Iterator[tuple[Literal["send", "serve", "take"], int]]:
-    """What a rank does with which piece, in the order that all ranks share."""
+    """Yields the steps of all pieces, in the same order on all ranks."""
     steps: tuple[Literal["send", "serve", "take"], ...] = ("send", "serve", "take")
     for turn in range(pieces + 2):
         for late, step in enumerate(steps):
@@ -306,7 +306,7 @@ def _pipeline(pieces: int) -> Iterator[tuple[Literal["send", "serve", "take"], i
 
 
 def _served_requests(shape: BucketSpec, codecs: Codecs, among: Among) -> list[Request]:
-    """What :func:`_serve` asks for."""
+    """Predicts the requests of :func:`_serve`."""
     uplink = AllToAll(placeholder(shape.world, codecs.uplink.nbytes), "uplink", among)
     downlink = AllGather(placeholder(codecs.reply.nbytes), "downlink", among)
     steps = [step for step, _ in _pipeline(shape.layout.pieces) if step != "take"]
@@ -314,7 +314,7 @@ def _served_requests(shape: BucketSpec, codecs: Codecs, among: Among) -> list[Re
 
 
 class Hierarchical(Topology):
-    """Ranks of a node exchange as one worker, each a part of the gradient: dense inside nodes, sparse between them."""
+    """Dense inside nodes, sparse between them: each rank exchanges one part of its node's mean gradient."""
 
     name = "hierarchical"
     by_node = True
@@ -330,7 +330,7 @@ class Hierarchical(Topology):
     @override
     def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
         rows = reference.split_parts(g, end.parts)
-        rows[:, :1].masked_fill_(~ops.is_finite(g), torch.nan)  # then no part of this node's gradient is sent
+        rows[:, :1].masked_fill_(~ops.is_finite(g), torch.nan)  # so that no part of this node's gradient is sent
         received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
         part, *others = received.view(g.dtype).to(end.dtype)
         for other in others:
@@ -400,7 +400,7 @@ class AllGathered(Topology):
         limit = torch.finfo(g.dtype).max
         g.copy_((b if scale is None else b * scale).clamp(-limit, limit))
         if g.dtype != end.dtype and end.uplink.memory.tensors():
-            # Every worker keeps what rounding to the bucket's dtype has left: the mean of it is the whole of it.
+            # Every worker keeps the same error of rounding to the bucket's dtype, so their mean is that error.
             arrived = g if scale is None else g.to(b.dtype) / scale
             end.uplink.memory.add_(reference.zero_unless_(b.sub_(arrived), finite))
         undo = partial(take_back_from_all, end, codecs, end.uplink.selector.step, payload, received, g.dtype)
@@ -412,7 +412,7 @@ class AllGathered(Topology):
 
 
 class Dense(Topology):
-    """The mean itself, by all-reduce, in the bucket's dtype as in DDP: nothing is compressed and nothing is kept."""
+    """All-reduces the mean in the bucket's dtype, as DDP does: no compression and no residual."""
 
     name = "dense"
     compresses = False
@@ -438,7 +438,7 @@ class Dense(Topology):
 
 
 def _join_leftover(end: Endpoint, g: Tensor, codecs: Codecs) -> None:
-    """Adds what other settings have left to a gradient that is sent whole."""
+    """Adds the residual of earlier settings to a gradient that is sent dense."""
     memory, scale, finite = end.uplink.memory, codecs.reply.scale, ops.is_finite(g)
     poison = torch.zeros_like(g[:1]).masked_fill_(~finite, torch.nan)
     a = memory.compensate(_unscaled(reference.zero_unless_(g, finite), end, codecs), finite)
@@ -451,4 +451,4 @@ TopologyName = Literal["sharded", "hierarchical", "single_server", "allgather", 
 TOPOLOGIES: dict[str, Topology] = {
     topology.name: topology for topology in (Sharded(), SingleServer(), AllGathered(), Hierarchical(), Dense())
 }
-"""The topologies by name."""
+"""Topologies by name."""

@@ -1,15 +1,15 @@
-"""The layout of a bucket: its blocks, its shards, and how many elements each shard keeps.
+"""The layout of a bucket: its blocks, its shards, and how many entries each shard sends.
 
 A bucket of ``numel`` elements is cut into blocks of 256, and the blocks are dealt to the servers in turn
 (block-cyclic), so element ``i`` belongs to shard ``(i // block) % shards``. Layers are contiguous in a bucket, so every
-server gets a sample of every layer. Loads are then even enough that every shard keeps the same number of entries, and
-all sizes on the wire follow from integers known in advance.
+server gets a sample of every layer. This balances the load well enough for every shard to send the same number of
+entries, and all sizes on the wire follow from integers known in advance.
 
-A large bucket is exchanged in *pieces*, one compressed while another travels. Runs of 32 kB are dealt to the pieces in
-turn, so that every piece is a sample of every layer too, and is read from memory in long runs.
+A large bucket is exchanged in *pieces*: one is compressed while another is in flight. Runs of 32 kB are dealt to the
+pieces in turn, so that every piece samples every layer too, and is read from memory in long runs.
 
-With ``topology="hierarchical"`` the ranks of a node exchange gradients as one worker. Each rank then takes a *part* of
-the bucket: a piece of every parameter, which does not depend on the bucket that the parameter is in.
+With ``topology="hierarchical"`` the ranks of a node exchange gradients as one worker. Each rank then owns a *part* of
+the bucket: a slice of every parameter, the same whichever bucket the parameter is in.
 
 This module holds integers only; the tensor operations are in :mod:`lightning_topk.core.ops.reference`.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
 RUN = 1 << 13
-"""Elements, about, that follow each other in one piece of a bucket. Shorter runs cost more time; longer ones lose more
+"""Approximate number of consecutive elements in one piece of a bucket. Shorter runs are slower; longer runs lose more
 where rows differ, as in an embedding whose words are sorted by frequency."""
 
 
@@ -36,7 +36,7 @@ class Layout:
         numel: Number of elements in the bucket, at least 1.
         shards: Number of servers, at least 1. With one shard, the bucket is not rearranged.
         pieces: Number of pieces, at least 1.
-        piece: The piece in question. A shard of it is what the piece has of that shard of the bucket.
+        piece: Index of the piece. Its shard s is the piece's portion of shard s of the bucket.
     """
 
     numel: int
@@ -68,7 +68,7 @@ class Layout:
 
     @cached_property
     def run(self) -> int:
-        """Number of rounds that follow each other in one piece; at least eight runs, if there are enough rounds."""
+        """Number of consecutive rounds in one piece, few enough for eight runs per piece if rounds suffice."""
         most = RUN // (self.block * self.shards)
         return self.rounds if self.pieces == 1 else max(1, min(most, self.rounds // (8 * self.pieces)))
 
@@ -81,7 +81,7 @@ class Layout:
         return (rounds - 1) * self.block + last if has_last else rounds * self.block
 
     def k_per_shard(self, k: int) -> int:
-        """Entries of each shard if ``k`` of the bucket are sent: an equal share, rounded up.
+        """Entries that each shard sends if the bucket sends ``k``: an equal share, rounded up.
 
         If ``k == numel``, it is ``shard_size``, so a ratio of 1 sends everything.
         """
@@ -90,7 +90,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class NodeShards:
-    """How a bucket is dealt to the ranks of a node: each parameter in equal pieces, the last one padded with zeros.
+    """How a bucket is split among the ranks of a node: each parameter in equal pieces, the last one padded with zeros.
 
     Args:
         sizes: Number of elements of each parameter in the bucket.
@@ -112,18 +112,18 @@ class NodeShards:
 
 
 class PayloadFormat(NamedTuple):
-    """What a payload holds where: values, positions, zeros, a check word, see :mod:`lightning_topk.core.wire`.
+    """Byte layout of a payload: values, positions, zeros and a check word; see :mod:`lightning_topk.core.wire`.
 
     Attributes:
         universe: Number of elements in the shard, S.
         k: Number of entries in the payload.
-        bits: Bits of a value; below 16, groups of 64 share a scale. 0 if the wire is not one of ``ops.FUSED_WIRES``.
+        bits: Bits per value; below 16, groups of 64 share a scale. 0 if the wire is not one of ``ops.FUSED_WIRES``.
         largest: The largest magnitude that is decoded as finite.
         value_bytes: Size of the values in bytes.
         low: Width of the low part of a position in bits.
         index_bytes: Size of the positions in bytes; 0 if they are not sent.
         nbytes: Size of the payload in bytes, P.
-        check: The sum of its 32-bit words, modulo 2^32.
+        check: Expected sum of the payload's 32-bit words, modulo 2^32.
     """
 
     universe: int

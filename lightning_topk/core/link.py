@@ -1,4 +1,4 @@
-"""One lossy direction: what its sending end does with a vector, and its receiving end with the payloads.
+"""One lossy direction: the sender compresses a vector, and the receivers decode its payloads.
 
 Sending is compensate, select, encode, keep: steps 1-4 of :mod:`lightning_topk.core.exchange`. Receiving is
 :func:`aggregate` at a server (step 6) and :func:`deliver` at a worker (step 9). The uplink and the downlink are two
@@ -24,11 +24,11 @@ from lightning_topk.core.wire import Codec
 
 @dataclass(frozen=True)
 class Measure:
-    """What an exchange measures beside its work. Each costs several more passes over the bucket.
+    """Optional statistics of an exchange. Each costs several more passes over the bucket.
 
     Attributes:
-        error: The compression error.
-        per_layer: The same for each parameter; on the uplink only.
+        error: Measure the compression error.
+        per_layer: Measure it for each parameter; on the uplink only.
     """
 
     error: bool = False
@@ -40,12 +40,12 @@ NOTHING = Measure()
 
 @dataclass(frozen=True)
 class LinkStats:
-    """What one link sent of one vector.
+    """Statistics of one vector that a link sent.
 
     Attributes:
-        selected: Scalar int64: nonzero entries that were sent. None for all-reduce, unless it is measured.
+        selected: Scalar int64: number of nonzero entries sent. None for all-reduce, unless it is measured.
         error: ``[2]`` float64: ‖a‖² and ‖a - C(a)‖². None unless measured.
-        per_layer: ``[3, parameters]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, of each parameter. None unless
+        per_layer: ``[3, parameters]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter. None unless
             measured.
     """
 
@@ -55,7 +55,7 @@ class LinkStats:
 
     @classmethod
     def total(cls, pieces: Sequence[LinkStats]) -> LinkStats:
-        """What a link sent of all pieces of a vector."""
+        """Sums the statistics of all pieces of a vector."""
         if len(pieces) == 1:
             return pieces[0]
         sums = {}
@@ -69,11 +69,11 @@ class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
 
     Args:
-        layout: How the vector is dealt to its receivers.
-        selector: Which entries are sent.
-        memory: What becomes of the rest.
-        delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
-        pieces: Elements of each parameter in the vector, to measure them one by one; empty if they are not known.
+        layout: How the vector is split among its receivers.
+        selector: Selects the entries to send.
+        memory: Keeps the rest.
+        delivered: dtype of the receivers' output, if the residual must include its rounding error.
+        pieces: Number of elements of each parameter, for statistics per layer; empty if unknown.
     """
 
     def __init__(
@@ -89,28 +89,28 @@ class Link:
         self.memory = memory
         self.delivered = delivered
         self.pieces = pieces
-        self._ends: Tensor | None = None  # of the pieces, on the vector's device: copied there once
+        self._ends: Tensor | None = None  # of the parameters, on the vector's device: copied there once
 
     def send(
         self, x: Tensor, codec: Codec, measure: Measure = NOTHING, finite: Tensor | None = None
     ) -> tuple[Tensor, LinkStats]:
-        """Compresses ``x`` and remembers what was left out.
+        """Compresses ``x`` and keeps the rest in the memory.
 
-        If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver learns of
-        it, and the memory stays as it was.
+        If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and
+        the memory is unchanged.
 
         Args:
-            x: ``[numel]``, floating. It is moved: zero afterwards, in the layout's piece.
-            codec: How selections are written, and how many entries they have.
+            x: ``[numel]``, floating. Zeroed in the layout's piece.
+            codec: Codec of the payloads; sets their number of entries.
             measure: What to measure.
-            finite: Scalar bool, whether ``x`` is finite. Default: that is found out.
+            finite: Scalar bool, whether ``x`` is finite. Default: computed here.
 
         Returns:
-            The payloads ``[shards, P]`` uint8, and what was sent in numbers.
+            The payloads ``[shards, P]`` uint8, and their statistics.
         """
         a, finite, index, value, selected = self.select(x, codec.k, finite)
         if codec.scale is not None and self.delivered is not None and self.memory.tensors():
-            # What would overflow is kept. Where nothing is kept, the scaler sees an infinity, and backs off.
+            # The residual keeps the excess. Without a residual, the scaler sees an infinity and backs off.
             limit = codec.largest_scaled(self.delivered)
             value = value.clamp(-limit, limit)
         payloads, sent = codec.encode(index, value, self.delivered, finite)
@@ -141,12 +141,12 @@ class Link:
 
         Args:
             x: ``[numel]``, floating; zero afterwards.
-            k: Entries to select of each shard, at most.
+            k: Maximum number of entries to select from each shard.
             finite: See :meth:`send`.
 
         Returns:
-            The sum ``[numel]``; whether ``x`` is finite, a scalar bool (if not, the sum is what was kept); and what
-            :meth:`lightning_topk.select.Selector.select` returns of the sum.
+            The sum ``[numel]``, or the residual alone if ``x`` is not finite; whether ``x`` is finite, a scalar bool;
+            and the result of :meth:`lightning_topk.select.Selector.select` on the sum.
         """
         finite = ops.is_finite(x) if finite is None else finite
         a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
@@ -154,15 +154,15 @@ class Link:
 
 
 class FusedLink(Link):
-    """A link that compensates, selects, encodes and keeps in one pass over memory: for top-k with a residual.
+    """A link that compensates, selects, encodes and keeps in one pass over memory, for top-k with a residual.
 
-    On a GPU it does so with momentum too, and may send fewer than k entries (:mod:`lightning_topk.core.ops.cuda`). When
-    errors are measured, only compensating and selecting are one pass, and not with momentum.
+    On a GPU it also supports momentum, and may send fewer than k entries (:mod:`lightning_topk.core.ops.cuda`). When
+    errors are measured, only compensation and selection share a pass, and not with momentum.
     """
 
     @staticmethod
     def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:
-        """Whether there is one pass for these, and for vectors of dtype ``given``."""
+        """Whether the single pass supports this selector and memory, and vectors of dtype ``given``."""
         if type(selector) is not TopK or type(memory) not in (Residual, MomentumResidual):
             return False
         assert isinstance(memory, Residual)
@@ -205,10 +205,9 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) 
 
     Args:
         payloads: ``[W, P]`` uint8, row w from worker w.
-        codec: How they were written.
+        codec: Codec of the payloads.
         dtype: dtype of the sum.
-        room: ``[numel]``, zero: a bucket whose content was sent. The sum is made there if it is of that dtype and large
-            enough.
+        room: ``[numel]``, zero: a bucket that was sent. Holds the sum if its dtype is ``dtype`` and it is large enough.
 
     Returns:
         ``[shard_size]``, the mean over the W workers.
@@ -216,23 +215,23 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) 
     fits = room.dtype == dtype and len(room) >= codec.universe
     total = room[: codec.universe] if fits else room.new_zeros(codec.universe, dtype=dtype)
     workers = len(payloads)
-    exact = workers.bit_count() == 1  # then dividing first gives the same bits, and costs nothing
+    exact = workers.bit_count() == 1  # a power of two: dividing first gives the same bits at no cost
     codec.check(payloads)
     if ops.receive(payloads, Layout(codec.universe), codec.format(), workers if exact else 1, total) is not None:
         return total if exact else total.div_(workers)
     index, value = codec.read(payloads, dtype)
     if exact:
         value = value / workers
-    if total.device.type == "cpu":  # where one entry is added after the other
+    if total.device.type == "cpu":  # scatter_add_ is sequential there
         total.scatter_add_(0, index.reshape(-1), value.reshape(-1))
     else:
-        # Worker by worker: within one, no two values other than padding's zeros share a position, so the sum has one
-        # order.
+        # One worker at a time: within a worker only the padding's zeros share a position, so the order of additions is
+        # fixed.
         for worker in range(workers):
             total.scatter_add_(0, index[worker], value[worker])
     if exact:
         return total
-    # Only what was written is divided; where several workers wrote, the same quotient is written as often.
+    # Divides the written positions only; a position that several workers wrote gets the same quotient each time.
     places = index.reshape(-1)
     return total.index_copy_(0, places, total.index_select(0, places).div_(workers))
 
@@ -242,12 +241,12 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tens
 
     Args:
         payloads: ``[shards, P]`` uint8, row s from server s.
-        codec: How they were written.
-        layout: How the bucket was dealt to the servers.
-        out: ``[numel]``, zero: a bucket whose content was sent.
+        codec: Codec of the payloads.
+        layout: How the bucket is split among the servers.
+        out: ``[numel]``, zero: a bucket that was sent.
 
     Returns:
-        Scalar bool: whether all that was delivered is finite.
+        Scalar bool: whether all delivered values are finite.
     """
     codec.check(payloads)
     finite = None if codec.scale is not None else ops.receive(payloads, layout, codec.format(), 1, out)

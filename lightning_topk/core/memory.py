@@ -1,4 +1,4 @@
-"""Memories: what one end of a link keeps of what it did not send.
+"""Memories: the entries that one end of a link has not sent yet.
 
 Error feedback (Stich et al. 2018; Alistarh et al. 2018): a link adds its residual to its input, sends some entries of
 the sum, and keeps the rest, including the wire's rounding error. So nothing is lost, only delayed.
@@ -20,7 +20,7 @@ class Memory(ABC):
 
     @abstractmethod
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """Adds what was kept earlier to ``x``.
+        """Adds the residual to ``x``.
 
         Args:
             x: ``[numel]``; zero if the input was not finite. Set to zero by this call.
@@ -32,11 +32,11 @@ class Memory(ABC):
 
     @abstractmethod
     def keep(self, index: Tensor, sent: Tensor) -> None:
-        """Keeps what was not sent of the sum that :meth:`compensate` returned.
+        """Keeps the unsent part of the sum that :meth:`compensate` returned.
 
         Args:
             index: ``[n]`` int64, positions of the selected entries.
-            sent: ``[n]``, what the receiver will decode there.
+            sent: ``[n]``, the values that the receiver will decode there.
         """
 
     @abstractmethod
@@ -45,9 +45,9 @@ class Memory(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state kept between steps, by name, each ``[numel]``; the storage itself, not a copy.
+        """Returns the state between steps by name, each ``[numel]``; the storage itself, not a copy.
 
-        What is still to be sent is named ``residual``.
+        The undelivered part is named ``residual``.
         """
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Residual(Memory):
 
     @override
     def keep(self, index: Tensor, sent: Tensor) -> None:
-        """Subtracts what will be decoded, so the wire's rounding error is kept too."""
+        """Subtracts the values that the receiver decodes, so the residual includes the wire's rounding error."""
         self.residual.scatter_add_(0, index, sent.neg())
 
     @override
@@ -109,7 +109,7 @@ class MomentumResidual(Residual):
     """Error feedback on velocities: momentum correction of Deep Gradient Compression (Lin et al. 2018, section 3.2).
 
     ``u = m u + x``; ``a = v + u``; ``v = a - sent``. Momentum is applied on the worker, before compression, so the
-    optimizer's own momentum must be 0. ``u`` is zeroed where something was sent (momentum factor masking), which stops
+    optimizer's own momentum must be 0. ``u`` is zeroed at the sent positions (momentum factor masking), which stops
     stale momentum.
 
     Args:
@@ -145,11 +145,11 @@ class MomentumResidual(Residual):
 
 
 class Leftover(Residual):
-    """A residual left by other settings, under settings without error feedback: added once, then nothing is kept."""
+    """A residual of earlier settings, under settings without error feedback: added once, then dropped."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(numel, dtype, device)
-        self._finite = torch.ones((), dtype=torch.bool, device=device)  # whether the last vector was
+        self._finite = torch.ones((), dtype=torch.bool, device=device)  # whether the last vector was finite
 
     @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
@@ -158,15 +158,15 @@ class Leftover(Residual):
 
     @override
     def keep(self, index: Tensor, sent: Tensor) -> None:
-        """Clears the residual, unless the step was not finite and so nothing was sent."""
+        """Clears the residual, unless the vector was not finite and nothing was sent."""
         self.residual.masked_fill_(self._finite, 0)
 
 
 class NoMemory(Memory):
-    """No error feedback: what is not sent is lost. For comparison with the papers.
+    """No error feedback: entries that are not sent are lost. For comparison with the papers.
 
     Args:
-        dtype: dtype of what :meth:`compensate` returns.
+        dtype: dtype of the result of :meth:`compensate`.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -184,7 +184,7 @@ class NoMemory(Memory):
 
     @override
     def add_(self, x: Tensor) -> None:
-        raise NotImplementedError("NoMemory keeps no residual; use Leftover for a residual that other settings left.")
+        raise NotImplementedError("NoMemory keeps no residual; use Leftover for a residual of earlier settings.")
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -192,8 +192,8 @@ class NoMemory(Memory):
 
     @override
     def hold(self, absent: Tensor) -> None:
-        """There is nothing to set aside."""
+        """Does nothing: there is no state."""
 
     @override
     def release(self) -> None:
-        """There is nothing to restore."""
+        """Does nothing: there is no state."""

@@ -1,7 +1,7 @@
-"""What an exchange may ask for where bytes must leave, and how many bytes that sends.
+"""Requests that an exchange makes where bytes must leave, and the number of bytes that each one sends.
 
-A request carries this rank's payload; the driver performs it and sends the reply back. Payloads on the
-meta device have sizes and no content: so predictions use the same classes.
+A request carries this rank's payload; the driver performs it and sends the reply back. Predictions use the same classes
+with payloads on the meta device, which have a size but no content.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing_extensions import override
 
 Direction = Literal["uplink", "downlink"]
 Among = Literal["all", "node", "peers"]
-"""Who takes part: all ranks, the ranks of this node, or the ranks with the same local rank on every node."""
+"""Ranks that take part: all ranks, the ranks of this node, or the ranks with the same local rank on every node."""
 
 
 @dataclass(frozen=True)
 class Request(ABC):
-    """What an exchange asks for.
+    """One communication step of an exchange.
 
     Attributes:
-        payload: What this rank gives.
+        payload: This rank's input.
         direction: Whether workers send to servers, or servers to workers.
-        among: Who takes part; ranks and W are theirs.
+        among: Ranks that take part. W is their number, and ranks are numbered among them.
     """
 
     payload: Tensor
@@ -42,12 +42,12 @@ class Request(ABC):
         """Bytes that a node of ``local`` consecutive ranks sends to other nodes, if all ranks take part."""
 
     def node_bytes(self, rank: int, world: int, local: int) -> tuple[int, int]:
-        """Bytes that the ranks of a node send together: to each other, and to other nodes.
+        """Bytes that the ranks of a node send in total: to each other, and to other nodes.
 
         Args:
-            rank: One of them, counted among all ranks.
+            rank: Global rank of one of them.
             world: Number of all ranks.
-            local: Ranks of a node.
+            local: Ranks per node.
         """
         node = rank // local
         if self.among == "node":
@@ -120,7 +120,7 @@ class Broadcast(Request):
 
 @dataclass(frozen=True)
 class Begin:
-    """Asks for a request whose reply is needed later. Its reply is a :class:`Begun`.
+    """Starts a request whose reply is needed later. The reply is a :class:`Begun`.
 
     Attributes:
         request: The request.
@@ -131,11 +131,11 @@ class Begin:
 
 @dataclass(frozen=True)
 class Begun:
-    """A request that was begun. An exchange yields it when it needs the reply.
+    """A started request. An exchange yields it when it needs the reply.
 
     Attributes:
         reply: The reply, once ``work`` is done.
-        work: What to wait for; None if nothing.
+        work: Handle to wait on; None if the reply is ready.
     """
 
     reply: Tensor | None

@@ -39,7 +39,7 @@ class Selector(ABC):
             k: Maximum number of entries to select from each shard, in [1, shard_size].
 
         Returns:
-            Positions in the shard, ``[shards, k]`` int64, not descending in each row; the values there, ``[shards, k]``
+            Positions in the shard, ``[shards, k]`` int64, non-descending in each row; the values there, ``[shards, k]``
             of the dtype of ``a``; and the number of nonzero values, a scalar int64. Unused slots have value 0.
         """
         rows = reference.shard_rows(a, layout)
@@ -83,9 +83,9 @@ class TopK(Selector):
 class RandK(Selector):
     """Selects k random entries, the same on all ranks, so no positions are sent.
 
-    The positions in a shard are drawn from the seed, the step and the shard's size, on the device and without state:
-    every position has a key, a bijective hash of it, and those with the k smallest keys are drawn. A server that keeps
-    fewer entries than the workers keeps a subset of theirs.
+    The positions depend only on the seed, the step and the shard's size, and are computed on the device without random
+    state: a bijective hash gives every position a key, and the positions with the k smallest keys are drawn. A server
+    that sends fewer entries than the workers sends a subset of their positions.
 
     Args:
         seed: Seed of the positions.
@@ -94,7 +94,7 @@ class RandK(Selector):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._drawn_at = -1
-        self._drawn: dict[tuple[int, int, torch.device | None], Tensor] = {}  # in this step
+        self._drawn: dict[tuple[int, int, torch.device | None], Tensor] = {}  # of this step
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
@@ -126,7 +126,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 def _mixed(z: int) -> int:
-    """A number that looks random, as a signed 64-bit integer; different ones of different numbers."""
+    """Hashes a number to a signed 64-bit integer (splitmix64); the hash is bijective modulo 2^64."""
     z = (z + 0x9E3779B97F4A7C15) % 2**64
     for shift, factor in _MIX:
         z = (z ^ z >> shift) * factor % 2**64
@@ -134,7 +134,7 @@ def _mixed(z: int) -> int:
 
 
 def _mixed_(z: Tensor) -> Tensor:
-    """Likewise in place, int64; its products are modulo 2^64, too."""
+    """The same mixing in place on int64, whose products are modulo 2^64 too; without the first addition."""
     for shift, factor in _MIX:
         z.bitwise_xor_(z.bitwise_right_shift(shift).bitwise_and_(2 ** (64 - shift) - 1))
         z.mul_(factor - 2**64 * (factor >= 2**63))
@@ -184,7 +184,7 @@ class GaussianK(Threshold):
         std, mean = torch.std_mean(rows, dim=1, keepdim=True, correction=0)
         quantile = NormalDist().inv_cdf(1 - k / rows.shape[1] / 2)
         threshold: Tensor = (mean + quantile * std).abs_()
-        overflowed = ~threshold.isfinite()  # as the variance does before the largest entry
+        overflowed = ~threshold.isfinite()  # the variance may overflow although every entry is finite
         if not _none(overflowed):
             threshold = torch.where(overflowed, _largest(rows), threshold)
         for _ in range(3):
@@ -197,13 +197,13 @@ class GaussianK(Threshold):
 
 
 class SampledK(Threshold):
-    """DGC_k of Lin et al. 2018: the threshold is estimated from a sample, of which the fraction k / S reaches it.
+    """DGC_k of Lin et al. 2018: estimates the threshold that a fraction k / S of a sample reaches.
 
-    While fewer than k entries reach it, it is lowered by a fifth, at most ten times.
+    Lowers it by a fifth while fewer than k entries reach it, at most ten times.
 
     Args:
-        fraction: Fraction of a shard's elements that is sampled, in (0, 1]; more are sampled where needed to include
-            about 100 of the k largest.
+        fraction: Fraction of a shard's elements to sample, in (0, 1]. The sample is larger if needed to include about
+            100 of the k largest.
     """
 
     def __init__(self, fraction: float = 0.01) -> None:
@@ -236,7 +236,7 @@ class TrimmedK(Threshold):
     def threshold(self, rows: Tensor, k: int) -> Tensor:
         largest = _largest(rows)
         mean = torch.linalg.vector_norm(rows, 1, dim=1, keepdim=True) / rows.shape[1]
-        mean = torch.minimum(mean, largest)  # where the sum overflows
+        mean = torch.minimum(mean, largest)  # the sum may overflow
         threshold: Tensor = mean + 0.8 * (largest - mean)
         for r in (0.6, 0.4, 0.2, 0.0):
             few = ops.count_reaching(rows, threshold) < k

@@ -1,9 +1,9 @@
-"""What a worker's residual takes back if nobody applies what an exchange delivered.
+"""Undoes an exchange whose result no optimizer applies.
 
-A GradScaler skips an optimizer step whose gradients have an infinity or a NaN, and with it all that the buckets of that
-step delivered. Every worker then adds what was delivered to its residual. The payloads of the step say what it was, so
-that nothing else has to be kept until the step is taken: a few percent of the model instead of a copy of every
-residual. The step's own finite gradients stay in the residuals, and later steps deliver them.
+A GradScaler skips an optimizer step whose gradients have an infinity or a NaN, and so discards everything that the
+buckets of that step delivered. Every worker then adds the delivered values back to its residual. It decodes them from
+the step's payloads, which take a few percent of the model's memory; no copy of the residuals is needed. The step's own
+finite gradients stay in the residuals, and later steps deliver them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lightning_topk.core.ops import reference
 def take_back(
     end: Endpoint, codecs: Codecs, step: int, payloads: Sequence[Tensor], replies: Sequence[Tensor], dtype: torch.dtype
 ) -> TakenBack:
-    """What a worker takes back after an exchange through servers: what they delivered.
+    """Correction after an exchange through servers: the delivered values.
 
-    A server whose reply is not finite took nothing from the workers either: each takes back what it sent there.
+    A server whose reply is not finite has dropped what the workers sent it, so each worker takes that back instead.
 
     Args:
         end: This rank's links.
-        codecs: How the payloads were written.
-        step: The step of the exchange, for selectors.
-        payloads: Of each piece ``[shards, P]`` uint8, what this worker sent.
-        replies: Of each piece ``[shards, P']`` uint8, what the servers sent.
+        codecs: Codecs of the payloads.
+        step: Step of the exchange, for the selector.
+        payloads: ``[shards, P]`` uint8 for each piece, sent by this worker.
+        replies: ``[shards, P']`` uint8 for each piece, sent by the servers.
         dtype: dtype of the bucket, to which replies were rounded.
     """
     end.uplink.selector.step = step
@@ -53,14 +53,14 @@ def take_back(
 def take_back_from_all(
     end: Endpoint, codecs: Codecs, step: int, payload: Tensor, received: Tensor, dtype: torch.dtype
 ) -> TakenBack:
-    """What a worker takes back after an exchange without servers: the mean or, if it is not finite, what it sent.
+    """Correction after an exchange without servers: the mean or, if it is not finite, what this worker sent.
 
     Args:
         end: This rank's links.
-        codecs: How the payloads were written.
-        step: The step of the exchange, for selectors.
-        payload: ``[1, P]`` uint8, what this worker sent.
-        received: ``[W, P]`` uint8, what all workers sent.
+        codecs: Codecs of the payloads.
+        step: Step of the exchange, for the selector.
+        payload: ``[1, P]`` uint8, sent by this worker.
+        received: ``[W, P]`` uint8, sent by all workers.
         dtype: dtype of the bucket, to which the mean was rounded.
     """
     end.uplink.selector.step = step
@@ -75,6 +75,6 @@ def take_back_from_all(
 
 
 def _delivered(value: Tensor, codecs: Codecs, dtype: torch.dtype) -> Tensor:
-    """What arrived in a bucket of ``dtype``, without the scale that it keeps."""
+    """Values as rounded in a bucket of ``dtype``, without the bucket's scale."""
     rounded = value.to(dtype).to(value.dtype)
     return rounded if codecs.reply.scale is None else rounded / codecs.reply.scale

@@ -1,4 +1,4 @@
-"""Wires: encode a selection as bytes, and decode it.
+"""Wires: encode a selection as bytes and decode it.
 
 A payload row is ``[values | Elias-Fano positions | check]``: k values in the wire's dtype, k ascending positions at
 about ``log2(S / k) + 2`` bits each (5 % above their entropy), zeros up to a multiple of the word size, and a check word
@@ -24,10 +24,10 @@ from lightning_topk.core.select import RandK
 
 @dataclass(frozen=True)
 class Wire:
-    """A format of the values in a payload.
+    """Format of the values in a payload.
 
     Args:
-        name: The name in settings.
+        name: Name in the settings.
         value_dtype: dtype of the values on the wire. The rounding error stays in the sender's residual.
     """
 
@@ -36,7 +36,7 @@ class Wire:
 
     @property
     def width(self) -> int:
-        """Bits of a value."""
+        """Bits per value."""
         return 8 * self.value_dtype.itemsize
 
     @property
@@ -63,7 +63,7 @@ class Wire:
         return value.to(self.value_dtype).view(torch.uint8)
 
     def read(self, written: Tensor, k: int) -> Tensor:
-        """Decodes what :meth:`write` returned as floating values ``[R, k]``: the original values, rounded."""
+        """Decodes the result of :meth:`write` to floating values ``[R, k]``: the original values, rounded."""
         return written.contiguous().view(self.value_dtype)
 
 
@@ -76,7 +76,7 @@ class BlockWire(Wire):
     ordered by position.
 
     Args:
-        name: The name in settings.
+        name: Name in the settings.
         value_dtype: dtype of the scales.
         bits: Bits of an integer, 8 or 4.
         block: Number of values that share a scale.
@@ -162,7 +162,7 @@ WIRES: dict[str, Wire] = {
 
 WORD = torch.int32
 WORDS_SUM = 0x746F706B
-"""The sum of the words of an undamaged payload, modulo 2^32, less what identifies its bucket and k."""
+"""Sum of the words of an undamaged payload, modulo 2^32, without the term for its bucket and k."""
 
 DAMAGED = "was damaged in transit, or is of other parameters than this rank's, or of another ratio"
 
@@ -177,7 +177,7 @@ class Codec:
         k: Number of entries in a payload.
         shared: The selector, if it draws the same positions on every rank; else None.
         tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
-        scale: Scalar by which receivers multiply what they decode, if what they deliver keeps a GradScaler's scale.
+        scale: Scalar by which receivers multiply decoded values, if the delivered gradient keeps a GradScaler's scale.
     """
 
     wire: Wire
@@ -216,23 +216,23 @@ class Codec:
         return (-(-(self.value_bytes + self.index_bytes) // WORD.itemsize) + 1) * WORD.itemsize
 
     def largest(self, delivered: torch.dtype | None) -> float:
-        """The largest magnitude that is decoded as finite, and finite in a receiver's dtype if one is given.
+        """The largest magnitude that decodes to a finite value, also in the receiver's dtype if it is given.
 
-        With a scale it is of the wire alone, see :meth:`largest_scaled`.
+        With a scale, this is the wire's limit alone; see :meth:`largest_scaled`.
         """
         limit = self.wire.largest
         if delivered is not None and self.scale is None and torch.finfo(delivered).max < limit:
-            # On the wire, the largest value of the narrower dtype may round up to one outside its range: stay below.
+            # The wire may round the narrower dtype's largest value up, out of its range: stay below.
             limit = torch.finfo(delivered).max * (1 - self.wire.eps)
         return limit
 
     def largest_scaled(self, delivered: torch.dtype) -> Tensor:
-        """The largest magnitude, a scalar, that is finite in a receiver's dtype when it is multiplied by the scale."""
+        """The largest magnitude, a scalar, that is finite in a receiver's dtype after multiplication by the scale."""
         assert self.scale is not None
         return torch.finfo(delivered).max * (1 - self.wire.eps) / self.scale
 
     def format(self, delivered: torch.dtype | None = None) -> PayloadFormat:
-        """What a payload holds where, and the largest magnitude in it, see :meth:`largest`."""
+        """Byte layout of a payload, and its largest magnitude; see :meth:`largest`."""
         return self._format._replace(largest=self.largest(delivered))
 
     @cached_property
@@ -244,7 +244,7 @@ class Codec:
 
     @property
     def _words_sum(self) -> int:
-        """The sum of the words of an undamaged payload, modulo 2^32: another one for each k of a tag."""
+        """Sum of the words of an undamaged payload, modulo 2^32; different for each k of a tag."""
         return WORDS_SUM + (self.tag + 0x9E3779 * self.k) % 2**24
 
     def encode(
@@ -255,7 +255,7 @@ class Codec:
         Args:
             index: ``[R, k]`` int64, ascending in each row, in [0, universe).
             value: ``[R, k]``, floating; clamped to the range of the wire.
-            delivered: dtype to which the receiver casts the values, if that rounding is to be kept in the residual too.
+            delivered: dtype to which the receiver casts the values, if the residual must include that rounding error.
             finite: Scalar bool. If false, all values on the wire are NaN.
 
         Returns:
@@ -300,7 +300,7 @@ class Codec:
         return self.read(payload, dtype)
 
     def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Decodes payloads that have been checked, see :meth:`decode`."""
+        """Decodes checked payloads; see :meth:`decode`."""
         value = self._scaled(self.wire.read(payload[:, : self.value_bytes], self.k)).to(dtype)
         known = self.known_index(payload.device)
         if known is not None:
@@ -313,7 +313,7 @@ class Codec:
         return value if self.scale is None else value.float() * self.scale
 
     def check(self, payload: Tensor) -> None:
-        """Refuses damaged payloads ``[R, P]``.
+        """Rejects damaged payloads ``[R, P]``.
 
         Raises:
             ValueError: A payload was damaged in transit, or has another tag or k. On a GPU, a device-side assertion

@@ -1,7 +1,7 @@
 """The command line: ``python -m lightning_topk`` ``plan``, ``bench NAME`` or ``reproduce NAME``.
 
-A command calls a function of the lab with the options that were given. The function is imported only then, since torch
-takes seconds.
+A command calls a function of the lab with the given options. It imports the function only then, since torch takes
+seconds.
 """
 
 from __future__ import annotations
@@ -26,86 +26,86 @@ if TYPE_CHECKING:
 
 
 def count(text: str) -> int:
-    """A count of 1 or more, which may be written 25e6 or 25M."""
+    """Parses a count of at least 1, such as 300, 25e6 or 25M."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgb]?)", text.lower())
     value = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}[found[2]] if found else 0.0
     if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count of 1 or more; write it like 300, 25e6 or 25M")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of at least 1; write it like 300, 25e6 or 25M")
     return int(value)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "nodes": {"type": count, "required": True, "help": "number of nodes"},
     "gpus_per_node": {"type": count, "help": "ranks on each node (default: 1)"},
-    "model": {"help": "a model of torchvision, such as resnet50"},
-    "module": {"help": "a class such as mine.models.Net, called without arguments"},
-    "params": {"type": count, "help": "parameters of the model, such as 25e6"},
-    "inter": {"help": "speed of a node's network (default: 1gbit)"},
+    "model": {"help": "torchvision model, such as resnet50"},
+    "module": {"help": "class such as mine.models.Net, called without arguments"},
+    "params": {"type": count, "help": "number of parameters, such as 25e6"},
+    "inter": {"help": "speed of the links between nodes (default: 1gbit)"},
     "saving": {"type": float, "help": "how many times fewer bytes than all-reduce to send (default: 50)"},
-    "ratio": {"type": float, "help": "fraction of the entries to send, instead"},
-    "wire": {"help": "format of values (default: int4)"},
+    "ratio": {"type": float, "help": "fraction of the entries to send, instead of --saving"},
+    "wire": {"help": "format of the values (default: int4)"},
     "bucket_cap_mb": {"type": float, "help": "size of DDP's buckets, MiB (default: 25)"},
-    "device": {"choices": ("cpu", "cuda"), "help": "where it is computed (default: cpu)"},
+    "device": {"choices": ("cpu", "cuda"), "help": "device to compute on (default: cpu)"},
     "numel": {"type": count, "help": "elements of the gradient (default: 25e6)"},
     "ratios": {"type": float, "nargs": "+", "help": "fractions of the entries to send (default: 0.001 0.01)"},
-    "hosts": {"type": count, "help": "emulated hosts (default: 4; of a race 2)"},
-    "ranks": {"type": count, "help": "processes on each host (default: 1)"},
-    "rates": {"nargs": "+", "help": "speeds of their links, such as 100mbit 1gbit (default: three)"},
-    "rate": {"help": "speed of the links of emulated hosts, such as 1gbit (default: the workers share this host)"},
-    "seconds": {"type": float, "help": "time for each peer; slow ones take more (default: 10)"},
-    "peers": {"nargs": "+", "help": "what to time (default: all that make a difference)"},
+    "hosts": {"type": count, "help": "emulated hosts (default: 4; race: 2)"},
+    "ranks": {"type": count, "help": "processes per host (default: 1)"},
+    "rates": {"nargs": "+", "help": "link speeds, such as 100mbit 1gbit (default: three)"},
+    "rate": {"help": "link speed of emulated hosts, such as 1gbit (default: the workers share this host)"},
+    "seconds": {"type": float, "help": "time per peer; slow peers take longer (default: 10)"},
+    "peers": {"nargs": "+", "help": "peers to time (default: all that apply)"},
     "workers": {"type": count, "help": "processes, or emulated hosts of one process (default: 2)"},
-    "batch_size": {"type": count, "help": "images of each worker in a step (default: 4)"},
+    "batch_size": {"type": count, "help": "images per worker and step (default: 4)"},
     "image_size": {"type": count, "help": "height and width of an image, pixels (default: 64)"},
-    "racers": {"nargs": "+", "help": "who takes part (default: all)"},
-    "course": {"choices": ("digits", "images", "code"), "help": "what is learnt (default: digits)"},
-    "budget": {"type": float, "help": "seconds of training after which a run is given up (default: 300)"},
+    "racers": {"nargs": "+", "help": "racers that take part (default: all)"},
+    "course": {"choices": ("digits", "images", "code"), "help": "data to learn (default: digits)"},
+    "budget": {"type": float, "help": "seconds of training after which a run stops (default: 300)"},
     "data": {"type": Path, "help": "folder of images to learn, train/<class>/* and test/<class>/*; takes long"},
     "models": {"nargs": "+", "help": "only these models"},
-    "systems": {"nargs": "+", "help": 'only these, such as dense "saving 50" PowerSGD'},
+    "systems": {"nargs": "+", "help": 'only these systems, such as dense "saving 50" PowerSGD'},
     "optimizers": {"nargs": "+", "help": 'only these, such as SGD, AdamW, "SGD not adapted" (adapt_momentum=False)'},
-    "savings": {"type": float, "nargs": "+", "help": "what to send; below 1 it is a ratio (default: 50 150 0.001)"},
+    "savings": {"type": float, "nargs": "+", "help": "savings; a number below 1 is a ratio (default: 50 150 0.001)"},
     "lengths": {"type": count, "nargs": "+", "help": "steps of a run (default: 300 1000 3000)"},
-    "steps": {"type": count, "help": "steps of a run; bench train leaves four out (default: each model's own, 12)"},
-    "seeds": {"type": count, "help": "runs of each (default: 3; of a race 1)"},
-    "minutes": {"type": float, "help": "time after which no run is begun; the result has what there is"},
+    "steps": {"type": count, "help": "steps of a run; bench train does not time the first four (default: varies)"},
+    "seeds": {"type": count, "help": "seeds of each run (default: 3; at-size: 2; race: 1)"},
+    "minutes": {"type": float, "help": "time after which no run starts; the result covers finished runs"},
     "json": {"type": Path, "metavar": "FILE", "help": "file to write the result to"},
-    "plot": {"type": Path, "metavar": "FILE", "help": "picture to draw"},
-    "out": {"type": Path, "help": "folder for files (default: reproduced); of a race, the file of its runs"},
+    "plot": {"type": Path, "metavar": "FILE", "help": "image file to draw"},
+    "out": {"type": Path, "help": "output folder (default: reproduced); for a race, the file of its runs"},
     "all": {"action": "store_true", "help": "all claims of the papers, one after the other"},
-    "strict": {"action": "store_true", "help": "exit with status 1 if anything is a FAIL"},
+    "strict": {"action": "store_true", "help": "exit with status 1 on any FAIL"},
 }
-"""What argparse is told of each option. Those that are not given are left to the function."""
+"""Arguments of argparse for each option. The function's default applies to an option that is not given."""
 
 
 COMMANDS = {
     "plan": (
         "plan:run",
-        "what a step sends with each topology, and about how long that takes",
+        "the bytes and the approximate time of a step with each topology",
         "nodes gpus_per_node model module params inter saving ratio wire bucket_cap_mb device",
     ),
-    "bench select": ("bench.select:run", "the compress step, in passes over memory; its memory", "numel device ratios"),
-    "bench wire": ("bench.wire:run", "bits and bytes of payloads, against entropy", "numel ratios"),
+    "bench select": ("bench.select:run", "the compress step in passes over memory; peak memory", "numel device ratios"),
+    "bench wire": ("bench.wire:run", "bits and bytes of payloads against the entropy of positions", "numel ratios"),
     "bench hosts": (
         "bench.steps:hosts",
-        "an exchange alone, on emulated hosts, with bytes counted at their interfaces",
+        "an exchange alone on emulated hosts, with bytes counted at their interfaces",
         "hosts ranks rates numel ratio saving seconds peers",
     ),
     "bench train": (
         "bench.steps:train",
-        "whole steps of a torchvision model, on this host or on emulated ones",
+        "whole training steps of a torchvision model, on this host or on emulated hosts",
         "model workers rate ratio saving batch_size image_size steps peers",
     ),
     "bench race": (
         "bench.race:run",
-        "whole trainings on emulated hosts, until they are as good as dense training is at its end; resumable",
+        "whole trainings on emulated hosts, up to the final quality of dense training; resumable",
         "hosts rates racers course data seeds budget out",
     ),
     "reproduce counterexample": ("papers.counterexample:run", "where compressing the downlink too helps", ""),
-    "reproduce saving": ("papers.saving:run", "the union of the workers' selections, as their number grows", ""),
+    "reproduce saving": ("papers.saving:run", "the union of the workers' selections as their number grows", ""),
     "reproduce bound": ("papers.vectors:bound", "how much top-k loses, against two bounds", ""),
     "reproduce distribution": ("papers.vectors:distribution", "the shape of gradients, alone and with residuals", ""),
-    "reproduce operators": ("papers.operators:run", "the selectors: their time, and how much they keep", ""),
+    "reproduce operators": ("papers.operators:run", "the time of the selectors, and how much they keep", ""),
     "reproduce convergence": ("papers.tuning:convergence", "every system, with tuned learning rates", "data steps"),
     "reproduce tuning": ("papers.tuning:tuning", "one-way against two-way, at equal k and at equal bytes", ""),
     "reproduce speedup": ("papers.speedup:run", "the time of an exchange on links of three speeds", ""),
@@ -116,7 +116,7 @@ COMMANDS = {
     ),
     "reproduce at-size": (
         "papers.at_size:run",
-        "learning curves of models of ten million parameters; hours for each; resumable",
+        "learning curves of models with ten million parameters; hours per run; resumable",
         "data models systems steps seeds minutes device",
     ),
 }
@@ -147,16 +147,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_options(parser: argparse.ArgumentParser, names: str) -> None:
-    """Adds some of the :data:`OPTIONS`; those that are not given are not set."""
+    """Adds some of the :data:`OPTIONS`. An option that is not given stays unset."""
     for name in names.split():
         parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **OPTIONS[name])
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Runs the command that was parsed, and ends with status 1 if ``--strict`` was given and a statement fails.
+    """Runs the parsed command; exits with status 1 if ``--strict`` is given and a statement fails.
 
     Raises:
-        ValueError: An option has a value that is not allowed, or a package is missing.
+        ValueError: An option has an invalid value, or a package is missing.
     """
     given = dict(vars(arguments))
     group, _, name = given.pop("command").partition(" ")
@@ -180,7 +180,7 @@ def _bench(name: str, given: dict[str, Any]) -> list[Result]:
         if plot.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"{plot} must end in .png, .svg, .pdf.")
     for path in filter(None, (json, plot)):
-        path.touch()  # an error now is better than one after the work
+        path.touch()  # fail now rather than after the work
     result = finish(function_of(f"bench {name}"), given)
     if json is not None:
         json.write_text(result.json())
@@ -214,7 +214,7 @@ def finish(function: Callable[..., Result], given: Mapping[str, Any], command: s
     """Calls a function on one thread, and prints its result, with its time and the command (default: this one)."""
     import torch
 
-    torch.set_num_threads(1)  # many small tensors; and one core is what every reader has
+    torch.set_num_threads(1)  # tensors are small, and every reader has one core
     begin = time.perf_counter()
     result = function(**given)
     result.seconds = time.perf_counter() - begin
@@ -231,6 +231,6 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def need(module: str, package: str | None = None) -> None:
-    """Says that an optional package is missing, before any work is done; ``package`` is what pip calls it."""
+    """Raises before any work is done if an optional package is missing; ``package`` is its name for pip."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"this needs {module}, which is not installed: pip install {package or module}.")

@@ -1,4 +1,4 @@
-"""What the models learn: scikit-learn's digits, Python's documentation and source code, and folders of images."""
+"""Data for the models: scikit-learn's digits, Python's documentation and source code, and folders of images."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 CHARACTERS, LENGTH, LONG = 128, 64, 128
-"""Most characters that text has, and T, the length of the pieces of :func:`documentation` and :func:`source_code`."""
+"""Size of the alphabet, and T, the length of the pieces of :func:`documentation` and of :func:`source_code`."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Examples and their labels, to train on and held out.
+    """Training and held-out examples with their labels.
 
-    Images ``[N, C, H, W]`` float32 with labels ``[N]`` int64; or text ``[N, T]`` int64 with the characters that follow,
-    ``[N, T]`` int64. ``augment`` changes examples before a model learns from them.
+    Images ``[N, C, H, W]`` float32 with labels ``[N]`` int64; or text ``[N, T]`` int64 with the next characters,
+    ``[N, T]`` int64, as labels. ``augment`` transforms a batch of training examples.
     """
 
     examples: Tensor
@@ -32,7 +32,7 @@ class Data:
     augment: Callable[[Tensor, torch.Generator], Tensor] = lambda examples, generator: examples
 
     def to(self, device: torch.device | str) -> Data:
-        """The same on a device."""
+        """Copies the data to a device."""
         parts = (self.examples, self.labels, self.held_examples, self.held_labels)
         examples, labels, held_examples, held_labels = (part.to(device) for part in parts)
         return Data(examples, labels, held_examples, held_labels, self.augment)
@@ -70,7 +70,7 @@ def documentation() -> Data:
 def source_code() -> Data:
     """The source code of Python's standard library, some 30 million characters; every twentieth file is held out.
 
-    Of the held-out pieces there are about 2,000, from all over these files.
+    About 2,000 pieces are held out, spread over these files.
     """
     library = Path(get_path("stdlib"))
     files = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
@@ -86,7 +86,7 @@ def source_code() -> Data:
 
 @cache
 def image_folder(folder: Path) -> Data:
-    """All images of a folder, see :func:`folders`, resized to 32 x 32, and augmented by :func:`crop_and_flip`."""
+    """The images of a folder, see :func:`folders`, resized to 32 x 32 and augmented by :func:`crop_and_flip`."""
     from torchvision.transforms import v2  # type: ignore[import-untyped]
 
     normal = v2.Normalize([0.5] * 3, [0.25] * 3)
@@ -101,7 +101,7 @@ def image_folder(folder: Path) -> Data:
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Images ``[N, C, H, W]`` moved by up to four pixels each way, every second one mirrored (He et al. 2016, 4.2)."""
+    """Shifts images ``[N, C, H, W]`` by up to four pixels and mirrors half of them at random (He et al. 2016, 4.2)."""
     count, _, height, width = images.shape
     padded = nn.functional.pad(images, (4, 4, 4, 4))
     down, right = torch.randint(0, 9, (2, count, 1), generator=generator)
@@ -112,7 +112,7 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def folders(root: Path, transform: Any, held_transform: Any) -> tuple[Any, Any]:
-    """The images of ``root/train/<class>/*``, to train on, and of ``root/test/<class>/*``, held out.
+    """The training images ``root/train/<class>/*`` and the held-out images ``root/test/<class>/*``.
 
     Raises:
         ValueError: One of the two folders is missing.

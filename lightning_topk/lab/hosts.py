@@ -1,4 +1,4 @@
-"""Several hosts on one machine: a network namespace for each, joined by a bridge, with links of a given rate.
+"""Emulates hosts on one machine: one network namespace per host, joined by a bridge, with links of a given rate.
 
 Needs root and iproute2 (``ip``, ``tc``). Addresses exist inside the namespaces only; everything is removed on exit.
 As a program, this module is one rank: see :func:`main`.
@@ -31,16 +31,16 @@ def available() -> bool:
 
 
 def check_available() -> None:
-    """Refuses to go on where hosts cannot be emulated, with a RuntimeError."""
+    """Raises a RuntimeError if hosts cannot be emulated."""
     if not available():
-        raise RuntimeError("Emulated hosts need root, and ip and tc of iproute2. Only bench train can do without.")
+        raise RuntimeError("Emulated hosts need root and iproute2 (ip, tc). Only bench train runs without them.")
 
 
 def bits_per_second(rate: str) -> float:
-    """Bits per second of a rate as tc writes it.
+    """Converts a rate in tc's notation to bits per second.
 
     Raises:
-        ValueError: It is not a number with ``kbit``, ``mbit`` or ``gbit``.
+        ValueError: The rate is not a number with ``kbit``, ``mbit`` or ``gbit``.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.lower())
     if not found or float(found[1]) == 0:
@@ -49,7 +49,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def sent_bytes() -> int:
-    """Bytes that left this host's interface so far, of all its ranks; zero where hosts are not emulated."""
+    """Bytes that all ranks of this host sent through its interface so far; zero if hosts are not emulated."""
     return int(COUNTER.read_text()) if os.environ.get("GLOO_SOCKET_IFNAME") == "eth0" else 0
 
 
@@ -57,9 +57,9 @@ class Hosts:
     """Emulated hosts, from :func:`emulate`; or processes that share this host, from :func:`local`.
 
     Args:
-        names: The hosts' network namespaces; None is this host's own.
-        address: Where the first one listens, ``ADDRESS:PORT``.
-        ranks: Processes on each host.
+        names: Network namespaces of the hosts; None is this host's own.
+        address: ``ADDRESS:PORT`` at which the first host listens.
+        ranks: Processes per host.
     """
 
     def __init__(self, names: Sequence[str | None], address: str, ranks: int = 1) -> None:
@@ -75,14 +75,14 @@ class Hosts:
         """Calls ``function(options, rank, world)`` in a process for every rank, joined by ``torch.distributed``.
 
         Args:
-            function: A function of an importable module. Options and what it returns, for each rank, must be JSON.
-            options: What it is called with. ``"device": "cuda"`` gives each rank a GPU, if there are enough.
+            function: A function of an importable module. Its options and its result must be JSON.
+            options: Options of the call. ``"device": "cuda"`` puts each rank on a GPU; ranks share too few GPUs.
             timeout: Seconds after which all processes are killed.
-            shown: Whether rank 0's standard error, such as a progress bar, is this process's.
+            shown: Whether rank 0 inherits standard error, for example for a progress bar.
 
         Raises:
-            RuntimeError: One of them failed.
-            TimeoutError: They did not end in time.
+            RuntimeError: A process failed.
+            TimeoutError: The processes did not end in time.
         """
         path, world, started = f"{function.__module__}:{function.__qualname__}", len(self.names) * self.ranks, []
         for rank in range(world):
@@ -99,14 +99,14 @@ class Hosts:
                 process.kill()
         for process, (_, errors) in zip(started, outputs, strict=True):
             if process.returncode:
-                words = "what it said is above." if errors is None else f"\n{errors[-2000:]}"
+                words = "see its output above." if errors is None else f"\n{errors[-2000:]}"
                 raise RuntimeError(f"{path} failed on one of {len(self.names)} hosts: {words}")
         return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str], shown: bool = False
     ) -> subprocess.Popen[str]:
-        """Starts a process on a host, with its output in pipes; ``shown`` leaves its standard error this process's."""
+        """Starts a process on a host, with its output in pipes; with ``shown``, it inherits standard error."""
         name = self.names[host]
         enter = ["ip", "netns", "exec", name] if name else []
         interface = {"GLOO_SOCKET_IFNAME": "eth0"} if name else {}
@@ -128,9 +128,9 @@ def local(count: int) -> Hosts:
 
 @contextmanager
 def emulate(count: int, rate: str, ranks: int = 1) -> Iterator[Hosts]:
-    """Makes hosts whose links have a rate in both directions, such as ``100mbit``, and removes them at the end.
+    """Creates hosts whose links have a rate in both directions, such as ``100mbit``, and removes them on exit.
 
-    The ranks of a host, processes, reach each other without that link.
+    Ranks of the same host reach each other without that link.
     """
     check_available()
     if not 1 <= count <= 200:
@@ -165,9 +165,9 @@ def _ip(arguments: str) -> None:
 
 
 def main() -> None:
-    """Is one rank: ``python -m lightning_topk.lab.hosts RANK WORLD ADDRESS:PORT MODULE:FUNCTION OPTIONS``.
+    """Runs one rank: ``python -m lightning_topk.lab.hosts RANK WORLD ADDRESS:PORT MODULE:FUNCTION OPTIONS``.
 
-    It joins the others, calls the function on one thread, and prints what that returns as a line of JSON.
+    It joins the process group, calls the function on one thread, and prints the result as a line of JSON.
     """
     import torch
     import torch.distributed as dist

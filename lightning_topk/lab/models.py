@@ -1,4 +1,4 @@
-"""The models of the examples and of the papers' claims. None of them knows how it is trained."""
+"""The models of the examples and of the papers' claims. None of them depends on how it is trained."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_topk.lab.data import CHARACTERS, LENGTH, LONG
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
 Norm = Callable[[int], nn.Module]
-"""Makes the norm of so many channels."""
+"""Makes the norm layer for a number of channels."""
 GROUP_NORM: Norm = partial(nn.GroupNorm, 8)
-"""It has no buffers to average: a gradient is a function of its batch alone."""
+"""Has no buffers to average: a gradient depends on its batch alone."""
 BATCH_NORM: Norm = partial(nn.BatchNorm2d, track_running_stats=False)
-"""It takes the statistics of each batch, also in evaluation."""
+"""Uses the statistics of each batch, in evaluation too."""
 
 
 def mlp(shape: Shape, classes: int, hidden: Sequence[int] = (256, 128)) -> nn.Module:
-    """Hidden layers with ReLU, on all pixels at once."""
+    """Hidden layers with ReLU on all pixels."""
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for a, b in itertools.pairwise(widths):
@@ -46,7 +46,7 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
 class Block(nn.Module):
     """Two convolutions beside a shortcut that drops pixels and pads channels (He et al. 2016, option A).
 
-    There are once or twice as many output channels as inputs; if twice, the image is halved.
+    ``outputs`` is ``inputs`` or twice that; if twice, height and width are halved.
     """
 
     def __init__(self, inputs: int, outputs: int, norm: Norm) -> None:
@@ -105,7 +105,7 @@ class RowLSTM(nn.Module):
 
 
 class CharLSTM(nn.Module):
-    """Predicts the next of :data:`lightning_topk.lab.data.CHARACTERS` from all before it."""
+    """Predicts the next of :data:`lightning_topk.lab.data.CHARACTERS` characters from all earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def large_gpt(width: int = 384, depth: int = 6) -> nn.Module:
     net = GPT(width, depth, width // 64, LONG)
     for name, weight in net.named_parameters():
         if weight.dim() > 1:
-            last = name.endswith(("out_proj.weight", "linear2.weight"))  # of a residual branch
+            last = name.endswith(("out_proj.weight", "linear2.weight"))  # layer of a residual branch
             nn.init.normal_(weight, std=0.02 / math.sqrt(2 * depth) if last else 0.02)
     return net
 
@@ -184,19 +184,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "huge gpt": partial(large_gpt, 768, 12),
     "resnet18": resnet18,
 }
-"""What simulated workers train: four models of digits (``mlp`` is the thesis's 784-64-10 at this size), five of
-32 x 32 colour images (``vgg`` has 1.1 million parameters), five of text (``huge gpt`` has 85 million)."""
+"""Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), five for 32 x 32
+colour images (``vgg`` has 1.1 million parameters), five for text (``huge gpt`` has 85 million)."""
 LARGE = ("large gpt", "huge gpt")
-"""The models of source code."""
+"""Models that learn source code."""
 TEXT = ("char lstm", "gpt", "gpt2", *LARGE)
-"""The models of text."""
+"""Models that learn text."""
 
 
 def torchvision_model(name: str, **options: Any) -> nn.Module:
-    """A model of torchvision, untrained, made with its options.
+    """Makes an untrained torchvision model with the given options.
 
     Raises:
-        ValueError: There is none of that name, or torchvision is missing.
+        ValueError: No model has that name, or torchvision is missing.
     """
     need("torchvision")
     import torchvision

@@ -1,4 +1,4 @@
-"""``plan``: what a step sends with each topology, exactly, and about how long that takes, before the run."""
+"""``plan``: predicts the exact bytes and the approximate time of a step with each topology, before the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_topk.lab.report import Row, markdown
 from lightning_topk.volume import format_bytes, volume
 
 MEASURED = 4_000_000
-"""Most elements of the gradient that is compressed to measure computing."""
+"""Maximum number of elements that are compressed to measure the computing time."""
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
     bucket_cap_mb: float = 25,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> str:
-    """Says what a step sends with each topology, and about how long that takes on a link."""
+    """Tabulates the bytes of a step with each topology, and its approximate time on a link."""
     sizes, world = parameter_sizes(model, module, params), nodes * gpus_per_node
     if world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
@@ -43,7 +43,7 @@ def run(
     saving = SAVING if saving is None and ratio is None else saving
     amount: dict[str, Any] = {"saving": saving, "ratio": ratio, "wire": wire}
     numel = min(sum(sizes), MEASURED)
-    second = step_seconds(TopKConfig(**amount), numel, torch.device(device)) / numel  # for each element
+    second = step_seconds(TopKConfig(**amount), numel, torch.device(device)) / numel  # per element
     rows = []
     for topology in ("dense", "sharded", "hierarchical", "single_server", "allgather"):
         if topology == "hierarchical" and not 1 < gpus_per_node < world:
@@ -58,22 +58,22 @@ def run(
             "a node sends": format_bytes(sent.inter_node),
         }
         row |= {"saving": f"{sent.node_saving:.1f}x", "ms a step": 1000 * (computing + sent.inter_node / speed)}
-        pays = 8 * (sent.dense_inter_node - sent.inter_node) / computing if computing else 0.0  # bits a second
+        pays = 8 * (sent.dense_inter_node - sent.inter_node) / computing if computing else 0.0  # bits per second
         words = f"{pays / 1e9:.3g} Gbit/s" if pays >= 1e9 else f"{pays / 1e6:.3g} Mbit/s" if pays > 0 else "never"
         rows.append(row | {"pays below": words if computing else ""})
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between them; "
         f"{'saving' if ratio is None else 'ratio'} {ratio or saving:g}.\n\n{markdown(rows)}\n\n"
-        "Bytes are exact. A time is what it takes to compress and decompress, measured just now on this machine's "
-        f"{device.upper()}, plus a node's bytes over its link; nothing is hidden behind backward."
+        "Bytes are exact. Times are the time to compress and decompress, measured just now on this machine's "
+        f"{device.upper()}, plus the time to send a node's bytes over its link; nothing overlaps with backward."
     )
 
 
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
-    """Elements of each trainable parameter: of a model of torchvision, of a class, or of one large parameter.
+    """Elements of each trainable parameter of a torchvision model or of a class, or of one large parameter.
 
     Raises:
-        ValueError: Not exactly one is given, or it does not exist.
+        ValueError: Not exactly one argument is given, or the model does not exist.
     """
     if sum(given is not None for given in (model, module, params)) != 1:
         raise ValueError("give one of --model, --module and --params.")
@@ -98,9 +98,9 @@ def _imported(path: str) -> nn.Module:
 
 
 def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:
-    """How DDP groups parameters, whose gradients come in the opposite order: 1 MiB first, then ``cap_mb`` a bucket.
+    """Groups parameters as DDP does, in the reverse order: 1 MiB in the first bucket, ``cap_mb`` in each other one.
 
-    Parameters are given by their elements.
+    ``sizes`` are the numbers of elements of the parameters.
     """
     buckets: list[list[int]] = [[]]
     for size in reversed(sizes):

@@ -22,12 +22,12 @@ from lightning_topk.lab.papers import CLAIMS
 
 Row = dict[str, Any]
 Curve = tuple[Sequence[float], Sequence[float]]
-"""Values along the two axes."""
+"""The x and the y values."""
 
 
 @dataclass
 class Check:
-    """A statement, the target or the published figure, what was measured, and whether that confirms the statement."""
+    """A statement, its target or published figure, the measured figure, and whether the statement holds."""
 
     statement: str
     expected: str
@@ -37,7 +37,7 @@ class Check:
 
 @dataclass
 class Panel:
-    """One pair of axes: curves, and standard errors of their heights, by label; ``level`` is a height to mark."""
+    """One pair of axes: curves, and standard errors of their y values, by label; ``level`` is a y value to mark."""
 
     title: str
     xlabel: str
@@ -50,7 +50,7 @@ class Panel:
 
 
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#3b3b98", "#999999", "#222222")
-"""Told apart by colour-blind people too (after Okabe and Ito)."""
+"""Distinguishable for colour-blind readers too (after Okabe and Ito)."""
 
 
 def _versions() -> dict[str, str]:
@@ -60,10 +60,10 @@ def _versions() -> dict[str, str]:
 
 @dataclass
 class Result:
-    """What a command of this name measured.
+    """Measurements of the command ``name``.
 
-    ``setting`` is all that is needed to judge the figures: model, data, workers, steps. ``tables`` are rows by title,
-    ``checks`` hold what was measured against a target, or what was published. ``seconds`` is the wall time.
+    ``setting`` states what is needed to judge the figures: model, data, workers, steps. ``tables`` are rows by title,
+    ``checks`` compare measurements with targets or published figures. ``seconds`` is the wall time.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Result:
 
 
 def write_report(folder: Path) -> None:
-    """Writes the claims' results that a folder has as one page, ``report.md``."""
+    """Writes the results of the claims in a folder as one page, ``report.md``."""
     results = [Result.read(path) for path in (folder / f"{name}.json" for name in CLAIMS) if path.exists()]
     checks = [check for result in results for check in result.checks]
     head = [
@@ -131,24 +131,24 @@ def write_report(folder: Path) -> None:
 
 
 def spread(values: Sequence[float], style: str) -> str:
-    """Mean and half the range."""
+    """Mean ± half the range."""
     return f"{mean(values):{style}} ± {(max(values) - min(values)) / 2:{style}}"
 
 
 def in_words(values: Sequence[float], style: str, unit: str = "") -> str:
-    """Mean and standard error of several seeds, or the value of one; empty if there is none."""
+    """Mean ± standard error over several seeds, or the value of one; empty if there is none."""
     if len(values) < 2:
         return "".join(f"{value:{style}}{unit} (1 seed)" for value in values)
     return f"{mean(values):{style}} ± {standard_error(values):{style.lstrip('+')}}{unit}"
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """The standard error of a mean; zero of a single value."""
+    """The standard error of the mean; zero for a single value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _finite(value: Any) -> Any:
-    """The value with infinity and NaN, which JSON does not have, as strings."""
+    """Replaces infinity and NaN, which JSON lacks, by strings."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

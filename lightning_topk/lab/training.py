@@ -1,4 +1,4 @@
-"""Training by simulated workers, through the exchange that a cluster runs; and many such runs at a time."""
+"""Training by simulated workers, through the exchange that a cluster runs, and many such runs in parallel."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Problem:
     Args:
         model: A key of :data:`lightning_topk.lab.models.MODELS`.
         seed: Seed of the initial parameters.
-        data: What it learns, or a folder of images, see :func:`lightning_topk.lab.data.folders`. Default: Python's
+        data: Training data, or a folder of images, see :func:`lightning_topk.lab.data.folders`. Default: Python's
             documentation for models of text, its library's source code for the large ones, else digits.
-        device: Where it is computed.
+        device: Device to compute on.
 
-    Models of more than two million parameters are trained as ``precision="bf16-mixed"`` does.
+    Models with more than two million parameters train as with ``precision="bf16-mixed"``.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Problem:
 
         Args:
             theta: The parameters, ``[d]`` float32.
-            batches: The numbers of each worker's training examples, ``[W, B]`` int64.
-            generator: Source of the random numbers of the data's augmentation.
+            batches: Indices of each worker's training examples, ``[W, B]`` int64.
+            generator: Random generator of the data's augmentation.
         """
         images, labels = self.data.examples, self.data.labels
         if self._vectorised:
@@ -75,19 +75,19 @@ class Problem:
         return found
 
     def evaluate(self, theta: Tensor) -> tuple[float, float, float]:
-        """Loss on about 5,000 training examples, loss on held-out data, and accuracy in percent on that."""
+        """Loss on about 5,000 training examples, loss on held-out data, and accuracy on held-out data in percent."""
         some = slice(None, None, max(1, len(self.data.labels) // 5000))
         loss, _ = self._quality(theta, self.data.examples[some], self.data.labels[some])
         return loss, *self.held_out(theta)
 
     def held_out(self, theta: Tensor, stride: int = 1) -> tuple[float, float]:
-        """Loss, and accuracy in percent, on every so many of the held-out examples."""
+        """Loss, and accuracy in percent, on every ``stride``-th held-out example."""
         return self._quality(theta, self.data.held_examples[::stride], self.data.held_labels[::stride])
 
     @torch.no_grad()
     def _quality(self, theta: Tensor, examples: Tensor, labels: Tensor) -> tuple[float, float]:
         loss, right, parts = 0.0, 0, math.ceil(len(labels) / 500)
-        for part in range(parts):  # each of examples from all over: folders are sorted by class, and batch norm mixes
+        for part in range(parts):  # strided: folders are sorted by class, and batch norm mixes a part
             batch, wanted = examples[part::parts], labels[part::parts]
             scores = self._scores(self._weights(theta), batch)
             loss += float(nn.functional.cross_entropy(scores.flatten(0, -2), wanted.flatten(), reduction="sum"))
@@ -111,9 +111,9 @@ class Problem:
 
 @dataclass
 class Run:
-    """A training run: final losses, infinite if it diverged, and accuracy in percent; bytes of a rank and step.
+    """A training run: final losses, infinite if it diverged, and accuracy in percent; bytes per rank and step.
 
-    ``union`` has the number of nonzero entries that were delivered, ``seen`` what ``observe`` returned, step by step.
+    ``union`` has the number of nonzero delivered entries and ``seen`` the result of ``observe``, step by step.
     ``curve`` has steps, held-out loss, and accuracy in percent.
     """
 
@@ -130,10 +130,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """SGD or AdamW, whose first beta is ``momentum``, and which has torch's weight decay.
+    """SGD, or AdamW with ``momentum`` as its first beta and torch's weight decay.
 
-    The learning rate falls to zero along half a ``cosine``, or is constant, as in the thesis, after a warm-up of some
-    steps. The mean gradient is clipped to a norm after the exchange, as ``gradient_clip_val`` does.
+    After ``warmup`` steps the learning rate falls to zero along half a ``cosine``, or is constant, as in the thesis.
+    The mean gradient is clipped to ``clip_norm`` after the exchange, as ``gradient_clip_val`` does.
     """
 
     lr: float
@@ -145,13 +145,13 @@ class Optimizer:
     warmup: int = 0
 
     def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """The optimizer of some parameters."""
+        """Makes the optimizer of ``parameters``."""
         if self.adamw:
             return torch.optim.AdamW(parameters, self.lr, (self.momentum, 0.999))
         return torch.optim.SGD(parameters, self.lr, self.momentum, weight_decay=self.weight_decay)
 
     def step(self, made: torch.optim.Optimizer, theta: Tensor, step: int, steps: int) -> None:
-        """Clips the gradient, sets the learning rate of a step of a run of ``steps``, and takes the step."""
+        """Clips the gradient, sets the learning rate for ``step`` of ``steps``, and takes the step."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([theta], self.clip_norm)
         rate = self.lr
@@ -164,7 +164,7 @@ class Optimizer:
 
 
 class Ranks(Protocol):
-    """Simulated workers, as :class:`lightning_topk.simulate.Cluster` has them."""
+    """Simulated workers with the interface of :class:`lightning_topk.simulate.Cluster`."""
 
     sent_bytes: dict[str, list[int]]
 
@@ -189,17 +189,17 @@ def train(
     """Trains a model of :data:`lightning_topk.lab.models.MODELS` by simulated workers.
 
     Args:
-        model: Its name.
-        config: Settings of the exchange, or what makes another one for so many workers, and parameters of some shapes.
-        workers: Simulated workers.
-        steps: Steps of the run.
+        model: Name of the model.
+        config: Settings of our exchange, or a function that makes another one for workers and parameter shapes.
+        workers: Number of simulated workers.
+        steps: Number of steps.
         optimizer: The optimizer.
         seed: Seed of the parameters and the batches.
-        batch: Examples of each worker in a step, drawn from all training data.
+        batch: Examples per worker and step, drawn from all training data.
         observe: Called before each exchange with the cluster and the workers' gradients.
         data: A folder of images. Default: the data of :class:`Problem`.
-        every: Steps after which a point is added to the curve, on a quarter of the held-out data. Default: no curve.
-        device: Where it is computed.
+        every: Steps between points of the curve, which use a quarter of the held-out data. Default: no curve.
+        device: Device to compute on.
     """
     problem = Problem(model, seed, data, device)
     theta = problem.start
@@ -240,10 +240,10 @@ def run_all(
     note: Callable[[K, T], None] = lambda key, result: None,
     minutes: float = math.inf,
 ) -> dict[K, T]:
-    """Runs jobs in processes of one thread each, as many at a time as there are cores, and returns their results.
+    """Runs jobs in single-threaded processes, as many at a time as there are cores, and returns their results.
 
-    Jobs travel by pickle: use :func:`functools.partial`. ``note`` is called in this process with each name and result,
-    as they come. After ``minutes`` no job is begun; those have no result.
+    Jobs must be picklable: use :func:`functools.partial`. ``note`` is called in this process with the name and result
+    of each job as it ends. No job starts after ``minutes``; such jobs have no result.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     end = time.monotonic() + 60 * minutes
@@ -265,7 +265,7 @@ def run_all(
 
 
 class Runs(dict[Any, dict[str, Any]]):
-    """What was measured, by key, and the file of JSON lines that it stands in: an entry is appended as it is set."""
+    """Measurements by key, stored in a file of JSON lines: setting an entry appends it to the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -279,5 +279,5 @@ class Runs(dict[Any, dict[str, Any]]):
             file.write(json.dumps(self[key]) + "\n")
 
     def complete(self, jobs: Mapping[str, Callable[[], dict[str, Any]]], title: str, minutes: float = math.inf) -> None:
-        """Runs the jobs that are missing, see :func:`run_all`."""
+        """Runs the missing jobs, see :func:`run_all`."""
         run_all({key: job for key, job in jobs.items() if key not in self}, title, self.__setitem__, minutes)

@@ -24,8 +24,8 @@ from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.runtime.collectives import Meter, Steps, drive
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
-from lightning_topk.runtime.memory.by_parameter import Residuals, Sent
-from lightning_topk.runtime.memory.skipped_steps import StepOutcome
+from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.memory.skipped_steps import Sent, StepOutcome
 
 Bucket = tuple[Tensor, ...]
 """The parameters whose gradients are exchanged together, in order."""

@@ -27,8 +27,8 @@ class Velocity(NamedTuple):
     """A worker's momentum, see :class:`lightning_topk.core.memory.MomentumResidual`.
 
     Attributes:
-        kept: ``[numel]``, the velocity; becomes zero where something is sent.
-        momentum: By how much it is multiplied before a gradient is added.
+        kept: ``[numel]``, the velocity; zeroed at the sent positions.
+        momentum: Factor applied to the velocity before a gradient is added.
     """
 
     kept: Tensor
@@ -36,24 +36,24 @@ class Velocity(NamedTuple):
 
 
 FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
-"""The wires that :func:`send` and :func:`receive` can write and read; others are encoded by themselves."""
+"""Wires that :func:`send` and :func:`receive` support; values of other wires are encoded in a step of their own."""
 
 
 FAILED: dict[str, str] = {}
-"""Why a compiler that is installed does not work here, by its name."""
+"""Why an installed compiler does not work here, by its name."""
 
 
 @cache
 def fast(device: torch.device) -> Any | None:
-    """Returns the fast version for a device, or None where plain torch must serve: its compiler is missing or fails.
+    """Returns the fast version for a device, or None (plain torch) if its compiler is missing or fails.
 
     Numba is an optional extra; Triton comes with torch, and needs a C compiler.
     """
     module, needs = ("cpu", "numba") if device.type == "cpu" else ("cuda", "triton")
     if device.type not in ("cpu", "cuda") or find_spec(needs) is None:
         return None
-    # Compiling may take tens of seconds. Python runs signal handlers in the main thread: what they raise meanwhile is
-    # raised here, while the other thread can fail by compiling only.
+    # Compiling may take tens of seconds. Python runs signal handlers in the main thread, and what they raise must not
+    # count as a failure to compile: the other thread can only fail by compiling.
     executor = ThreadPoolExecutor(1)
     try:
         version, error = executor.submit(_tried, module, device).result()
@@ -70,7 +70,7 @@ def fast(device: torch.device) -> Any | None:
 
 
 def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | None]:
-    """A fast version that has compiled and run once, or why it cannot."""
+    """Returns a fast version that has compiled and run once, or the error."""
     try:
         version = import_module(f"lightning_topk.core.ops.{module}")
         e, x = torch.zeros(2, version.SAMPLE, dtype=torch.float32, device=device).unbind()
@@ -81,12 +81,12 @@ def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | N
 
 
 def _cpu(x: Tensor) -> Any | None:
-    """The fast version for a tensor on the CPU; None for tensors elsewhere and of other dtypes than float32."""
+    """The fast version for a float32 tensor on the CPU; None for other tensors."""
     return fast(x.device) if x.device.type == "cpu" and x.dtype == torch.float32 else None
 
 
 def _for(e: Tensor, x: Tensor, layout: Layout, k: int) -> Any | None:
-    """The fast version that adds ``x`` to ``e`` and selects; None if there is none, or it does not support this."""
+    """The fast version of :func:`add_and_select` for these arguments; None if there is none."""
     version = fast(e.device)
     return version if version is not None and version.suits(e, x, layout, k) else None
 
@@ -98,11 +98,11 @@ def _of_rows(rows: Tensor, k: int) -> Any:
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """Whether ``x``, of any shape but not empty, has neither NaN nor infinity: a scalar bool."""
+    """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
     if x.device.type == "cuda" and x.is_contiguous() and x.dtype != torch.float64 and fast(x.device) is not None:
         finite: Tensor = fast(x.device).is_finite(x)  # type: ignore[union-attr]
         return finite
-    # The sum of squares is finite only if every element is: one read of x. If it is not, it may have overflowed.
+    # The sum of squares, one read of x, is finite only if every element is. If it is not, it may have overflowed.
     squares = x.device.type == "cpu" and x.dim() == 1 and x.dtype in (torch.float32, torch.float64)
     return torch.tensor(True) if squares and math.isfinite(torch.dot(x, x)) else reference.is_finite(x)
 
@@ -116,9 +116,9 @@ def send(
     delivered: torch.dtype | None,
     velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Adds ``x`` to ``e``, and moves the k largest of every shard to payloads: all in one function.
+    """Adds ``x`` to ``e`` and moves the k largest of every shard to payloads, all in one function.
 
-    Arguments and results are those of ``cpu.send`` and ``cuda.send``. None where there is no such function: then add,
+    Arguments and results are those of ``cpu.send`` and ``cuda.send``. None if no such function applies: then add,
     select, encode and keep one after the other, with the same result.
     """
     version = _for(e, x, layout, form.k) if form.index_bytes and form.bits else None
@@ -129,10 +129,10 @@ def send(
 
 
 def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
-    """Adds what payloads hold to ``out``, in one function; returns whether it is finite, a scalar bool.
+    """Decodes payloads and adds them to ``out``, in one function; returns whether they are finite, a scalar bool.
 
-    Arguments are those of ``cpu.receive`` and ``cuda.receive``. None where there is no such function: then decode and
-    add, with the same result.
+    Arguments are those of ``cpu.receive`` and ``cuda.receive``. None if no such function applies: then decode and add,
+    with the same result.
     """
     version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
     finite: Tensor | None = version.receive(payloads, layout, form, divisor, out) if version is not None else None
@@ -176,7 +176,7 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
-    """Decodes what :func:`elias_fano_encode` returned: ``[R, k]`` int64, ascending in each row."""
+    """Decodes the result of :func:`elias_fano_encode`: ``[R, k]`` int64, ascending in each row."""
     version = (fast(code.device) if code.device.type == "cpu" else None) or reference
     index: Tensor = version.elias_fano_decode(code, universe, k, low)
     return index
@@ -201,12 +201,12 @@ def catch_up_(
 
 
 def sgd_step_(x: Tensor, gradient: Tensor, buffer: Tensor, waited: Tensor, **options: float) -> bool:
-    """Takes a whole step of SGD; see ``cpu.sgd_step_``. False, and nothing is done, where there is no such function."""
+    """Takes a whole step of SGD; see ``cpu.sgd_step_``. Does nothing and returns False if that is not available."""
     version = _cpu(x)
     return version is not None and bool(version.sgd_step_(x, gradient, buffer, waited, **options))
 
 
 def adam_step_(x: Tensor, gradient: Tensor, buffer: Tensor, square: Tensor, waited: Tensor, **options: float) -> bool:
-    """Takes a whole step of Adam; see ``cpu.adam_step_``. False, and nothing is done, where there is none."""
+    """Takes a whole step of Adam; see ``cpu.adam_step_``. Does nothing and returns False if that is not available."""
     version = _cpu(x)
     return version is not None and bool(version.adam_step_(x, gradient, buffer, square, waited, **options))

@@ -1,6 +1,6 @@
-"""CPU versions of :mod:`lightning_topk.core.ops.reference`: what calls the compiled :mod:`.loops` and :mod:`.steps`.
+"""CPU versions of :mod:`lightning_topk.core.ops.reference`: wrappers of the compiled :mod:`.loops` and :mod:`.steps`.
 
-They take float32, contiguous. Their time is one pass over memory, and some nanoseconds for each entry that is sent. The
+They take contiguous float32 tensors, and cost one pass over memory and some nanoseconds per entry sent. The
 compression has the same bits as the reference; optimizer steps agree to rounding.
 """
 
@@ -18,7 +18,7 @@ from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import Velocity, loops, reference, steps
 from lightning_topk.core.ops.loops import SAMPLE as SAMPLE
 
-_salts = random.Random()  # of samples: the selection does not depend on them
+_salts = random.Random()  # seeds of samples; the selection does not depend on them
 
 
 def _deal(layout: Layout) -> loops.KernelLayout:
@@ -44,17 +44,17 @@ def send(
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
 
     Args:
-        e: ``[numel]`` float32, contiguous, finite; keeps what is not sent, and the wire's rounding.
+        e: ``[numel]`` float32, contiguous, finite; becomes the residual, which includes the wire's rounding error.
         x: ``[numel]`` float32, contiguous; becomes zero. Of both, only the elements of the layout's piece change.
         finite: Scalar bool, whether ``x`` is finite.
         layout: How the elements are dealt to shards; :func:`suits` must hold.
         form: Format of a payload.
-        delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
+        delivered: dtype of the receivers' output, if the residual must include its rounding error.
         velocity: Momentum.
 
     Returns:
-        The payloads ``[shards, P]`` uint8, and how many entries in them are not zero, a scalar int64. None, and nothing
-        is done, if ``x`` is not finite, a receiver's rounding is to be kept, or there is momentum.
+        The payloads ``[shards, P]`` uint8, and their number of nonzero entries, a scalar int64. None, without effect,
+        if ``x`` is not finite, ``delivered`` is neither None nor float32, or there is momentum.
     """
     if delivered not in (None, torch.float32) or velocity is not None or not finite:
         return None
@@ -64,11 +64,11 @@ def send(
 
 
 def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
-    """Divides what payloads hold, and adds it to ``out``.
+    """Decodes payloads, divides the values by ``divisor`` and adds them to ``out``.
 
     Args:
-        payloads: ``[R, P]`` uint8, undamaged. Row r is for shard r of the layout; if it has one shard, all rows are
-            for that.
+        payloads: ``[R, P]`` uint8, undamaged. Row r belongs to shard r of the layout; if the layout has one shard,
+            every row belongs to it.
         layout: How ``out`` is dealt to shards.
         form: Format of a payload, with positions.
         divisor: A power of two.
@@ -98,7 +98,7 @@ def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int,
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """The same as :func:`lightning_topk.core.ops.reference.add_and_select`, in one pass over memory.
+    """Same as :func:`lightning_topk.core.ops.reference.add_and_select`, in one pass over memory.
 
     Args:
         e: ``[numel]`` float32, contiguous.
@@ -116,7 +116,7 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
-    """The same as :func:`lightning_topk.core.ops.reference.topk_index`, in one pass over the rows.
+    """Same as :func:`lightning_topk.core.ops.reference.topk_index`, in one pass over the rows.
 
     Args:
         rows: ``[R, S]`` float32, finite; :func:`suits` must hold.
@@ -131,7 +131,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
 
 
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
-    """The same as :func:`lightning_topk.core.ops.reference.count_reaching`, without a temporary of the rows' size.
+    """Same as :func:`lightning_topk.core.ops.reference.count_reaching`, without a temporary of the rows' size.
 
     Args:
         rows: ``[R, S]`` float32, finite.
@@ -145,7 +145,7 @@ def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """The same as :func:`lightning_topk.core.ops.reference.over_threshold_index`, in one pass over the rows.
+    """Same as :func:`lightning_topk.core.ops.reference.over_threshold_index`, in one pass over the rows.
 
     Args:
         rows: ``[R, S]`` float32, finite; :func:`suits` must hold.
@@ -163,7 +163,7 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
-    """The same as :func:`lightning_topk.core.ops.reference.elias_fano_encode`.
+    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_encode`.
 
     Args:
         index: ``[R, K]`` int64, not descending in a row, in [0, universe).
@@ -181,7 +181,7 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
-    """The same as :func:`lightning_topk.core.ops.reference.elias_fano_decode`.
+    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_decode`.
 
     Args:
         code: ``[R, elias_fano_bytes(universe, k, low)]`` uint8.
@@ -223,7 +223,7 @@ def sgd_step_(
     nesterov: bool,
     maximize: bool,
 ) -> bool:
-    """Takes a step of ``torch.optim.SGD`` by the rule of :mod:`lightning_topk.runtime.optimizer.momentum`.
+    """Takes a step of ``torch.optim.SGD`` with the rule of :mod:`lightning_topk.runtime.optimizer.momentum`.
 
     Args:
         x: The parameter, of any shape, float32; updated.
@@ -233,12 +233,12 @@ def sgd_step_(
         momentum: m, in (0, 1).
         weight: 1 - dampening.
         lr: Learning rate.
-        decay: Weight decay, which is added to the gradient.
+        decay: Weight decay, added to the gradient.
         nesterov: Whether the step looks ahead.
         maximize: Whether the objective is maximised.
 
     Returns:
-        Whether the step was taken: not for other dtypes, or where the tensors do not have the same order in memory.
+        Whether the step was taken. False for other dtypes, and if the tensors differ in memory format.
     """
     arrays = _flat(x, gradient, buffer, waited)
     if arrays is None:
@@ -265,20 +265,20 @@ def adam_step_(
 ) -> bool:
     """Takes a step of ``torch.optim.Adam`` or ``AdamW``; :mod:`lightning_topk.runtime.optimizer.momentum` has the rule.
 
-    Arguments and result are those of :func:`sgd_step_`, but for:
+    Arguments and result as in :func:`sgd_step_`, except:
 
     Args:
-        x: See there.
-        gradient: See there.
+        x: See :func:`sgd_step_`.
+        gradient: See :func:`sgd_step_`.
         buffer: The first moment, of the same shape, float32; updated.
         square: The second moment, of the same shape, float32; updated.
-        waited: See there.
-        betas: How much of the first and of the second moment a step keeps.
-        step: Number of this step, from 1 on.
-        lr: See there.
-        eps: What is added to the root of the second moment.
+        waited: See :func:`sgd_step_`.
+        betas: Decay rates of the first and of the second moment.
+        step: Number of this step, starting at 1.
+        lr: See :func:`sgd_step_`.
+        eps: Term added to the square root of the second moment.
         decay: Decoupled weight decay.
-        maximize: See there.
+        maximize: See :func:`sgd_step_`.
     """
     arrays = _flat(x, gradient, buffer, square, waited)
     if arrays is None:
@@ -291,7 +291,7 @@ def adam_step_(
 
 
 def _flat(*tensors: Tensor) -> list[np.ndarray] | None:
-    """Tensors of one shape in the order of their memory; None if they differ in that, or one is of another dtype."""
+    """Tensors as flat arrays in memory order; None if they differ in shape, strides or device, or have other dtypes."""
     first = tensors[0]
     dense = first.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense(first)
     same = all(

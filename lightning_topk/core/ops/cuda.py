@@ -1,13 +1,13 @@
-"""GPU versions of :mod:`lightning_topk.core.ops.reference`: what launches :mod:`.kernels`, and never waits for them.
+"""GPU versions of :mod:`lightning_topk.core.ops.reference`: launch :mod:`.kernels` and never synchronise the host.
 
 Compensating and selecting reads the gradient and the residual once and writes both once, 16 bytes per element::
 
     threshold   from a sample of the sum, on the device
-    move        e <- e + x, x <- 0; a bit for every entry that reaches the threshold, a count for every block of 256
+    move        e <- e + x, x <- 0; a bit per entry that reaches the threshold, a count per block of 256
     cumsum      of the counts, shard by shard: the offset at which each block's entries are stored
     gather      the entries that reach the threshold, in order, into a buffer for about twice the expected number
     choose      the k largest among these
-    write, mark the payloads, and what is kept
+    write, mark the payloads, and the residual
 
 Sizes follow from integers that the host knows. If fewer than k entries of a shard reach the threshold, fewer are sent;
 if more reach it than the buffer holds, the last ones stay in the residual. Otherwise the selection equals the
@@ -37,11 +37,11 @@ SAMPLE = 1 << 14
 LOW = 24
 """The widest low part of a position that is read with 32 bits."""
 EXACT = {"enable_fp_fusion": False}
-"""Options of every launch: a multiplication and an addition that the compiler fuses are rounded once too few."""
+"""Options of every launch: no fused multiply-add, which rounds only once."""
 ROUNDED = {None: 0, torch.float32: 0, torch.float16: 16, torch.bfloat16: 17}
-"""What receivers do with the values that they decode, as a constant of a kernel."""
+"""Kernel constant for the dtype to which receivers round decoded values."""
 
-_salts = random.Random()  # of samples; its own generator, so that the user's random state is unchanged
+_salts = random.Random()  # seeds of samples; its own generator, so that the user's random state is unchanged
 
 
 def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:
@@ -63,18 +63,18 @@ def send(
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
 
     Args:
-        e: ``[numel]`` float32, contiguous, finite; keeps what is not sent, and the wire's rounding.
+        e: ``[numel]`` float32, contiguous, finite; becomes the residual, which includes the wire's rounding error.
         x: ``[numel]``, contiguous; becomes zero.
         finite: Scalar bool on the same device, whether ``x`` is finite. If false, ``e`` is unchanged, and all values in
             the payloads are NaN.
         layout: How the elements are dealt to shards; :func:`suits` must hold.
         form: Format of a payload.
-        delivered: dtype into which receivers write what they decode, if its rounding is to be kept too.
-        velocity: If given, ``x`` is added to it instead, and the sum to ``e``.
+        delivered: dtype of the receivers' output, if the residual must include its rounding error.
+        velocity: Momentum; if given, ``x`` is added to the velocity, and the velocity to ``e``.
 
     Returns:
-        The payloads ``[shards, P]`` uint8, and how many entries in them are not zero, a scalar int64. None if a
-        receiver's dtype is not supported.
+        The payloads ``[shards, P]`` uint8, and their number of nonzero entries, a scalar int64. None if ``delivered``
+        or the format is not supported.
     """
     if delivered not in ROUNDED or form.low > LOW:
         return None
@@ -82,7 +82,7 @@ def send(
     index, value = _selected(e, x, finite, layout, k, velocity)
     payload = torch.zeros(shards, form.nbytes, dtype=torch.uint8, device=e.device)
     words, grid = payload.view(torch.int32), (triton.cdiv(k, SLOTS), shards)
-    begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
+    begin = form.value_bytes - (-k * form.low // 8)  # start of the high bitmap
     with torch.cuda.device_of(e):
         kernels.write[grid](
             e, finite, e if velocity is None else velocity.kept, index, value, payload, k, layout.numel, shards,
@@ -95,18 +95,18 @@ def send(
 
 
 def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
-    """Divides what payloads hold, and adds it to ``out``, one payload after the other.
+    """Decodes payloads, divides the values by ``divisor`` and adds them to ``out``, one payload of a shard at a time.
 
     Args:
-        payloads: ``[R, P]`` uint8, undamaged. Row r is for shard r of the layout; if it has one shard, all rows are
-            for that.
+        payloads: ``[R, P]`` uint8, undamaged. Row r belongs to shard r of the layout; if the layout has one shard,
+            every row belongs to it.
         layout: How ``out`` is dealt to shards.
         form: Format of a payload, with positions.
         divisor: A power of two.
         out: ``[numel]``, contiguous.
 
     Returns:
-        Whether all values are finite, a scalar bool. None if ``out`` or the layout is not supported.
+        Whether all values are finite, a scalar bool. None if ``out``, the layout or the format is not supported.
     """
     if out.dtype not in ROUNDED or form.low > LOW or not (layout.shards == 1 or layout.block == BLOCK):
         return None
@@ -121,8 +121,8 @@ def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int,
     ends = counts.cumsum(1, dtype=torch.int32)
     with torch.cuda.device_of(out):
         for first in range(1 if dealt else rows):
-            # Payload by payload: within one, no two values other than padding's zeros share a position, so sums have
-            # one order.
+            # One payload at a time: within a payload only the padding's zeros share a position, so the order of
+            # additions is fixed.
             kernels.add[tiles, rows if dealt else 1](
                 payloads, counts, ends, out, finite, first, form.k, layout.numel, layout.shards, 1 / divisor,
                 form.value_bytes, begin, size, form.nbytes, tiles, form.bits, form.low, dealt, OCTETS, BLOCK, **EXACT,
@@ -131,7 +131,7 @@ def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int,
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """The same as :func:`lightning_topk.core.ops.reference.is_finite`, for contiguous tensors of :data:`ROUNDED`."""
+    """Same as :func:`lightning_topk.core.ops.reference.is_finite`, for contiguous tensors of :data:`ROUNDED`."""
     finite = torch.ones((), dtype=torch.bool, device=x.device)
     with torch.cuda.device_of(x):
         kernels.is_finite[(triton.cdiv(x.numel(), TILE),)](x, finite, x.numel(), TILE, **EXACT)
@@ -139,7 +139,7 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def can_catch_up(*tensors: Tensor) -> bool:
-    """Whether :func:`catch_up_` supports these tensors: of one shape, and in one order of memory without gaps."""
+    """Whether :func:`catch_up_` supports these tensors: equal shapes and strides, and no gaps in memory."""
     first = tensors[0]
     same = all((each.shape, each.stride()) == (first.shape, first.stride()) for each in tensors)
     dense = torch.ops.aten.is_non_overlapping_and_dense(first)
@@ -157,9 +157,9 @@ def catch_up_(
     skipped: Tensor | None,
     out: Tensor,
 ) -> None:
-    """The same as :func:`lightning_topk.core.ops.reference.catch_up_`, in one pass.
+    """Same as :func:`lightning_topk.core.ops.reference.catch_up_`, in one pass.
 
-    It moves 18 bytes an entry of float32, 22 with weight decay.
+    It moves 18 bytes per float32 entry, 22 with weight decay.
     """
     flat = [each.as_strided((each.numel(),), (1,)) for each in (buffer, waited, gradient, x, out)]
     grid = (triton.cdiv(buffer.numel(), SLOTS),)
@@ -171,7 +171,7 @@ def catch_up_(
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """The same as :func:`lightning_topk.core.ops.reference.add_and_select`, unless the sample misjudges (see above).
+    """Same as :func:`lightning_topk.core.ops.reference.add_and_select`, unless the threshold is off (see above).
 
     Args:
         e: ``[numel]`` float32, contiguous.
@@ -191,7 +191,7 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
 def _selected(
     e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int, velocity: Velocity | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`add_and_select` returns, with positions of 32 bits."""
+    """Result of :func:`add_and_select`, with 32-bit positions."""
     numel, shards = layout.numel, layout.shards
     moving, momentum = (e, 0.0) if velocity is None else velocity[:2]
     threshold, room = _threshold(e, x, finite, layout, k, velocity)
@@ -199,7 +199,7 @@ def _selected(
     bitmap = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=e.device)
     counts = torch.zeros(shards, turns, dtype=torch.int32, device=e.device)
     with torch.cuda.device_of(e):
-        warps = 4 if x.dtype == e.dtype and velocity is None else 8  # to convert, and to add more, takes registers
+        warps = 4 if x.dtype == e.dtype and velocity is None else 8  # conversion and momentum take registers
         kernels.move[(tiles,)](
             e, x, finite, moving, threshold, bitmap, counts, numel, shards, turns, momentum,
             velocity is not None, TILE, BLOCK, num_warps=warps, **EXACT,
@@ -208,7 +208,7 @@ def _selected(
     place = torch.empty(shards, room, dtype=torch.int32, device=e.device)
     value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
     with torch.cuda.device_of(e):
-        # 16 warps: with 8 elements a thread, addresses fit in registers.
+        # 16 warps: with 8 elements per thread, addresses fit in registers.
         kernels.gather[(tiles,)](
             e, bitmap, counts, ends, place, value, shards, turns, room, TILE, BLOCK, num_warps=16, **EXACT
         )
@@ -235,7 +235,7 @@ def _largest(place: Tensor, value: Tensor, layout: Layout, k: int) -> tuple[Tens
 def _threshold(
     e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int, velocity: Velocity | None
 ) -> tuple[Tensor, int]:
-    """A magnitude ``[]`` that slightly more than k entries of each shard should reach, and room for twice as many."""
+    """A magnitude ``[]`` that slightly more than k entries per shard should reach, and room for twice as many."""
     # The same calculation as on the CPU: four standard deviations for the shards, four for the sample.
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
     stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))

@@ -1,7 +1,7 @@
-"""The Triton kernels that :mod:`.cuda` launches: one pass over memory, and coding of what is sent.
+"""Triton kernels that :mod:`.cuda` launches: one pass over memory, and the coding of payloads.
 
 A payload row is ``[values | low parts | high bitmap | zeros | check]``, see :mod:`lightning_topk.core.wire`. Positions
-are of 32 bits. In comments, a slot is the rank of an entry in its row: the i-th entry that is sent.
+have 32 bits. A slot is the index of a sent entry in its row.
 
 If ``TRITON_INTERPRET=1`` is set before Triton is imported, the kernels run on CPU tensors. The tests use this.
 """
@@ -27,7 +27,7 @@ SIZES = {
 
 
 def launched(kernel: Callable[..., Any]) -> Any:
-    """Compiles a kernel once for all sizes. By itself Triton compiles anew for one that is 1 or a multiple of 16."""
+    """Compiles a kernel once for all sizes. By default, Triton recompiles for sizes that are 1 or a multiple of 16."""
     return triton.jit(kernel, do_not_specialize=sorted(SIZES.intersection(inspect.signature(kernel).parameters)))
 
 
@@ -48,10 +48,10 @@ def is_finite(x, finite, numel, TILE: tl.constexpr):
 def sample(
     e, x, finite, velocity, sampled, count, stride, salt, momentum, MOMENTUM: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Magnitudes of the sum at one random place in each window of ``stride`` entries; 0 becomes the least above it."""
+    """Samples the sum's magnitude at a random place in each window of ``stride`` entries; at least TINY."""
     window = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = window < count
-    # A hash of 32 bits: a multiplication, and a mixing of the high bits into the low ones.
+    # A 32-bit hash: multiply, and mix the high bits into the low ones.
     key = ((window + salt).to(tl.uint32) * 0x9E3779B1).to(tl.uint32)
     key = ((key ^ (key >> 15)) * 0x85EBCA77).to(tl.uint32)
     at = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
@@ -69,11 +69,11 @@ def move(
 ):  # fmt: skip
     """``e += x; x = 0``; sets a bit for every entry that reaches the threshold.
 
-    ``counts`` ``[shards, turns]`` is how many do in every block of a shard. With MOMENTUM ``velocity = momentum *
-    velocity + x`` first, and ``e += velocity``; a compiler that fuses the two operations rounds once too few.
+    ``counts`` ``[shards, turns]`` is their number in every block of a shard. With MOMENTUM, ``velocity = momentum *
+    velocity + x`` first, and ``e += velocity``; the two operations must not be fused, which rounds only once.
     """
     begin = tl.program_id(0).to(tl.int64) * TILE
-    # Without a mask, loads and stores are of 16 bytes whatever the number of elements.
+    # Without a mask, loads and stores have 16 bytes for any number of elements.
     if begin + TILE <= numel:
         _move_tile(
             e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum, begin,
@@ -126,7 +126,7 @@ def _move_tile(
 
 @launched
 def gather(e, bitmap, counts, ends, place, value, shards, turns, room, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the entries that have a bit, in order: candidates ``[shards, room]``.
+    """Stores the entries whose bit is set, in order: candidates ``[shards, room]``.
 
     ``ends`` are the running sums of ``counts``.
     """
@@ -164,14 +164,14 @@ def choose(
 ):  # fmt: skip
     """Stores the k candidates of largest magnitude, in order; of equal ones, the first.
 
-    ``ends`` are the running sums of ``counts``. A candidate of value 0 stands for none.
+    ``ends`` are the running sums of ``counts``. A candidate of value 0 is padding.
     """
     tile, row = tl.program_id(0), tl.program_id(1)
     above, equal = _compared(value, threshold, row, tile, room, TILE)
     before = row.to(tl.int64) * 2 * tiles + tile
     larger = tl.load(ends + before) - tl.load(counts + before) + tl.cumsum(above, axis=0) - above
     same = tl.load(ends + before + tiles) - tl.load(counts + before + tiles) + tl.cumsum(equal, axis=0) - equal
-    allowed = k - tl.load(ends + (row.to(tl.int64) * 2 + 1) * tiles - 1)  # of those equal to the threshold
+    allowed = k - tl.load(ends + (row.to(tl.int64) * 2 + 1) * tiles - 1)  # entries equal to the threshold
     wanted = (above != 0) | ((equal != 0) & (same < allowed))
     slot = larger + tl.minimum(same, allowed)
     at = row.to(tl.int64) * room + tile * TILE + tl.arange(0, TILE)
@@ -196,11 +196,11 @@ def write(
     BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, MOMENTUM: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes values and low parts to the payloads, and keeps in ``e`` what receivers will not decode.
+    """Writes values and low parts to the payloads, and leaves the residual in ``e``.
 
-    If not ``finite``, all values on the wire are NaN, and nothing is taken from ``e``. DELIVERED: the bits of the
-    receiver's dtype, if its rounding is to be kept too: 16 for float16, 17 for bfloat16; else 0. With MOMENTUM
-    ``velocity`` is cleared where something is sent.
+    If not ``finite``, all values on the wire are NaN, and ``e`` is unchanged. DELIVERED: code of the receiver's dtype,
+    if the residual must include its rounding error: 16 for float16, 17 for bfloat16; else 0. With MOMENTUM,
+    ``velocity`` is zeroed at the sent positions.
     """
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
     local = tl.arange(0, SLOTS)
@@ -228,7 +228,7 @@ def write(
         scale = _to_bf16(tl.div_rn(tl.max(tl.abs(groups), axis=1), tl.full((SLOTS // 64,), top, tl.float32)))
         unit = tl.broadcast_to(_from_bf16(scale)[:, None], (SLOTS // 64, 64))
         ratio = tl.where(unit > 0, tl.div_rn(groups, tl.where(unit > 0, unit, 1.0)), 0.0)
-        # To add and subtract 1.5 x 2^23 rounds to an integer; of two that are as near, to the even one.
+        # Adding and subtracting 1.5 x 2^23 rounds to the nearest integer, ties to even.
         rounded = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -top), top)
         arrives = tl.reshape(rounded * unit, (SLOTS,))
         integer = tl.where(whole, tl.reshape(rounded, (SLOTS,)).to(tl.int32), 0)
@@ -289,9 +289,9 @@ def add(
     payload, counts, ends, out, finite, first, k, numel, shards, scale, value_bytes, begin, size, nbytes, tiles,
     BITS: tl.constexpr, LOW: tl.constexpr, DEALT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds what payloads hold, times ``scale``, to ``out``; clears ``finite`` if a value is not.
+    """Adds decoded values, times ``scale``, to ``out``; clears ``finite`` if a value is not finite.
 
-    DEALT: whether row r is for shard r of ``out``; else row ``first`` is for all of it.
+    DEALT: whether row r belongs to shard r of ``out``; else row ``first`` covers all of it.
     """
     tile, row = tl.program_id(0), first + tl.program_id(1).to(tl.int64)
     source = payload + row * nbytes
@@ -308,7 +308,7 @@ def add(
         bit = slot.to(tl.int64) * LOW
         low = tl.zeros_like(high)
         for n in tl.static_range((LOW + 14) // 8):
-            # Beyond the low parts of the last entry there are other parts, and a check word: these bits are cut off.
+            # Bits from beyond the last low part, of other parts or the check word, are masked out.
             low |= tl.load(source + value_bytes + (bit >> 3) + n, mask=wanted, other=0).to(tl.int32) << 8 * n
         position |= (low >> (bit & 7).to(tl.int32)) & ((1 << LOW) - 1)
     if BITS == 32:
@@ -343,20 +343,20 @@ def _bits(start, tile, size, TILE: tl.constexpr):
 
 @triton.jit
 def _clamped(sums):
-    """Sums of finite numbers, which may have overflowed."""
+    """Clamps sums of finite numbers, which may have overflowed."""
     return tl.minimum(tl.maximum(sums, -LARGEST), LARGEST)
 
 
 @triton.jit
 def _flat(position, row, numel, shards, BLOCK: tl.constexpr):
-    """Positions in shard ``row`` as positions in the bucket; those in the padding are its last element."""
+    """Converts positions in shard ``row`` to positions in the bucket; padding maps to the last element."""
     turn = (position // BLOCK).to(tl.int64) * shards + row
     return tl.minimum(turn * BLOCK + position % BLOCK, numel - 1)
 
 
 @triton.jit
 def _to_bf16(value):
-    """The bits of a finite float32, rounded to bfloat16; of two that are as near, to the even one."""
+    """The bits of a finite float32, rounded to bfloat16, ties to even."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 

@@ -1,18 +1,18 @@
-"""Loops over memory that numba compiles: the steps of an exchange on the CPU, without the GIL.
+"""Loops that numba compiles: the steps of an exchange on the CPU, without the GIL.
 
-Numba needs no C compiler, and keeps what it has compiled on disk. A worker's side of a bucket is::
+Numba needs no C compiler, and caches compiled code on disk. A worker sends a bucket in these steps::
 
     send     sampled_threshold from a sample of the sum
              scan              e <- e + x, x <- 0, and the entries that reach the threshold, shard by shard: one pass
-             keep_largest      the k largest of these; exact
+             keep_largest      the k largest of these, exactly
              write_values      quantised, 64 at a time
              write_positions   in the Elias-Fano code
              add_at            e <- e - what arrives
 
-and the way back is ``read_positions``, ``read_values``, ``add_at``. :mod:`lightning_topk.core.ops.cpu` calls them.
+and receives it with ``read_positions``, ``read_values``, ``add_at``. :mod:`lightning_topk.core.ops.cpu` calls them.
 ``deal`` is the layout, ``form`` the format of payloads, ``salt`` seeds the sample, ``places`` are positions in a shard.
-Vectors are float32. All loops are in one file, since numba's cache on disk looks for changes in the file of the
-function that is called, not in those of the functions that it calls.
+Vectors are float32. All loops are in one file, since numba's disk cache looks for changes in the file of the called
+function only, not in the files of its callees.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SAMPLE = 1 << 13
 leaves more candidates to sort out."""
 
 BUCKETS = 1 << 12
-"""Of a histogram of magnitudes, few enough to stay in a core's cache."""
+"""Buckets of a histogram of magnitudes, few enough to stay in a core's cache."""
 
 GROUP = 64
-"""Entries that are written together: a block of the wire, and whole words of positions whatever their width."""
+"""Entries written together: a block of the wire, and whole words of positions of any width."""
 
 LEAST = np.finfo(np.float32).smallest_subnormal
 """The smallest magnitude above zero."""
@@ -44,19 +44,19 @@ LARGEST = np.finfo(np.float32).max
 
 
 class KernelLayout(NamedTuple):
-    """A layout, as compiled functions take it."""
+    """A layout in the form that compiled functions take."""
 
     numel: int
     shards: int
     block: int
     shard_size: int
-    first: int  # element of the piece
-    run: int  # elements that follow each other in it
-    skip: int  # elements of other pieces, between two runs
+    first: int  # first element of the piece
+    run: int  # consecutive elements of the piece
+    skip: int  # elements of other pieces between two runs
 
 
 def compiled(function):
-    """Compiles a function when it is first called, without the GIL, and keeps the result on disk if it can."""
+    """Compiles a function at its first call, to run without the GIL, and caches it on disk if possible."""
     try:
         return njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:  # no folder to write to
@@ -81,23 +81,23 @@ def _bits_of(_, number):
 
 @intrinsic
 def _float_of(_, bits):
-    """The float32 of these bits."""
+    """The float32 with these bits."""
     return types.float32(types.uint32), lambda _, builder, __, arguments: builder.bitcast(arguments[0], ir.FloatType())
 
 
 @compiled
 def key_of(number):
-    """The bits of a float32 without its sign: an int32, in the order of magnitudes.
+    """The bits of a float32 without its sign: an int32, ordered like the magnitude.
 
-    Comparing them tells 0 from subnormal numbers also where torch.set_flush_denormal(True) has the processor take those
-    for 0. Else all of a sparse vector would reach the least magnitude above 0.
+    Comparing these keys tells 0 from subnormal numbers even under torch.set_flush_denormal(True), where the processor
+    treats them as 0. Otherwise every entry of a sparse vector would reach the least magnitude above 0.
     """
     return np.int32(_bits_of(number) & np.uint32(0x7FFFFFFF))
 
 
 @intrinsic
 def _prefetch(_, array, index):
-    """Loads the cache line of an element that will be written."""
+    """Prefetches the cache line of an element for writing."""
 
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -113,7 +113,7 @@ def _prefetch(_, array, index):
 
 @compiled
 def send(e, x, deal, form, salt, payloads):
-    """A worker's or a server's side of a link; returns how many of the entries sent are not zero."""
+    """A worker's or a server's side of a link; returns the number of nonzero entries sent."""
     places, values = add_and_select(e, x, deal, form.k, salt)
     k, selected = form.k, 0
     for shard in range(deal.shards):
@@ -157,7 +157,7 @@ def add_and_select(e, x, deal, k, salt):
             fill(places[shard], values[shard], counts[shard], k)
         elif counts[shard] > k:
             keep_largest(places[shard], values[shard], counts[shard], k, least[shard])
-    overflowed = False  # a sum of two finite numbers; such are the largest, so some of them are among those selected
+    overflowed = False  # a sum of two finite numbers; infinities are the largest entries, so some are selected
     for shard in range(deal.shards):
         for value in values[shard, :k]:
             overflowed |= abs(value) > LARGEST
@@ -201,7 +201,7 @@ def sampled_threshold(e, x, deal, k, salt):
 
 @compiled
 def marked(words, w):
-    """64 bytes of 0 or 1, the eight words from the w-th eight on, as the bits of one word."""
+    """Packs 64 bytes of 0 or 1, the w-th eight of the words, into the bits of one word."""
     word = np.uint64(0)
     for i in range(8):
         octet = (words[8 * w + i] * np.uint64(0x0102040810204080)) >> np.uint64(56)
@@ -211,7 +211,7 @@ def marked(words, w):
 
 @compiled
 def scan(e, x, deal, k, least, places, values, counts):
-    """Adds ``x`` and clears it, or only reads if it is empty; appends to each shard what reaches its ``least``."""
+    """Adds ``x`` and clears it, unless it is empty; appends to each shard the entries that reach its ``least``."""
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
     block, room = min(deal.block, BLOCK), places.shape[1]
@@ -239,7 +239,7 @@ def scan(e, x, deal, k, least, places, values, counts):
                 place[n], value[n] = turn + i, kept[i]
                 n += 1
                 word &= word - np.uint64(1)
-        if n + block > room:  # more than was expected: from now on an entry must be larger than the k largest so far
+        if n + block > room:  # more than expected: from now on, an entry must exceed the k-th largest so far
             cut = keep_largest(place, value, n, k, least[shard])
             n, least[shard] = k, _float_of(_bits_of(cut) + np.uint32(1))
         counts[shard] = n
@@ -269,19 +269,19 @@ def keep_largest(places, values, n, k, least):
 
 @compiled
 def kth_largest(values, k, least):
-    """The k-th largest magnitude, and how many of just this one are among the k largest.
+    """The k-th largest magnitude, and how many entries of this magnitude are among the k largest.
 
     No magnitude is below ``least``, except those equal to the float32 before it: :func:`scan` kept them before it
     raised ``least``.
 
-    Magnitudes are ordered like their bits. A histogram tells in which bucket the k-th largest is; then only this bucket
-    counts.
+    Magnitudes are ordered like their bits. A histogram finds the bucket of the k-th largest, and the search goes on in
+    that bucket alone.
     """
     keys, low, width = values.view(np.int32), max(0, np.int64(_bits_of(least)) - 1), 11
     counts = np.empty(BUCKETS, np.int64)
     while True:
         counts[:] = 0
-        for i in range(len(keys)):  # the last bucket has all that is beyond
+        for i in range(len(keys)):  # the last bucket also counts everything beyond
             counts[min(((keys[i] & np.int32(0x7FFFFFFF)) - low) >> width, BUCKETS - 1)] += 1
         bucket = BUCKETS - 1
         while counts[bucket] < k:
@@ -314,7 +314,7 @@ def kth_largest(values, k, least):
 
 @compiled
 def fill(places, values, n, k):
-    """Inserts the first positions that are not among the n, with the value 0, so that there are k."""
+    """Pads n entries to k: inserts the first unused positions, with value 0."""
     had, were = np.empty(n, np.int32), np.empty(n, np.float32)
     for i in range(n):
         had[i], were[i] = places[i], values[i]
@@ -345,7 +345,7 @@ def over_threshold(row, deal, threshold, k):
 
 @compiled
 def count_reaching(row, threshold):
-    """How many entries have a magnitude that reaches a threshold."""
+    """Counts the entries whose magnitude reaches a threshold."""
     found = 0
     for begin in range(0, len(row), 1 << 20):
         part, here = row[begin : begin + (1 << 20)], np.int32(0)
@@ -357,14 +357,14 @@ def count_reaching(row, threshold):
 
 @compiled
 def bf16(number):
-    """The bits of a finite number, rounded to bfloat16, to even."""
+    """The bits of a finite float32, rounded to bfloat16, ties to even."""
     bits = _bits_of(number)
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
 @compiled
 def write_values(values, begin, form, integers, payload):
-    """Writes the group of values that begins at entry ``begin``, and replaces it by what arrives."""
+    """Writes the group of values that starts at entry ``begin``, and replaces it by the decoded values."""
     n, largest = len(values), np.float32(form.largest)
     if form.bits == 32:
         whole = payload[4 * begin : 4 * (begin + n)].view(np.float32)
@@ -383,7 +383,7 @@ def write_values(values, begin, form, integers, payload):
 
 @compiled
 def write_integers(values, begin, form, largest, integers, payload):
-    """A scale, and integers: :class:`lightning_topk.core.wire.BlockWire`."""
+    """Writes a group as integers and a scale; see :class:`lightning_topk.core.wire.BlockWire`."""
     n, top = len(values), np.float32((1 << form.bits - 1) - 1)
     most = np.float32(0)
     for i in range(n):
@@ -475,7 +475,7 @@ def write_positions(places, low, code):
 
 @compiled
 def read_positions(code, universe, low, places):
-    """Reads positions; returns how many there were, which is ``len(places)`` unless the code was damaged."""
+    """Reads positions; returns their number, which is ``len(places)`` unless the code was damaged."""
     k, mask = len(places), (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     low_bytes = (k * low + 7) // 8
     lows, highs = np.zeros(low_bytes // 8 + 2, np.uint64), np.zeros((len(code) - low_bytes) // 8 + 1, np.uint64)
@@ -512,13 +512,13 @@ def seal(payload, form):
 
 @compiled
 def add_at(out, deal, places, values):
-    """Adds values ``[shards, k]`` at ascending places in each shard; the padding's, which are 0, to the last element.
+    """Adds values ``[shards, k]`` at ascending places in each shard; the padding, of value 0, to the last element.
 
-    Shards take turns, so that one page after the other is written; a group is written while the lines of the next one
-    are loaded.
+    Shards take turns, so that pages are written in order; a group is written while the cache lines of the next one are
+    prefetched.
     """
     block, skip, k = deal.block, deal.block * (deal.shards - 1), places.shape[1]
-    run = deal.run // deal.shards  # elements of a shard in it
+    run = deal.run // deal.shards  # elements of a shard in a run
     flats = np.empty((2, deal.shards, GROUP), np.int64)
     edges, aheads = np.empty(deal.shards, np.int64), np.empty(deal.shards, np.int64)
     for shard in range(deal.shards):

@@ -47,7 +47,7 @@ def in_piece(layout: Layout, device: torch.device) -> Tensor:
 
 
 def _in_piece(rounds: Tensor, layout: Layout) -> Tensor:
-    """Which rounds are the piece's."""
+    """Which rounds belong to the piece."""
     return rounds // layout.run % layout.pieces == layout.piece
 
 
@@ -69,7 +69,7 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
         shard = torch.arange(layout.shards, device=index.device).unsqueeze(1)
     block = layout.block
     offset = index & (block - 1) if block.bit_count() == 1 else index % block  # a division costs ten times as much
-    first = index - offset  # of a block
+    first = index - offset  # first element of the block
     if layout.pieces > 1:
         run = layout.run * block
         first = first + (first // run * (layout.pieces - 1) + layout.piece) * run
@@ -121,14 +121,14 @@ def _trimmed(column: Tensor, size: int) -> list[Tensor]:
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """Whether ``x``, of any shape but not empty, has neither NaN nor infinity: a scalar bool."""
+    """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
     return torch.stack(torch.aminmax(x)).isfinite().all()
 
 
 def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
     """Sets ``x`` to zero in place unless the scalar ``condition`` holds, and returns it.
 
-    On the CPU the condition is read; on a GPU, reading it would synchronise the host, so the zeros are masked in.
+    On a GPU, reading the condition would synchronise the host, so the zeros are masked in.
     """
     if x.device.type == "cpu":
         return x if condition else x.zero_()
@@ -342,17 +342,17 @@ def catch_up_(
 
     Args:
         buffer: An optimizer's momentum buffer, of any shape, b. Where the gradient is not zero it becomes m^d v, with
-            v = m b + a g and d steps waited; elsewhere it stays.
+            v = m b + a g and d steps waited; elsewhere it is unchanged.
         waited: Of the same shape, uint8: how many steps each entry has waited since its last delivery, at most 254.
-            Becomes zero where the gradient is not zero, and counts one more elsewhere.
+            Becomes zero where the gradient is not zero, and is incremented elsewhere.
         gradient: Of the same shape, any dtype: the gradient as the optimizer uses it, without weight decay.
         x: Of the same shape, the parameter.
         momentum: m, in (0, 1); a number or a scalar.
-        weight: a, what the optimizer multiplies a gradient by before it adds it to the buffer; a number or a scalar.
-        decay: By what the optimizer multiplies ``x`` to add it to the gradient.
-        skipped: Scalar, not zero where the optimizer skips the step: then buffer and steps stay. None if it does not.
-        out: Of the buffer's shape and dtype; becomes the buffer with which the optimizer's own step moves each entry as
-            the rule says: b + (1 + ... + m^(d-1)) v where the gradient is not zero, a decay x / (1 - m) elsewhere.
+        weight: a, the factor of a gradient when the optimizer adds it to the buffer; a number or a scalar.
+        decay: Weight decay: the factor of ``x`` when the optimizer adds it to the gradient.
+        skipped: Scalar, nonzero if the optimizer skips the step: then ``buffer`` and ``waited`` stay. None if never.
+        out: Of the buffer's shape and dtype; becomes the buffer with which the optimizer's own step follows the rule:
+            b + (1 + ... + m^(d-1)) v where the gradient is not zero, a decay x / (1 - m) elsewhere.
     """
     taken = torch.ones((), dtype=torch.bool, device=buffer.device) if skipped is None else skipped == 0
     delivered = (gradient != 0) & taken

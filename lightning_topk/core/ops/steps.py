@@ -1,9 +1,9 @@
 """Steps of SGD and Adam with adapted momentum on a CPU, each one pass over memory, compiled by numba.
 
-:mod:`lightning_topk.runtime.optimizer.momentum` has the rule. Most entries are not delivered: a tile is first scanned
-for those that are, whose momentum buffers and new values are computed one by one; what every entry needs (counting the
-steps that it waits, weight decay, Adam's second moment) runs over the whole tile, vectorised. All arrays are float32
-and flat, but ``waited``, which is uint8: the steps that each entry has waited since its last delivery, at most 254.
+:mod:`lightning_topk.runtime.optimizer.momentum` has the rule. Most entries are not delivered. A step first scans a tile
+for delivered entries and computes their momentum buffers and new values one by one; the work for every entry (counting
+the steps that it waits, weight decay, Adam's second moment) runs over the whole tile, vectorised. All arrays are flat
+float32, except ``waited``, uint8: the steps that each entry has waited since its last delivery, at most 254.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from lightning_topk.core.ops.loops import compiled, marked, trailing_zeros
 
 TILE = 2048
-"""Elements at a time: all that a step reads and writes of them stays in a core's cache."""
+"""Elements per step of the loop: all their arrays stay in a core's cache."""
 
 
 @compiled
@@ -50,7 +50,7 @@ def sgd_step(x, g, b, waited, fade, coast, m, a, lr, decay, shrink, nesterov, si
 def adam_step(x, g, b, q, waited, fade, coast, m, a, beta2, rest, step_size, root, eps, shrink, sign):
     """One step of ``torch.optim.Adam`` or ``AdamW``, without amsgrad and with decoupled weight decay.
 
-    Arguments as of :func:`sgd_step`, and: ``q``, the second moment; ``a`` is 1 - m, ``rest`` 1 - beta2, ``step_size``
+    Arguments as in :func:`sgd_step`, and ``q`` is the second moment, ``a`` is 1 - m, ``rest`` 1 - beta2, ``step_size``
     lr / (1 - m^t), ``root`` the square root of 1 - beta2^t, and ``shrink`` lr times the weight decay.
     """
     place, moved, square = np.empty(TILE, np.int64), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
@@ -80,7 +80,7 @@ def adam_step(x, g, b, q, waited, fade, coast, m, a, beta2, rest, step_size, roo
 
 @compiled
 def _delivered(g, marks, place):
-    """Writes the places of what is not zero in a tile of a gradient; returns how many there are."""
+    """Writes the places of the nonzero entries in a tile of a gradient; returns their number."""
     for i in range(len(g)):
         marks[i] = np.uint8(g[i] != 0)
     for i in range(len(g), TILE):

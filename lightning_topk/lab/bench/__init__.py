@@ -1,5 +1,4 @@
 """Speed, measured against memory, links and the alternatives: ``python -m lightning_topk bench NAME``.
 
-Machines are noisy: what is judged are ratios of times taken in one run. A missed target, and every peer that is faster,
-is printed as FAIL.
+Machines are noisy, so verdicts compare times of one run. A missed target, and every faster peer, is printed as FAIL.
 """

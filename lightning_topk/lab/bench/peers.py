@@ -1,6 +1,6 @@
-"""The alternatives: DDP, its fp16 and PowerSGD hooks, top-k with all-gather as it is mostly written; and ours.
+"""The peers to compare: DDP, its fp16 and PowerSGD hooks, naive top-k by all-gather, and ours.
 
-Each registers its exchange with a wrapped model. Settings are :class:`lightning_topk.TopKConfig`'s; they are for ours.
+Each registers its exchange with a wrapped model. Settings are those of :class:`lightning_topk.TopKConfig`, for ours.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lightning_topk.runtime.collectives import all_gather
 
 
 def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes
-    """Top-k with error feedback by all-gather of float32 values and int64 positions; it blocks, as most hooks do.
+    """Top-k with error feedback by all-gather of float32 values and int64 positions; blocks, as most hooks do.
 
-    The state is the ratio, and the residuals by bucket.
+    ``state`` holds the ratio, and the residuals by bucket.
     """
     ratio, residuals = state
     g, world = bucket.buffer(), dist.get_world_size()
@@ -47,7 +47,7 @@ Register = Callable[[DistributedDataParallel, Settings], TopKState | None]
 
 
 def hook(function: Callable[..., Any], state: Callable[[Settings], Any] = lambda settings: None) -> Register:
-    """Registers one of torch's kind, with a state that is made of the settings."""
+    """Registers one of torch's hooks, with a state made from the settings."""
     return lambda model, settings: model.register_comm_hook(state(settings), function)
 
 
@@ -57,7 +57,7 @@ def _power_sgd(rank: int) -> Register:
 
 
 def ours(**own: Any) -> Register:
-    """Ours, with settings of its own beside those that are given. Its own amount takes the place of a given one."""
+    """Registers our exchange with the given settings and ``own``. A ratio or saving in ``own`` replaces a given one."""
     amounts = {"ratio", "saving"} if {"ratio", "saving"} & own.keys() else set()
 
     def register(model: DistributedDataParallel, settings: Settings) -> TopKState:
@@ -76,18 +76,18 @@ PEERS: dict[str, Register] = {
     **{f"PowerSGD {rank}": _power_sgd(rank) for rank in (1, 2, 4)},
     "naive top-k": hook(naive_topk_hook, lambda settings: (settings.get("ratio") or 0.001, {})),
 }
-"""By name. Naive top-k sends the ratio that was set, or a thousandth."""
+"""Peers by name. Naive top-k sends the given ratio, or a thousandth."""
 
 
 def bucket_cap(peer: str, megabytes: float) -> float:
-    """The size of a peer's buckets, MiB: PowerSGD's hook hangs on gloo with several (torch 2.15), so it gets one."""
+    """Bucket size of a peer in MiB. PowerSGD's hook hangs on gloo with several buckets (torch 2.15), so it gets one."""
     return 10_000 if peer.startswith("PowerSGD") else megabytes
 
 
 def prepared(
     ranks: int, ratio: float | None, saving: float | None, peers: Sequence[str], nodes: bool = False
 ) -> tuple[dict[str, Any], list[str], str]:
-    """The settings that are set, the peers to time and the settings in words; refuses what cannot be timed."""
+    """Returns the given settings, the peers to time and the settings in words; rejects invalid arguments."""
     if ranks < 2:
         raise ValueError("it takes 2 ranks or more: one exchanges nothing.")
     settings: dict[str, Any] = {

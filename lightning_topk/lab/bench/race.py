@@ -1,7 +1,7 @@
-"""``bench race``: whole trainings on emulated hosts, until they are as good as dense training is at its end.
+"""``bench race``: whole trainings on emulated hosts, up to the final quality of dense training.
 
-The clock counts training alone: it stands still while rank 0 evaluates. Runs are appended to a file as they end; an
-interrupted command goes on where it stopped.
+The clock counts training alone: it stops while rank 0 evaluates. Each run is appended to a file when it ends, so an
+interrupted command resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ RACERS: dict[str, Register] = {
     **{name: PEERS[name] for name in ("DDP", "fp16 hook", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4")},
 }
 SOONER = {"100mbit": 8, "300mbit": 3, "1gbit": 1.5}
-"""How many times sooner than DDP the default shall be with digits, by link."""
+"""Target speed-up of the default over DDP with digits, by link."""
 NEAR = 0.01
-"""How far, relatively, from what dense training ends with is as good."""
+"""Relative tolerance with which a run reaches the final quality of dense training."""
 
 
 class Course(NamedTuple):
-    """A model, and what suits its dense training: steps, learning rate, batch of a worker, steps between evaluations.
+    """A model, and settings for its dense training: steps, learning rate, batch per worker, steps between evaluations.
 
-    The optimizer is SGD with a momentum of 0.9, or AdamW. Every ``stride``-th of the held-out examples is evaluated.
+    The optimizer is SGD with a momentum of 0.9, or AdamW. Every ``stride``-th held-out example is evaluated.
     """
 
     model: Callable[[], nn.Module]
@@ -75,13 +75,13 @@ def run(
     budget: float = 300,
     out: Path = Path("race.jsonl"),
 ) -> Result:
-    """Trains to the quality that dense training ends with, and takes the time, with ours and with each peer.
+    """Times training to the final quality of dense training, with ours and with each peer.
 
     An MLP of 10 million parameters learns digits; a VGG images, from the folder ``data``; a GPT of 10.8 million the
     source code of Python's library.
     """
     if hosts < 2:
-        raise ValueError("a race takes 2 hosts or more: one exchanges nothing.")
+        raise ValueError("a race needs at least 2 hosts: one exchanges nothing.")
     check_name("course", course, COURSES)
     if (course == "images") != (data is not None):
         raise ValueError("--course images needs --data, a folder of images; the other courses have data of their own.")
@@ -97,7 +97,7 @@ def run(
     def complete(
         group: AbstractContextManager[emulated.Hosts], rate: str, racer: str, seed: int, **options: Any
     ) -> dict[str, Any]:
-        """A run of the file; it is made if it is missing, or was given up after a smaller budget."""
+        """Returns a run of the file; makes it if it is missing, or if it stopped at a smaller budget."""
         key = (course, hosts, rate, racer, seed)
         if key not in found or (not found[key]["reached"] and found[key]["budget"] < options["budget"]):
             bar.set_postfix_str(f"{rate}, {racer}")
@@ -109,7 +109,7 @@ def run(
         return found[key]
 
     for seed in range(seeds):
-        free = nullcontext(emulated.local(hosts))  # dense training for all its steps, where links cost nothing
+        free = nullcontext(emulated.local(hosts))  # dense training for all its steps, over free links
         dense = complete(free, "loopback", "DDP", seed, steps=COURSES[course].steps, budget=3600.0)
         aims.append(dense["curve"][-1][2])
         for rate in rates:
@@ -136,11 +136,11 @@ def run(
 
 
 def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """One rank's training.
+    """Trains one rank.
 
     Returns:
-        ``curve``, seconds, steps and quality at each evaluation; ``reached``, whether the aim was; ``sent``, bytes that
-        left this host.
+        ``curve``, seconds, steps and quality at each evaluation; ``reached``, whether it reached the aim; ``sent``,
+        bytes that left this host.
     """
     racer, images, seed = options["racer"], options["images"], options["seed"]
     course = COURSES[options["course"]]
@@ -177,7 +177,7 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _accuracy(net: nn.Module, data: Data, stride: int) -> float:
-    """Accuracy in percent on every so many of the held-out examples."""
+    """Accuracy in percent on every ``stride``-th held-out example."""
     net.eval()
     found: Tensor = torch.cat([net(part).argmax(-1) for part in data.held_examples[::stride].split(500)])
     net.train()
@@ -185,11 +185,11 @@ def _accuracy(net: nn.Module, data: Data, stride: int) -> float:
 
 
 Raced = Mapping[tuple[str, str], list[dict[str, Any]]]
-"""The runs by link and racer; a list for the seeds."""
+"""Runs by link and racer, one for each seed."""
 
 
 def by_racer(found: Runs, course: str = "digits", hosts: int = 2) -> Raced:
-    """The runs of a course."""
+    """Groups the runs of a course."""
     raced: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for (name, count, rate, racer, _), run in found.items():
         if (name, count) == (course, hosts):
@@ -198,7 +198,7 @@ def by_racer(found: Runs, course: str = "digits", hosts: int = 2) -> Raced:
 
 
 def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row]:
-    """Seconds to the aim by link, and the steps and bytes that they take on the last link."""
+    """Seconds to the aim by link, and the steps and bytes on the last link."""
     rows = []
     for racer in racers:
         row: Row = {"": racer}
@@ -217,7 +217,7 @@ def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row
 
 
 def _judge(result: Result, rate: str, racers: Iterable[str], raced: Raced) -> None:
-    """Holds the default against each peer."""
+    """Compares the default with each peer."""
     for peer in (racer for racer in racers if racer in PEERS):
         ours, theirs = raced[rate, OURS], raced[rate, peer]
         least, seen = SOONER.get(rate, 1.0) if peer == "DDP" else 1.0, _seconds(theirs) / _seconds(ours)
@@ -231,5 +231,5 @@ def _all(runs: Sequence[dict[str, Any]]) -> bool:
 
 
 def _seconds(runs: Sequence[dict[str, Any]]) -> float:
-    """Seconds until the end of a run, the median."""
+    """Median of the seconds until the end of a run."""
     return float(median(run["curve"][-1][0] for run in runs))

@@ -23,9 +23,9 @@ WORLD = 4
 A_THOUSANDTH = TopKConfig(ratio=0.001, wire="bf16")
 AN_EIGHTH = TopKConfig(ratio=0.12, wire="int4")
 STEP = {0.001: (2.0, 0.6), 0.01: (2.4, 0.7), 0.12: (3.5, 1.5)}
-"""By ratio: most passes of ``add_`` and ``zero_`` that the compress step of a worker, and of a server, should take."""
+"""Targets by ratio: passes of ``add_`` and ``zero_`` for the compress step of a worker, and of a server."""
 BEYOND = {"SGD": 1, "AdamW, fused": 2}
-"""Most passes of ``add_`` and ``zero_`` that adapted momentum should take beyond the optimizer's own step."""
+"""Targets: passes of ``add_`` and ``zero_`` that adapted momentum takes beyond the optimizer's own step."""
 
 
 def best(
@@ -35,9 +35,9 @@ def best(
     repeats: int = 5,
     budget: float = 8.0,
 ) -> float:
-    """Least seconds of several runs of ``work``, after one that is not counted; ``prepare`` is called before, untimed.
+    """Least seconds of several runs of ``work``, after an untimed one; calls ``prepare``, untimed, before each.
 
-    No further run begins after ``repeats`` of them, or ``budget`` seconds. A GPU is waited for.
+    Stops after ``repeats`` timed runs or ``budget`` seconds. Waits for a GPU.
     """
 
     def wait() -> None:
@@ -57,7 +57,7 @@ def best(
 
 
 class Rank:
-    """One of :data:`WORLD` ranks that exchange a gradient such as ``like`` ``[d]``; the others send what it sends."""
+    """One of :data:`WORLD` ranks that exchange a gradient such as ``like`` ``[d]``; the others send the same."""
 
     def __init__(self, config: TopKConfig, like: Tensor) -> None:
         plan = plan_bucket(config, [len(like)], WORLD, in_pieces=False)
@@ -70,7 +70,7 @@ class Rank:
         return self.downlink.send(aggregate(received, self.up, g.dtype, g), self.reply)[0]
 
     def exchange(self, g: Tensor) -> None:
-        """A worker's and a server's part of an exchange."""
+        """Runs a worker's and a server's part of an exchange."""
         replies = self.serve(copies(self.uplink.send(g, self.up)[0]), g)
         deliver(copies(replies), self.reply, self.uplink.layout, g)
 
@@ -81,7 +81,7 @@ def copies(payloads: Tensor) -> Tensor:
 
 
 def step_seconds(config: TopKConfig, numel: int, device: torch.device) -> float:
-    """Seconds in which a rank compresses and decompresses a gradient of ``numel`` entries, as worker and server."""
+    """Seconds for a rank to compress and decompress a gradient of ``numel`` entries, as worker and server."""
     x = torch.randn(numel, device=device)
     rank, g = Rank(config, x), x.clone()
     return best(partial(rank.exchange, g), device, lambda: g.copy_(x))
@@ -122,7 +122,7 @@ def run(
 
 
 def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floor: float) -> None:
-    """A worker's whole compress step, and a server's."""
+    """Times a worker's whole compress step, and a server's."""
     rank, g = Rank(config, x), x.clone()
     sent = copies(rank.uplink.send(g, rank.up)[0])
     average = best(partial(aggregate, sent, rank.up, x.dtype, g), x.device, g.zero_)
@@ -134,7 +134,7 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
         rank.uplink.send(g, rank.up)
         deliver(replies, rank.reply, rank.uplink.layout, g)
 
-    for _ in range(3):  # the residual fills up
+    for _ in range(3):  # fills the residual
         g.copy_(x)
         worker()
     whole = best(worker, x.device, lambda: g.copy_(x), repeats=12)
@@ -143,7 +143,7 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
         {"part": part, "ms": 1000 * took, "of add_ + zero_": took / floor} for part, took in parts.items()
     ]
     if x.device.type == "cuda" and config.ratio == 0.001:
-        copy = best(lambda: g.copy_(x), x.device)  # reads and writes: 8 B an element
+        copy = best(lambda: g.copy_(x), x.device)  # reads and writes 8 B per element
         allowed = 1.35 * 2 * copy + 60e-6
         words = f"<= {1e6 * allowed:.0f} µs (1.35 x 16 B an element at copy speed + 60 µs)"
         result.check(f"compress step at {config.ratio}", words, f"{1e6 * whole:.0f} µs", whole <= allowed)
@@ -154,7 +154,7 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
 
 
 def _steps(result: Result, x: Tensor, density: Any, floor: float) -> None:
-    """A step of SGD with momentum and of AdamW, plain and adapted, where a fraction ``density`` was delivered."""
+    """Times a step of SGD with momentum and of AdamW, plain and adapted, with a fraction ``density`` delivered."""
     gradient = x * (torch.rand_like(x) < density)
     rows = result.tables["Step of the optimizer, in units of add_ + zero_"] = []
     kinds: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
@@ -167,7 +167,7 @@ def _steps(result: Result, x: Tensor, density: Any, floor: float) -> None:
         for adapted in (False, True):
             parameter = torch.nn.Parameter(x.clone())
             parameter.grad = gradient
-            optimizer, exchange = made([parameter]), torch.nn.Module()  # stands for what exchanges the gradient
+            optimizer, exchange = made([parameter]), torch.nn.Module()  # stands for the exchange's owner
             if adapted:
                 adapt_momentum([optimizer], exchange)
             units.append(best(optimizer.step, x.device, optimizer.step) / floor)
@@ -180,7 +180,7 @@ def _steps(result: Result, x: Tensor, density: Any, floor: float) -> None:
 
 
 def _memory(result: Result, numel: int) -> None:
-    """Peak memory of one rank beyond the gradient, in a process of its own."""
+    """Measures the peak memory of one rank beyond the gradient, in a process of its own."""
     rows = result.tables["Peak memory of a rank beyond its gradient, over its residuals (worker d, server d / W)"] = []
     for where, config, target in (("", A_THOUSANDTH, 1.1), (" at 0.12, int4", AN_EIGHTH, 1.3)):
         peak, residuals = measured_memory(numel, config)
@@ -190,15 +190,15 @@ def _memory(result: Result, numel: int) -> None:
 
 
 def measured_memory(numel: int, config: TopKConfig = A_THOUSANDTH) -> tuple[int, int]:
-    """What :func:`memory` measures in a fresh process."""
+    """Runs :func:`memory` in a fresh process."""
     settings = {"ratio": config.ratio, "wire": config.wire}
     ((peak, residuals),) = hosts.local(1).run(memory, {"numel": numel, "settings": settings})
     return peak, residuals
 
 
 def memory(options: dict[str, Any], rank: int, world: int) -> tuple[int, int]:
-    """Bytes by which three exchanges of a :class:`Rank` raise the peak of the resident set, and those of residuals."""
-    for numel in (200_000, options["numel"]):  # any first call loads code and data into memory
+    """Bytes by which three exchanges of a :class:`Rank` raise the peak resident set, and bytes of the residuals."""
+    for numel in (200_000, options["numel"]):  # the first pass loads code and data into memory
         g = torch.randn(numel)
         before, one = _peak(), Rank(TopKConfig(**options["settings"]), g)
         for _ in range(3):
@@ -208,6 +208,6 @@ def memory(options: dict[str, Any], rank: int, world: int) -> tuple[int, int]:
 
 
 def _peak() -> int:
-    """Largest resident set of this process so far, bytes; getrusage's begins with that of the parent process."""
+    """Peak resident set of this process in bytes; getrusage would start with the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -1,7 +1,7 @@
 """``bench hosts`` and ``bench train``: DDP steps with ours and with each peer.
 
-``hosts`` times a model whose backward pass costs nothing, on emulated hosts; ``train`` whole steps of a torchvision
-model on made-up images: forward, backward, and SGD's step.
+``hosts`` times a model whose backward pass costs nothing, on emulated hosts; ``train`` times whole steps of a
+torchvision model on random images: forward, backward, and a step of SGD.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lightning_topk.lab.report import Result
 
 COLUMNS = 1024
 WARMUP = 4
-"""Steps that are not counted: DDP regroups its buckets after the first, PowerSGD starts with the third, ours may
-measure, residuals fill up."""
+"""Untimed steps: DDP regroups its buckets after the first, PowerSGD starts with the third, ours may measure, residuals
+fill up."""
 WARMUPS = {"DDP": 1, "fp16 hook": 1, "naive top-k": 1}
-"""Where fewer do. A step of noise is a whole exchange, and may take seconds."""
+"""Peers that need fewer. A step of :func:`noise` is a whole exchange, and may take seconds."""
 Measured = dict[str, dict[str, Any]]
-"""What :func:`measured` returned, by peer."""
+"""Results of :func:`measured` by peer."""
 
 
 class _Given(torch.autograd.Function):
-    """Zero, with a given gradient."""
+    """Returns zero, with a given gradient."""
 
     @staticmethod
     @override
@@ -70,13 +70,13 @@ class Noise(nn.Module):
 
 
 def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Register] = PEERS) -> Measured:
-    """Times one rank's steps of :class:`Noise` with each peer, which are exchanges and nothing else; the least counts.
+    """Times one rank's steps of :class:`Noise` with each peer, which only exchange; takes the least.
 
     ``"no exchange"`` is a peer that exchanges nothing.
     """
     found = {}
     for peer in options["peers"]:
-        net = Noise(options["numel"], rank)  # its weights are the same everywhere: no need to send them
+        net = Noise(options["numel"], rank)  # all ranks have the same weights: no need to send them
         model = DistributedDataParallel(
             net, bucket_cap_mb=bucket_cap(peer, 128), gradient_as_bucket_view=True, init_sync=False
         )
@@ -91,7 +91,7 @@ def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Re
 
 
 def images(options: dict[str, Any], rank: int, world: int) -> Measured:
-    """Times one rank's steps of a torchvision model with each peer; the median counts."""
+    """Times one rank's steps of a torchvision model with each peer; takes the median."""
     found, counted = {}, options["steps"] - WARMUP
     examples = torch.randn(options["batch"], 3, options["size"], options["size"])
     labels = torch.randint(0, 1000, (options["batch"],))
@@ -116,15 +116,15 @@ def measured(
     most: int,
     seconds: float = math.inf,
 ) -> dict[str, Any]:
-    """Times steps of a wrapped model, after some that are not counted; a collective.
+    """Times steps of a wrapped model after ``warmup`` untimed ones; a collective.
 
-    ``reduced`` makes the time of a step from those of all; ``state`` is ours, and is closed at the end. One step is
-    counted at least, and ``most`` at most; after ``seconds`` no further one begins.
+    ``reduced`` reduces the times of all steps to one; ``state`` is ours, and is closed at the end. At least one step
+    and at most ``most`` are timed; none starts after ``seconds``.
 
     Returns:
         ``seconds`` of a step, and means over the steps: ``cpu``, seconds of this process, and ``sent``, bytes that left
-        this host's emulated interface. Of ours also ``exchange``, its seconds; ``hidden``, the share of it beside the
-        backward pass; ``counted`` bytes and ``predicted`` ones, and those ``leaving`` the node.
+        this host's emulated interface. For ours also ``exchange``, its seconds; ``hidden``, the fraction of it that
+        overlaps with backward; and bytes ``counted``, ``predicted``, and ``leaving`` the node.
     """
     times: list[float] = []
     cpu, sent, go_on, reports, begin = 0.0, 0, torch.ones(()), [], time.perf_counter()
@@ -156,7 +156,7 @@ def measured(
 
 
 def worst(ranks: list[Measured]) -> Measured:
-    """The most that any rank measured, but the least hidden share; for each peer."""
+    """The largest values over the ranks for each peer, but the least hidden share."""
     return {
         peer: {key: (min if key == "hidden" else max)(rank[peer][key] for rank in ranks) for key in values}
         for peer, values in ranks[0].items()
@@ -164,7 +164,7 @@ def worst(ranks: list[Measured]) -> Measured:
 
 
 def enter(result: Result, link: str, found: Measured) -> None:
-    """Enters what :func:`worst` found on one kind of link, and who is faster; bytes if nothing else was exchanged."""
+    """Adds the results of :func:`worst` on one link: times, and bytes if ``"no exchange"`` is among the peers."""
     idle, ours = found.get("no exchange"), found.get("ours")
     rows = result.tables[link] = []
     for peer, values in found.items():
@@ -183,7 +183,7 @@ def enter(result: Result, link: str, found: Measured) -> None:
             statement = f"bytes counted are bytes predicted, {peer}, {link}"
             result.check(statement, f"{predicted:,}", f"{counted:,.0f}", counted == predicted)
             if values["sent"] and leaving:
-                more = values["sent"] - idle["sent"] - leaving  # headers, and acknowledgements of what comes in
+                more = values["sent"] - idle["sent"] - leaving  # headers, and acknowledgements of received bytes
                 near, statement = (
                     0 <= more <= 0.15 * leaving + 8192,
                     f"the interface counts little more, {peer}, {link}",
@@ -238,7 +238,7 @@ def train(
     with torch.device("meta"):
         torchvision_model(model)
     if steps <= WARMUP:
-        raise ValueError(f"steps={steps}: the first {WARMUP} are not counted; take more.")
+        raise ValueError(f"steps={steps}: the first {WARMUP} are not timed; take more.")
     link = rate or "loopback"
     result = Result(
         "train",

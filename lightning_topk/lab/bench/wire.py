@@ -24,8 +24,7 @@ def run(numel: int = 25_000_000, ratios: Sequence[float] = (0.001, 0.01)) -> Res
     result = Result(
         "wire",
         "positions cost their entropy",
-        f"{numel:,} elements, sharded and bidirectional. The bound of bf16: 16 bits and the entropy of its position an "
-        "entry.",
+        f"{numel:,} elements, sharded and bidirectional. Bound of bf16: 16 bits and a position's entropy per entry.",
     )
     curves = result.panel("bytes a rank sends over the bound", "workers", xlog=True)
     entries = result.tables["An entry, of 4 workers"] = []
@@ -46,6 +45,6 @@ def run(numel: int = 25_000_000, ratios: Sequence[float] = (0.001, 0.01)) -> Res
                 entries.append(words | {f"bytes an entry, {name}": f"{size:.2f}" for name, size in sizes.items()})
         curves[str(ratio)] = (WORLDS, [row["of the bound"] for row in rows])
         for key, target in (("of entropy", 1.06), ("of the bound", 1.08)):
-            seen = round(max(row[key] for row in rows), 2)  # as the target is written
+            seen = round(max(row[key] for row in rows), 2)  # rounded like the target
             result.check(f"{key}, at {ratio}, the worst", f"<= {target}", f"{seen:.2f}", seen <= target)
     return result

@@ -1,7 +1,7 @@
-"""What compression costs with ten million parameters: learning curves of a GPT and a ResNet-18, by steps and by bytes.
+"""Cost of compression with ten million parameters: learning curves of a GPT and a ResNet-18, by steps and by bytes.
 
-Each run takes one to three hours of a core. Runs are appended to ``at-size.jsonl`` as they end, the most useful first;
-an interrupted command goes on where it stopped.
+Each run takes one to three core hours; the most useful ones come first. Each run is appended to ``at-size.jsonl`` when
+it ends, so an interrupted command resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SYSTEMS = ("dense", "saving 50", "saving 200", "ratio 0.001", "PowerSGD")
 
 
 class Course(NamedTuple):
-    """What suits dense training of a model: the optimizer, and examples of each worker.
+    """Settings for dense training of a model: the optimizer, and examples per worker.
 
     ``powersgd`` is the rank with which PowerSGD sends about as much as ``saving=50``.
     """
@@ -55,7 +55,7 @@ def run(
     device: str = "cpu",
     out: Path = Path("reproduced"),
 ) -> Result:
-    """Trains large models; ResNet-18 only with ``data``, a folder of images. ``huge gpt`` needs a GPU, by its time."""
+    """Trains large models; ResNet-18 only with ``data``, a folder of images. ``huge gpt`` is too slow on CPUs."""
     if unknown := {*models} - {*COURSES} | {*systems} - {*SYSTEMS}:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join((*COURSES, *SYSTEMS))}.")
     if device == "cuda" and not torch.cuda.is_available():
@@ -85,12 +85,12 @@ def run(
 
 
 def run_key(model: str, system: str, steps: int, seed: int) -> str:
-    """What a run is known by in ``at-size.jsonl``."""
+    """Key of a run in ``at-size.jsonl``."""
     return f"{model}, {steps} steps, {system}, seed {seed}"
 
 
 def quality_of(model: str) -> str:
-    """What counts."""
+    """Label of the quality measure."""
     return "held-out accuracy %" if COURSES[model].images else "held-out loss"
 
 
@@ -130,7 +130,7 @@ def panels(found: Runs, models: Sequence[str], systems: Sequence[str] = SYSTEMS,
 
 
 def table(found: Runs, model: str, steps: int = 3000, seeds: int = 2) -> list[Row]:
-    """Final quality by system, with the bytes that were saved and the gap to dense training of the same seeds."""
+    """Final quality by system, with the saving and the gap to dense training of the same seeds."""
     images, rows = COURSES[model].images, []
     ends: dict[str, dict[int, float]] = {}
     for system in SYSTEMS:
@@ -150,8 +150,8 @@ def table(found: Runs, model: str, steps: int = 3000, seeds: int = 2) -> list[Ro
 class PowerSGD:
     """Workers that exchange gradients as torch's ``powerSGD_hook`` does, from the first step on (Vogels et al. 2019).
 
-    There is error feedback, and each factor starts from the one before. Both factors are linear in the workers' mean
-    gradient, so that the mean of their residuals says all.
+    Uses error feedback, and starts each factor from the previous one. Both factors are linear in the workers' mean
+    gradient, so it suffices to keep the mean of their residuals.
     """
 
     def __init__(self, rank: int, workers: int, shapes: Sequence[torch.Size]) -> None:

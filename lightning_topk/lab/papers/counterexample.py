@@ -1,7 +1,7 @@
 """Where the second compression helps, and where it hurts: quadratics small enough to understand.
 
-Zou 2022 shows by example that compressing the downlink as well can *improve* convergence. Two constructions where it
-does, and a control where it does not. All run on the simulator, through the exchange that a cluster runs.
+Zou 2022 shows by example that compressing the downlink as well can *improve* convergence. Here are two constructions
+where it does, and a control where it does not. All run on the simulator, through the exchange that a cluster runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 STARTS = ((1.0, -2.0), (2.5, 1.0), (-1.3, 0.7))
 """Starts of the opposite workers, by seed."""
 PUBLISHED = {0.01: 19.0, 0.03: 4.5, 0.1: 20.0, 0.3: 13.1}
-"""uni's gap over bi's on the opposite workers, by learning rate."""
+"""Published ratio of uni's gap to bi's on the opposite workers, by learning rate."""
 LENGTHS = {0.01: 20_000, 0.03: 10_000, 0.1: 6000, 0.3: 6000}
 """Steps of the opposite workers by learning rate: enough that the start no longer matters."""
 
@@ -78,7 +78,7 @@ PROBLEMS = {"opposites": opposites, "toy": toy, "control": control}
 
 
 def descend(problem: str, seed: int, system: str, lr: float, steps: int) -> Tensor:
-    """The gap after each step, ``[steps]``, of gradient descent with one entry kept in each compressed direction."""
+    """The gap after each step, ``[steps]``, of gradient descent with one entry sent in each compressed direction."""
     task = PROBLEMS[problem](seed)
     x, numel = task.start, len(task.start)
     settings: dict[str, Any] = {"ratio": 1 / numel, "wire": "fp32", "topology": "single_server"} | SYSTEMS[system]
@@ -115,7 +115,7 @@ def run() -> Result:
     paths = run_all(jobs, "counterexample")
 
     def gap(problem: str, lr: float, system: str, last: int) -> float:
-        """The mean over the last steps and the seeds."""
+        """Mean gap over the last steps and the seeds."""
         seeds = shapes[problem][2]
         return float(torch.stack([paths[problem, lr, system, seed][-last:] for seed in seeds]).mean())
 

@@ -1,4 +1,4 @@
-"""The selectors: their time, their number of entries, and the energy those keep (Shi et al. 2019, figures 4 and 5)."""
+"""Time of the selectors, number of selected entries, and the energy these keep (Shi et al. 2019, figures 4 and 5)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATIO = 0.001
 
 
 def run() -> Result:
-    """Times every selector, and measures how much it keeps of vectors of three shapes."""
+    """Times every selector, and measures how much energy it keeps of vectors from three distributions."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     result = Result(
@@ -51,7 +51,7 @@ def run() -> Result:
 
 
 def _times(result: Result, device: torch.device, where: str) -> dict[str, float]:
-    """Enters the time of every selector; returns that at 10^7 elements, in passes."""
+    """Adds the time of every selector; returns the times at 10^7 elements, in passes."""
     seconds = partial(best, device=device, repeats=3, budget=math.inf)
     rows = result.tables["Time"] = []
     for numel in SIZES:
@@ -70,11 +70,11 @@ def _times(result: Result, device: torch.device, where: str) -> dict[str, float]
 
 
 def _select(make: Callable[[], Selector], u: Tensor, layout: Layout, k: int) -> object:
-    return make().select(u, layout, k)  # randk keeps the positions that it drew
+    return make().select(u, layout, k)  # a new selector, since randk caches its positions
 
 
 def _quality(result: Result) -> dict[tuple[str, str], tuple[float, float]]:
-    """Enters what every selector keeps; returns entries over its threshold / k, and energy / exact."""
+    """Adds the quality of every selector; returns entries over its threshold / k, and energy / exact."""
     quality: dict[tuple[str, str], tuple[float, float]] = {}
     rows = result.tables["Quality, d = 1,000,000"] = []
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def _quality(result: Result) -> dict[tuple[str, str], tuple[float, float]]:
 
 
 def passing(selector: Selector, u: Tensor, k: int) -> int:
-    """Entries that reach a selector's own threshold, before the cap; k for those that have none."""
+    """Number of entries that reach a selector's threshold, before the cap; k for selectors without one."""
     if not isinstance(selector, Threshold):
         return k
     return int((u.abs() >= selector.threshold(u.view(1, -1), k)).sum())

@@ -1,4 +1,4 @@
-"""What travels, as the number of workers grows: the union of the workers' selections against one selection.
+"""Traffic as the number of workers grows: the union of the workers' selections against one selection.
 
 Unidirectional TopK sends down all that any worker sent up. Zou 2022 finds that union "almost linear" in the number of
 workers N; bidirectional TopK sends one selection down, whatever N is.
@@ -65,8 +65,8 @@ def run() -> Result:
 
 
 def _union(model: str, ratio: float, workers: int) -> float:
-    """Entries of the union of the workers' selections."""
-    # Exact values, and a server that keeps nothing: what it delivers is then the union and nothing else.
+    """Mean number of entries in the union of the workers' selections."""
+    # Exact values, and a server without a residual: it then delivers the union and nothing else.
     config = TopKConfig(
         ratio=ratio, bidirectional=False, topology="single_server", wire="fp32", error_feedback="worker"
     )
@@ -74,13 +74,13 @@ def _union(model: str, ratio: float, workers: int) -> float:
 
 
 def _sent(numel: int, workers: int, **settings: Any) -> int:
-    """Predicted bytes of rank 0: with one server it is the busiest."""
+    """Predicted bytes of rank 0, the busiest rank with a single server."""
     sent = volume(TopKConfig(wire="bf16", **settings), [numel], workers)
     return sent.uplink + sent.downlink
 
 
 def _bytes(numel: int, ratio: float, workers: int) -> dict[str, str]:
-    """Cells of the bytes by topology."""
+    """Table cells with the bytes by topology."""
     cells = {}
     for topology in ("single_server", "sharded"):
         for two_way in (False, True):

@@ -36,13 +36,13 @@ SYSTEMS: dict[str, Mapping[str, Any]] = {
     "topk by torch.topk": {**presets["topk"], "selector": TorchTopK()},
     **{name: {**presets[name], "ratio": RATIO} for name in ("topk", "dgc", "gaussiank", "bidirectional_topk")},
 }
-"""Settings of what is timed, when warm-ups are over."""
+"""Settings of the timed systems, after their warm-ups."""
 DENSE = {"DDP": 4, "fp16 hook": 2}
-"""Torch's all-reduce, of the gradient and of its half-precision copy: bytes of an entry."""
+"""Torch's all-reduce, of the gradient and of its half-precision copy: bytes per entry."""
 
 
 def run() -> Result:
-    """Measures exchange times on emulated hosts where they can be made, else models them."""
+    """Measures exchange times on emulated hosts if these are available, else models the times."""
     real = hosts.available()
     how = (
         f"{WORLD} emulated hosts (network namespaces, tbf) on this machine's cores, gloo, least of several"
@@ -88,7 +88,7 @@ def _measured() -> dict[str, dict[str, float]]:
 def timed(options: dict[str, Any], rank: int, world: int) -> steps.Measured:
     """Times steps with each of the systems, see :func:`lightning_topk.lab.bench.steps.noise`."""
 
-    def register(own: Mapping[str, Any]) -> Register:  # DGC wants to see an optimizer without momentum
+    def register(own: Mapping[str, Any]) -> Register:  # DGC requires an optimizer without momentum
         return lambda model, given: ours(optimizer=torch.optim.SGD(model.parameters(), 0.0), **own)(model, given)
 
     return steps.noise(options, rank, world, {**PEERS, **{name: register(own) for name, own in SYSTEMS.items()}})

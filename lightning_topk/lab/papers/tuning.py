@@ -1,4 +1,4 @@
-"""With the learning rate tuned, bidirectional TopK is as good as unidirectional, and all systems as dense SGD.
+"""With the learning rate tuned, bidirectional TopK is as good as unidirectional, and all systems match dense SGD.
 
 The first is the thesis's central claim. Systems are compared over one grid of learning rates and several seeds.
 """
@@ -23,7 +23,7 @@ SEEDS = 3
 
 
 class Tuned:
-    """The runs of one system, by learning rate, and what they are like at the best; a list for the seeds."""
+    """The runs of one system by learning rate, one for each seed, and their quality at the best learning rate."""
 
     def __init__(self, runs: Mapping[float, list[Run]]) -> None:
         grid, self.losses = [*runs], {lr: fmean(run.loss for run in tried) for lr, tried in runs.items()}
@@ -31,7 +31,7 @@ class Tuned:
         self.best = runs[self.lr]
         self.accuracies = [run.accuracy for run in self.best]
         self.accuracy = fmean(self.accuracies)
-        # A better one may lie beyond the last of a grid.
+        # A better learning rate may lie beyond the edge of the grid.
         self.lr_in_words = f"{self.lr:g}" + " (edge of the grid)" * (self.lr in (grid[0], grid[-1]))
         self.cells: Row = {f"lr {lr:g}": loss for lr, loss in self.losses.items()}
 
@@ -39,7 +39,7 @@ class Tuned:
 def sweep(systems: Mapping[S, Callable[..., Run]], grid: Sequence[float], title: str) -> dict[S, Tuned]:
     """Trains every system by SGD at every learning rate with every seed, on all cores.
 
-    A system is :func:`lightning_topk.lab.training.train` with all but optimizer and seed, by ``partial``.
+    A system is a ``partial`` of :func:`lightning_topk.lab.training.train` that lacks only optimizer and seed.
     """
     jobs = {
         (name, lr, seed): partial(system, optimizer=Optimizer(lr), seed=seed)
@@ -71,7 +71,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 def tuning() -> Result:
-    """Holds unidirectional TopK against bidirectional, at equal k and at equal bytes, with tuned learning rates."""
+    """Compares unidirectional and bidirectional TopK at equal k and at equal bytes, with tuned learning rates."""
     equal = equal_bytes_ratio()
     systems = SYSTEMS | {"bi, equal bytes": {"ratio": equal}}
     result = Result(
@@ -144,9 +144,9 @@ def settings_of(system: str, ratio: float, steps: int) -> dict[str, Any]:
 
 
 def convergence(data: Path | None = None, steps: int | None = None) -> Result:
-    """Holds every system against dense SGD, with tuned learning rates and three seeds.
+    """Compares every system with dense SGD, with tuned learning rates and three seeds.
 
-    With ``data``, a folder of images, ResNet-20 learns those instead of digits, for days.
+    With ``data``, a folder of images, ResNet-20 learns these images instead of digits, which takes days.
     """
     model, batch = ("mlp", 10) if data is None else ("resnet20", 32)
     workers, steps = 8, steps or (200 if data is None else 1000)

@@ -1,4 +1,4 @@
-"""What gradients look like, alone and with the residual, and how much top-k loses of them (Shi et al. 2019).
+"""Shape of gradients, alone and with the residual, and how much of them top-k loses (Shi et al. 2019).
 
 Every vector obeys ‖u - TopK(u)‖² <= (1 - k/d) ‖u‖². Theorem 1 proves (1 - k/d)² for vectors whose sorted, squared,
 normalised magnitudes lie under the line from (0, 1) to (1, 0).
@@ -54,7 +54,7 @@ def distribution() -> Result:
 
 
 def watched(model: str, config: TopKConfig, workers: int, steps: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Worker 0's gradient ``[d]``, and gradient plus residual, at some steps of a run up to the last of them."""
+    """Worker 0's gradient ``[d]``, and gradient plus residual, at some steps of a run that ends with the last one."""
 
     def see(cluster: Cluster, gradients: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         if cluster.steps not in steps:
@@ -74,7 +74,7 @@ def histogram(u: Tensor) -> tuple[list[float], list[float]]:
 
 
 def statistics(u: Tensor) -> dict[str, float]:
-    """Kurtosis; how much of π² lies under the line; how much of it is convex.
+    """Kurtosis; fraction of π² under the line; fraction of it that is convex.
 
     π is |u| in descending order over its largest entry. The line runs from (0, 1) to (1, 0).
     """

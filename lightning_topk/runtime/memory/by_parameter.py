@@ -12,19 +12,19 @@ the parameter is in (:class:`lightning_topk.core.layout.NodeShards`), and W is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_topk.build import BucketPlan
-from lightning_topk.core.endpoint import Endpoint, TakenBack
+from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.memory import Leftover, NoMemory
 from lightning_topk.core.ops import reference
 from lightning_topk.runtime.memory.forms import Form
-from lightning_topk.runtime.memory.skipped_steps import Skipped, StepOutcome
+from lightning_topk.runtime.memory.skipped_steps import OpenSteps, Sent, StepOutcome
 
 Memories = dict[Tensor, dict[str, Tensor]]
 """Tensors by parameter and name: ``residual``, and ``velocity`` with momentum on the workers."""
@@ -43,23 +43,6 @@ class Progress:
     buckets: tuple[tuple[Tensor, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Record of one exchange, kept until the optimizers take or skip their step.
-
-    Attributes:
-        bucket: The parameters of the bucket.
-        pieces: Elements of each of them in this rank's residual.
-        undo: Computes what the residual takes back if the step is skipped.
-        step: The outcome of the step.
-    """
-
-    bucket: tuple[Tensor, ...]
-    pieces: Sequence[int]
-    undo: Callable[[], TakenBack]
-    step: StepOutcome
-
-
 class Residuals:
     """The memories of one rank: by parameter, and in the endpoints of the buckets in use.
 
@@ -76,8 +59,7 @@ class Residuals:
         self.reset = 0
         """Number of parameters whose residual was dropped because their size or memory format changed."""
         self._by_parameter: Memories = {}  # views of an endpoint's memory, while a parameter has an endpoint
-        self._sent: list[Sent] = []  # for steps that the scaler may still skip
-        self._settled: set[Tensor] = set()  # parameters whose part of such a step was taken or skipped
+        self._open = OpenSteps()
         self._loaded: set[Tensor] = set()  # parameters whose whole memory every rank has, from a checkpoint
         self._forms: dict[Tensor, Form] = {}
         self._live: dict[tuple[Tensor, ...], tuple[Endpoint, BucketPlan]] = {}
@@ -98,7 +80,7 @@ class Residuals:
             plan: The exchange plan. Another plan creates a new endpoint.
             step: The outcome of the current step; that of earlier ones is known.
         """
-        if self._sent and self._sent[0].step is not step:
+        if self._open.of_other_than(step):
             self.settle()
         end, made_by = self._live.get(parameters, (None, None))
         if end is None or made_by is not plan:
@@ -106,7 +88,7 @@ class Residuals:
             end = plan.endpoint(self.rank, parameters[0].dtype, parameters[0].device)
             self._fill(end, parameters)
             self._live[parameters] = end, plan
-        elif isinstance(end.uplink.memory, Leftover) and not self._sent and not end.uplink.memory.residual.any():
+        elif isinstance(end.uplink.memory, Leftover) and not self._open.sent and not end.uplink.memory.residual.any():
             end.uplink.memory = NoMemory(end.dtype)  # the residual left by other settings was delivered
             self._by_parameter.update({parameter: {} for parameter in parameters})
         return end
@@ -114,39 +96,11 @@ class Residuals:
     def remember(self, sent: Sent) -> None:
         """Keeps the record of an exchange until the optimizers take or skip their step."""
         if any(self._by_parameter.get(parameter) for parameter in sent.bucket):  # without a memory, it is lost
-            self._sent.append(sent)
+            self._open.sent.append(sent)
 
     def settle(self) -> None:
         """Adds the gradients delivered for skipped steps back to the residuals."""
-        for step in dict.fromkeys(sent.step for sent in self._sent):
-            decided = {p: skipped for p, skipped in step.skipped.items() if p not in self._settled}
-            self._settled |= decided.keys()
-            if any(skipped is not False for skipped in decided.values()):
-                self._take_back(step, decided)
-            if step.final or all(p in step.skipped for sent in self._sent if sent.step is step for p in sent.bucket):
-                self._sent = [sent for sent in self._sent if sent.step is not step]
-                self._settled.clear()
-
-    def _take_back(self, step: StepOutcome, skipped: Mapping[Tensor, Skipped]) -> None:
-        """Adds the gradients delivered for a step back to the residuals of the parameters that skipped it."""
-        total: dict[Tensor, Tensor] = {}
-        for sent in self._sent:
-            if sent.step is not step:
-                continue
-            (value, absorbed), sizes = sent.undo(), list(sent.pieces)
-            absorbed = absorbed.expand_as(value) & step.sums
-            for parameter, piece, flags in zip(sent.bucket, *(x.split(sizes) for x in (value, absorbed)), strict=True):
-                earlier = total.get(parameter, torch.zeros((), dtype=value.dtype, device=value.device))
-                total[parameter] = torch.where(flags, piece, piece + earlier)
-        for parameter, piece in total.items():
-            residual, which = self._by_parameter.get(parameter, {}).get("residual"), skipped.get(parameter, False)
-            if residual is None or which is False:
-                continue
-            if isinstance(which, Tensor):
-                if which.is_cuda:  # created on the optimizer's stream, read on this one, and freed later
-                    which.record_stream(torch.cuda.current_stream(which.device))
-                piece = torch.where(which.to(piece.device), piece, 0)
-            residual.add_(piece.to(residual.device))
+        self._open.settle(lambda parameter: self._by_parameter.get(parameter, {}).get("residual"))
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
@@ -165,7 +119,7 @@ class Residuals:
         self.forget_changed(parameters)
         self._cut(parameters, end.parts.count)
         known = [kept for parameter in parameters for kept in self._by_parameter.get(parameter, {}).values()]
-        may_return = any(not set(parameters).isdisjoint(sent.bucket) for sent in self._sent)
+        may_return = any(not set(parameters).isdisjoint(sent.bucket) for sent in self._open.sent)
         if not end.uplink.memory.tensors() and (may_return or any(bool(kept.any()) for kept in known)):
             end.uplink.memory = Leftover(end.layout.numel, end.dtype, end.sizes.device)
         mine = end.uplink.memory.tensors()
@@ -242,7 +196,7 @@ class Residuals:
             memories: By parameter and name, each ``[numel]``.
         """
         self._live.clear()
-        self._sent.clear()
+        self._open = OpenSteps()
         self.counts.clear()
         self._by_parameter = {parameter: dict(kept) for parameter, kept in memories.items()}
         self._forms = {parameter: Form.of(parameter) for parameter in memories}

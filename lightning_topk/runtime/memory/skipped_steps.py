@@ -11,6 +11,7 @@ A *pass* is one backward pass. A step may consist of several passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,6 +19,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_topk.core.endpoint import TakenBack
 
 Skipped = bool | Tensor
 """Whether a step was skipped: a bool on the host or, with a fused optimizer, a scalar bool tensor on the device."""
@@ -48,6 +51,79 @@ class StepOutcome:
             for parameter in group["params"]:
                 if parameter in self._members:
                     self.skipped.setdefault(self._members[parameter], skipped)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Record of one exchange, kept until the optimizers take or skip their step.
+
+    Attributes:
+        bucket: The parameters of the bucket.
+        pieces: Elements of each of them in this rank's residual.
+        undo: Computes what the residual takes back if the step is skipped.
+        step: The outcome of the step.
+    """
+
+    bucket: tuple[Tensor, ...]
+    pieces: Sequence[int]
+    undo: Callable[[], TakenBack]
+    step: StepOutcome
+
+
+class OpenSteps:
+    """The exchanges of steps that a GradScaler may still skip.
+
+    Attributes:
+        sent: The records, in the order of the exchanges.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[Sent] = []
+        self._settled: set[Tensor] = set()  # parameters whose part of the step was taken or skipped
+
+    def of_other_than(self, step: StepOutcome | None) -> bool:
+        """Whether there are exchanges of earlier steps than this one."""
+        return bool(self.sent) and self.sent[0].step is not step
+
+    def settle(self, residual_of: Callable[[Tensor], Tensor | None]) -> None:
+        """Adds the gradients delivered for skipped steps back to the residuals.
+
+        Args:
+            residual_of: Returns the residual of a parameter; None if it has none.
+        """
+        for step in dict.fromkeys(sent.step for sent in self.sent):
+            decided = {p: skipped for p, skipped in step.skipped.items() if p not in self._settled}
+            self._settled |= decided.keys()
+            if any(skipped is not False for skipped in decided.values()):
+                for parameter, piece in self._delivered(step).items():
+                    _take_back(residual_of(parameter), piece, decided.get(parameter, False))
+            if step.final or all(p in step.skipped for sent in self.sent if sent.step is step for p in sent.bucket):
+                self.sent = [sent for sent in self.sent if sent.step is not step]
+                self._settled.clear()
+
+    def _delivered(self, step: StepOutcome) -> dict[Tensor, Tensor]:
+        """The gradient that all exchanges of a step delivered, by parameter."""
+        total: dict[Tensor, Tensor] = {}
+        for sent in self.sent:
+            if sent.step is not step:
+                continue
+            (value, absorbed), sizes = sent.undo(), list(sent.pieces)
+            absorbed = absorbed.expand_as(value) & step.sums
+            for parameter, piece, flags in zip(sent.bucket, *(x.split(sizes) for x in (value, absorbed)), strict=True):
+                earlier = total.get(parameter, torch.zeros((), dtype=value.dtype, device=value.device))
+                total[parameter] = torch.where(flags, piece, piece + earlier)
+        return total
+
+
+def _take_back(residual: Tensor | None, piece: Tensor, skipped: Skipped) -> None:
+    """Adds the gradient delivered for a parameter back to its residual, if the step was skipped."""
+    if residual is None or skipped is False:
+        return
+    if isinstance(skipped, Tensor):
+        if skipped.is_cuda:  # created on the optimizer's stream, read on this one, and freed later
+            skipped.record_stream(torch.cuda.current_stream(skipped.device))
+        piece = torch.where(skipped.to(piece.device), piece, 0)
+    residual.add_(piece.to(residual.device))
 
 
 class ScalerSteps:
