@@ -166,10 +166,10 @@ def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
     ]
     for dense, expected, end in ends:
         monitor = CompressionMonitor()
-        monitor._density = 0.12
+        monitor._fit.density = 0.12
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for monitor._steps in range(1, 30):
+            for monitor._fit.steps in range(1, 30):
                 monitor._compare(dense, 0.01, TRAINER, end)
         said = [str(warning.message) for warning in caught]
         assert len(said) == expected

@@ -144,7 +144,7 @@ def test_the_summary_and_the_warning_give_the_same_time(rank, world):
     with mock.patch.object(callback, "rank_zero_warn", words.append):
         fit(rank, world, callbacks=[monitor, ended], monitor=False, max_steps=10)
     (told,) = re.findall(r"exchange ([\d.]+) ms", " ".join(words))
-    assert told == f"{1000 * monitor._compared[0]:.1f}"
+    assert told == f"{1000 * monitor._fit.compared[0]:.1f}"
     assert re.findall(r"takes ([\d.]+) ms", " ".join(words)) in ([], [told])
 
 
@@ -389,9 +389,10 @@ def test_metrics_work_in_a_collection_and_count_exactly():
 def summary_of(topology: str, since: int = 0, steps: int = 1000, end: float = 0.05) -> str:
     monitor = CompressionMonitor()
     sent = {"uplink": 0, "downlink": 3_000_000, "dense": 90_000_000, "broadcast": 23_200_000}
-    monitor._k, monitor._elements, monitor._density = 5, 100, end
-    monitor._total.update(**sent, intra_node=8_000_000, inter_node=1_500_000)
-    monitor._steps, monitor._since = steps, since
+    fit = monitor._fit
+    fit.k, fit.elements, fit.density = 5, 100, end
+    fit.volume.update(**sent, intra_node=8_000_000, inter_node=1_500_000)
+    fit.steps, fit.since = steps, since
     state = SimpleNamespace(
         config=TopKConfig(topology=topology),
         world=4,

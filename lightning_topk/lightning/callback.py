@@ -124,15 +124,8 @@ class CompressionMonitor(Callback):
         """Patterns of names."""
         self.details = details
         """Whether all keys are logged."""
-        self._since = 0  # optimizer steps before this fit, in a resumed run
         self._last = 0.0  # when the last step ended
-        self._total = ExchangeVolume(sync_on_compute=False)
-        self._steps = 0
-        self._k = self._elements = 0  # entries that fit in the payloads, and elements exchanged, so far
-        self._density = 0.0  # of the last step
-        self._measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
-        self._timed: list[float] = []  # seconds of a step's exchanges, for the first COMPARED steps
-        self._compared: tuple[float, float] | None = None  # seconds of an exchange alone, and its density
+        self._fit = _Totals()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -153,9 +146,7 @@ class CompressionMonitor(Callback):
                     f"CompressionMonitor(per_layer={pattern!r}): no parameter's name matches. The names are "
                     f"{', '.join(names[:20])}."
                 )
-        self._total.reset()
-        self._steps, self._measured, self._timed, self._compared = 0, [], [], None
-        self._k = self._elements = 0
+        self._fit = _Totals()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -165,7 +156,7 @@ class CompressionMonitor(Callback):
             if state.exchanged:
                 state.drop_report()  # from steps without callbacks: those of LearningRateFinder
             state.measure, state.measure_layers = _is_log_step(trainer), bool(self.per_layer)
-            state.timing = state.measure or (state.world > 1 and len(self._timed) < COMPARED)
+            state.timing = state.measure or (state.world > 1 and len(self._fit.timed) < COMPARED)
 
     @override
     def on_train_batch_end(
@@ -175,12 +166,12 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is None or not state.exchanged:
             return
-        if self._steps == 0:
-            self._since = trainer.global_step - len(trainer.optimizers)
+        if self._fit.steps == 0:
+            self._fit.since = trainer.global_step - len(trainer.optimizers)
             if state.world > 1:
                 state.measure_link()
         report = state.report()
-        self._steps += 1
+        self._fit.add(report)
         dense = state.telemetry.dense_seconds(report)
         self._compare(dense, report.seconds, trainer, state.config.at_step(LATE, LATE).ratio)
         values = self._every_step(state, report)
@@ -194,30 +185,27 @@ class CompressionMonitor(Callback):
 
     def _every_step(self, state: HookState, report: Report) -> dict[str, torch.Tensor]:
         """Values that need no waiting or reading of data: bytes and densities, of this step and of all steps."""
-        self._total.update(**report.bytes)
-        step = ExchangeVolume(sync_on_compute=False)
+        fit, step = self._fit, ExchangeVolume(sync_on_compute=False)
         step.update(**report.bytes)
         values = dict(step.compute())
         sent = values.pop("total_bytes")
         now, before, self._last = time.perf_counter(), self._last, time.perf_counter()
-        if self._steps > 1:
+        if fit.steps > 1:
             values["mbit_per_second"] = 8e-6 * sent / (now - before)
-        if self._steps == SETTLED + COMPARED and values["broadcast_bytes"] > sent:
+        if fit.steps == SETTLED + COMPARED and values["broadcast_bytes"] > sent:
             buffers = format_bytes(float(values["broadcast_bytes"]))
             rank_zero_info(
                 f"lightning_topk: before each step DDP broadcasts buffers, {buffers} from rank 0, more than the "
                 f"{format_bytes(float(sent))} of gradients. TopKStrategy({BUFFERS}=False) turns that off; each rank "
                 "then keeps its own, such as the statistics of batch norm."
             )
-        values["bound"] = torch.tensor((1 - report.k / report.elements) ** 2)
-        for name, total in self._total.compute().items():
+        values["bound"] = torch.tensor((1 - fit.density) ** 2)
+        for name, total in fit.volume.compute().items():
             if name.endswith("_bytes"):
                 values[name if name == "total_bytes" else f"total_{name}"] = total
-        values["saving"] = torch.tensor(self._saving(state))
-        self._k, self._elements = self._k + report.k, self._elements + report.elements
-        self._density = report.k / report.elements
-        values["density"] = torch.tensor(self._density)
-        values["average_density"] = torch.tensor(self._k / self._elements)
+        values["saving"] = torch.tensor(fit.saving(state))
+        values["density"] = torch.tensor(fit.density)
+        values["average_density"] = torch.tensor(fit.k / fit.elements)
         return values
 
     def _log_step(
@@ -239,8 +227,8 @@ class CompressionMonitor(Callback):
         values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
         if dense is not None:
             values["dense_seconds"] = torch.tensor(dense)
-        self._measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
-        values["average_error"] = torch.tensor(mean(error for error, *_ in self._measured))
+        self._fit.measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
+        values["average_error"] = torch.tensor(mean(error for error, *_ in self._fit.measured))
         shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
         if shown:
             values |= _by_layer(trainer, state, report.layers, shown)
@@ -257,22 +245,23 @@ class CompressionMonitor(Callback):
             end: The density after the schedule has ended; not a float if it is a function of the step or given by
                 ``saving=``.
         """
-        if dense is None or self._steps <= SETTLED or len(self._timed) >= COMPARED:
+        fit = self._fit
+        if dense is None or fit.steps <= SETTLED or len(fit.timed) >= COMPARED:
             return
-        self._timed.append(seconds)
-        if len(self._timed) < COMPARED:
+        fit.timed.append(seconds)
+        if len(fit.timed) < COMPARED:
             return
         # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
-        mine = torch.tensor(median(self._timed), device=trainer.strategy.root_device)
+        mine = torch.tensor(median(fit.timed), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
-        self._compared = least, self._density
+        fit.compared = least, fit.density
         if least > dense:
             later = ""
-            if isinstance(end, float) and end < 0.9 * self._density:  # else it is constant, or a function of the step
+            if isinstance(end, float) and end < 0.9 * fit.density:  # else it is constant, or a function of the step
                 later = f" The density decays to {end:.3g}, and the exchange time with it."
             rank_zero_warn(
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of "
-                f"{self._density:.3g}, and dense all-reduces of the same gradients would take about "
+                f"{fit.density:.3g}, and dense all-reduces of the same gradients would take about "
                 f"{1000 * dense:.1f} ms, so plain DDP is probably faster on this link: try strategy='ddp'. Compression "
                 f"pays on slower links, with larger models and with a larger saving.{later}"
             )
@@ -281,15 +270,8 @@ class CompressionMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the summary, unless there is one process, which sends nothing."""
         state = _state(trainer)
-        if self._steps and state is not None and state.world > 1 and trainer.is_global_zero:
+        if self._fit.steps and state is not None and state.world > 1 and trainer.is_global_zero:
             rank_zero_info(self.summary(state))
-
-    def _saving(self, state: HookState | None) -> float:
-        """Dense bytes over the bytes sent, since fit began; between nodes, if their ranks exchange as one worker."""
-        total = self._total.compute()
-        by_node = state is not None and state.config.by_node
-        sent = total["inter_node_bytes"] if by_node else total["total_bytes"]
-        return float(total["dense_bytes"] / sent) if sent else 1.0  # a ring all-reduce leaves each node once
 
     def summary(self, state: HookState | None = None) -> str:
         """Returns a summary of the run so far, as measured on this rank.
@@ -297,28 +279,58 @@ class CompressionMonitor(Callback):
         Args:
             state: The strategy's state, which knows who sends what.
         """
-        volume = {name: float(value) for name, value in self._total.compute().items()}
+        return self._fit.summary(state)
+
+
+class _Totals:
+    """Totals of one fit, as measured on this rank."""
+
+    def __init__(self) -> None:
+        self.since = self.steps = 0  # optimizer steps before this fit, in a resumed run, and in it
+        self.volume = ExchangeVolume(sync_on_compute=False)
+        self.k = self.elements = 0  # entries that fit in the payloads, and elements exchanged
+        self.density = 0.0  # of the last step
+        self.measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
+        self.timed: list[float] = []  # seconds of a step's exchanges, for the first COMPARED steps
+        self.compared: tuple[float, float] | None = None  # seconds of an exchange alone, and its density
+
+    def add(self, report: Report) -> None:
+        """Adds a step."""
+        self.volume.update(**report.bytes)
+        self.steps, self.k, self.elements = self.steps + 1, self.k + report.k, self.elements + report.elements
+        self.density = report.k / report.elements
+
+    def saving(self, state: HookState | None) -> float:
+        """Dense bytes over the bytes sent, since fit began; between nodes, if their ranks exchange as one worker."""
+        total = self.volume.compute()
+        by_node = state is not None and state.config.by_node
+        sent = total["inter_node_bytes"] if by_node else total["total_bytes"]
+        return float(total["dense_bytes"] / sent) if sent else 1.0  # a ring all-reduce leaves each node once
+
+    def summary(self, state: HookState | None = None) -> str:
+        """See :meth:`CompressionMonitor.summary`."""
+        volume = {name: float(value) for name, value in self.volume.compute().items()}
         up, down, instead = (format_bytes(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
-        begun = f"{self._steps:,} step{'s' * (self._steps != 1)}" + f" since step {self._since:,}" * (self._since > 0)
+        begun = f"{self.steps:,} step{'s' * (self.steps != 1)}" + f" since step {self.since:,}" * (self.since > 0)
         if state is not None and state.config.by_node:
             outside, inside = (format_bytes(volume[f"{kind}_node_bytes"]) for kind in ("inter", "intra"))
             sent = f"each node sent {outside} to others (and {inside} inside)"
         elif state is not None and state.config.topology == "single_server":
-            worker = format_bytes(self._steps * state.predicted(rank=state.world - 1).uplink)
+            worker = format_bytes(self.steps * state.predicted(rank=state.world - 1).uplink)
             sent = f"rank 0, which serves all, sent {down} down, and each other rank about {worker} up,"
         else:
             sent = f"each rank sent {up} up and {down} down"
         words = [
-            f"lightning_topk: in {begun} {sent} instead of {instead} ({self._saving(state):.1f}x less)",
+            f"lightning_topk: in {begun} {sent} instead of {instead} ({self.saving(state):.1f}x less)",
             self._density_in_words(),
         ]
-        if self._measured:
-            errors, seconds, exposed = zip(*self._measured, strict=True)
-            steps = len(self._measured)
+        if self.measured:
+            errors, seconds, exposed = zip(*self.measured, strict=True)
+            steps = len(self.measured)
             hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
             took = sum(seconds) / steps
-            if self._compared is not None and f"{self._compared[1]:.3g}" == f"{self._density:.3g}":
-                took = self._compared[0]  # the time in the warning; the other times include waiting for ranks
+            if self.compared is not None and f"{self.compared[1]:.3g}" == f"{self.density:.3g}":
+                took = self.compared[0]  # the time in the warning; the other times include waiting for ranks
             words.append(f"mean compression error {mean(errors):.3f}")
             words.append(
                 f"exchange {1000 * took:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
@@ -331,7 +343,7 @@ class CompressionMonitor(Callback):
         return said
 
     def _density_in_words(self) -> str:
-        average, end = f"{self._k / max(1, self._elements):.3g}", f"{self._density:.3g}"
+        average, end = f"{self.k / max(1, self.elements):.3g}", f"{self.density:.3g}"
         return f"density {average}" if average == end else f"density {average} on average, {end} at the end"
 
 
