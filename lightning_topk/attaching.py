@@ -77,7 +77,8 @@ def attach(
             or an argument belongs to the other wrapper.
         RuntimeError: The model already has a communication hook.
     """
-    same = config, timeout, residuals, epoch, init_sync, optimizer, scaler
+    config = one_config(attach, config, settings)
+    given = {"timeout": timeout, "residuals": residuals, "epoch": epoch, "scaler": scaler, "announce": announce}
     if _is_sharded(model):
         from lightning_topk.fsdp import hook as fsdp  # FSDP2 is slow to import; a sharded model has imported it already
 
@@ -86,15 +87,15 @@ def attach(
                 f"local_world_size={local_world_size} applies only to DDP models: the nodes of an FSDP model follow "
                 "from process_group=. Leave it out."
             )
-        return fsdp.attach(model, *same, announce, process_group, **settings)
+        return fsdp.attach(model, config, process_group, optimizer, init_sync, **given)
     if process_group is not None:
         raise ValueError(
             f"process_group= applies only to models wrapped by fully_shard, and this is a {type(model).__name__}. Pass "
             "the group of a DDP model to DistributedDataParallel."
         )
     if _trains_alone(model):
-        return Alone(one_config(ddp.attach, config, settings), announce)
-    return ddp.attach(model, *same, local_world_size, announce, **settings)
+        return Alone(config, announce)
+    return ddp.attach(model, config, optimizer, init_sync, local_world_size=local_world_size, **given)
 
 
 def _is_sharded(model: Any) -> bool:

@@ -204,23 +204,15 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torc
 
 def attach(
     model: torch.nn.Module,
-    config: TopKConfig | None = None,
-    timeout: timedelta | None = None,
-    residuals: Residuals | None = None,
-    epoch: Callable[[], int] | None = None,
-    init_sync: bool = True,
+    config: TopKConfig,
     optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    local_world_size: int | None = None,
-    announce: Callable[[str], None] | None = None,
-    **settings: Unpack[Settings],
+    init_sync: bool = True,
+    **arguments: Any,
 ) -> TopKState:
-    """Registers :func:`topk_hook` on a DDP model.
+    """Makes a DDP model exchange its gradients with :func:`topk_hook`, and counts DDP's broadcasts too.
 
-    It also counts DDP's broadcasts: the model when it is wrapped, and the buffers before a forward pass. See
-    :func:`lightning_topk.attach` for arguments and errors.
+    See :func:`lightning_topk.attach`, which has the same errors; other arguments are those of :class:`TopKState`.
     """
-    config = one_config(attach, config, settings)
     model = _ddp_of(model)
     check_ddp_options(
         {
@@ -240,17 +232,8 @@ def attach(
     check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
     with device_of(exchanged):
-        state = TopKState(
-            config,
-            process_group=model.process_group if model.process_group is not dist.group.WORLD else None,
-            timeout=timeout,
-            residuals=residuals,
-            epoch=epoch,
-            optimizers=optimizers,
-            scaler=scaler,
-            local_world_size=local_world_size,
-            announce=announce,
-        )
+        group = model.process_group if model.process_group is not dist.group.WORLD else None
+        state = TopKState(config, process_group=group, optimizers=optimizers, **arguments)
     try:
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
         if optimizers is not optimizer:  # they exist already

@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from trainers import fit
 
-from lightning_topk import TopKStrategy
-from lightning_topk.ddp import attach
+from lightning_topk import TopKStrategy, attach
 from lightning_topk.lightning import _resume
 from lightning_topk.lightning._resume import entry_to_resume
 from lightning_topk.runtime.memory.by_parameter import Progress, Residuals

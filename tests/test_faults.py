@@ -19,7 +19,8 @@ from groups import Group, on_ranks, torchrun
 from ranks import every_rank, four_layers, gradient, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.ddp import TopKState, attach
+from lightning_topk import attach
+from lightning_topk.ddp import TopKState
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups as process_groups
 from lightning_topk.runtime.groups import Groups

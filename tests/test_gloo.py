@@ -23,10 +23,10 @@ from shapes import codecs_of, endpoint_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import build
+from lightning_topk import attach, build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.ddp import TopKState, attach, topk_hook, tree_broadcast_sends
+from lightning_topk.ddp import TopKState, topk_hook, tree_broadcast_sends
 from lightning_topk.runtime.collectives import Meter, dense_cost, drive, finish
 from lightning_topk.runtime.exchanger import Batch, Job
 from lightning_topk.runtime.groups import Groups

@@ -26,12 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainers import Normed, fit
 
-from lightning_topk import TopKStrategy
-from lightning_topk import attach as attach_any
+from lightning_topk import TopKStrategy, attach
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather
-from lightning_topk.ddp import attach
 from lightning_topk.runtime import collectives as drive
 
 COUNT = torch.cuda.device_count()
@@ -243,7 +241,7 @@ def test_the_replicas_of_a_sharded_model_exchange_without_waiting_for_the_gpu(lo
     for part in (*net, net):
         fully_shard(part, mesh=mesh["shard"])
     optimizer, x = torch.optim.SGD(net.parameters(), lr=0.01), torch.randn(64, 2000, device="cuda")
-    state = attach_any(net, process_group=mesh["replicate"], saving=50, optimizer=optimizer)
+    state = attach(net, process_group=mesh["replicate"], saving=50, optimizer=optimizer)
     state.timing = True
     for step in range(4):
         loss = net(x).square().mean()

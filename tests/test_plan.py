@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import __main__
+from lightning_topk import __main__, attach
 from lightning_topk.config import TopKConfig
-from lightning_topk.ddp import attach
 from lightning_topk.lab.plan import ddp_buckets, parameter_sizes
 from lightning_topk.volume import format_bytes, volume
 

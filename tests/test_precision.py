@@ -34,10 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from trainers import Module, fit
 
-from lightning_topk import TopKStrategy, build
+from lightning_topk import TopKStrategy, attach, build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.ddp import attach
 from lightning_topk.simulate import Cluster
 
 

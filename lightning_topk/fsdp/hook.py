@@ -22,8 +22,7 @@ This is the hierarchical topology with FSDP's shards as parts: each rank keeps t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,14 +33,14 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
-from lightning_topk.config import Settings, TopKConfig
+from lightning_topk.config import TopKConfig
 from lightning_topk.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
 from lightning_topk.fsdp.replicas import check_group, check_hooks, check_replicas, has_hook, replicas_of
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checks import check_parameters, check_settings, one_config
+from lightning_topk.runtime.checks import check_parameters, check_settings
 from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Batch, Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
@@ -238,45 +237,21 @@ class ShardState(HookState):
 
 def attach(
     model: torch.nn.Module,
-    config: TopKConfig | None = None,
-    timeout: timedelta | None = None,
-    residuals: Residuals | None = None,
-    epoch: Callable[[], int] | None = None,
-    init_sync: bool = True,
+    config: TopKConfig,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
     optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    announce: Callable[[str], None] | None = None,
-    process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    **settings: Unpack[Settings],
+    init_sync: bool = True,
+    **arguments: Any,
 ) -> ShardState:
-    """Compresses the gradient exchange between the replicas of an FSDP2 model, shard by shard.
+    """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
 
-    Call it on every rank, after ``fully_shard`` and once parameters are materialised.
-    :func:`lightning_topk.attach` calls it.
-
-    Args:
-        model: A model with modules that ``fully_shard`` wrapped, all on the mesh of the node.
-        config: The settings; or pass them as keywords.
-        timeout: See :class:`lightning_topk.TopKState`.
-        residuals: See :class:`lightning_topk.TopKState`.
-        epoch: See :class:`lightning_topk.TopKState`.
-        init_sync: Whether to broadcast the first replica's weights and buffers to the others.
-        optimizer: See :func:`lightning_topk.attach`.
-        scaler: See :class:`lightning_topk.TopKState`.
-        announce: See :class:`lightning_topk.TopKState`.
-        process_group: The ranks that hold the same shard, one per node, as a group or as one dimension of a mesh.
-        **settings: See :class:`lightning_topk.TopKStrategy`.
-
-    Returns:
-        The state; call its ``close()`` when training is over.
+    See :func:`lightning_topk.attach`; other arguments are those of :class:`lightning_topk.TopKState`.
 
     Raises:
-        TypeError: A setting is unknown, or ``optimizer`` or ``process_group`` has another type.
-        ValueError: The group is missing or holds other shards, a setting does not apply to shards, the model is
+        ValueError: The group is missing or holds other shards, a setting has no meaning for shards, the model is
             sharded in a way that leaves replicas different, or replicas have different models.
         RuntimeError: FSDP already calls another hook.
     """
-    config = one_config(attach, config, settings)
     check_shardable(config)
     replicas = replicas_of(process_group)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -287,23 +262,14 @@ def attach(
     check_parameters(names_of(model))
     check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
-    residuals = residuals or Residuals()
+    residuals = arguments.pop("residuals", None) or Residuals()
     # A frozen module may belong to two models. The first one keeps it.
     groups = [group for group in param_groups_of(model, proxies_of(residuals)) if group.trained or not has_hook(group)]
     check_group(groups, replicas)
     check_hooks(groups)
     with device_of(model.parameters()):
         state = ShardState(
-            model,
-            groups,
-            replicas,
-            config=config,
-            timeout=timeout,
-            residuals=residuals,
-            epoch=epoch,
-            optimizers=optimizers,
-            scaler=scaler,
-            announce=announce,
+            model, groups, replicas, config=config, residuals=residuals, optimizers=optimizers, **arguments
         )
         try:
             names = {member: name for group in groups for member, name in group.names.items()}

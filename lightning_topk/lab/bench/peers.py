@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topk.attaching import attach
 from lightning_topk.config import SAVING, TopKConfig, check_name
 from lightning_topk.core.layout import k_of
-from lightning_topk.ddp import TopKState, attach
 from lightning_topk.runtime.collectives import all_gather
 
 
@@ -42,7 +42,7 @@ def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compa
 
 
 Settings = Mapping[str, Any]
-Register = Callable[[DistributedDataParallel, Settings], TopKState | None]
+Register = Callable[[DistributedDataParallel, Settings], Any]
 """Registers an exchange with a wrapped model; ours returns its state."""
 
 
@@ -60,7 +60,7 @@ def ours(**own: Any) -> Register:
     """Registers our exchange with the given settings and ``own``. A ratio or saving in ``own`` replaces a given one."""
     amounts = {"ratio", "saving"} if {"ratio", "saving"} & own.keys() else set()
 
-    def register(model: DistributedDataParallel, settings: Settings) -> TopKState:
+    def register(model: DistributedDataParallel, settings: Settings) -> Any:
         given = {name: value for name, value in settings.items() if name not in amounts}
         return attach(model, init_sync=False, **{**given, **own})
 
