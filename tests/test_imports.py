@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "fsdp": ["core", *SETTINGS, "volume", "runtime"],
     "attaching": ["config", "runtime", "ddp", "fsdp"],
     "lightning": ["core", *SETTINGS, "runtime", "volume", "ddp", "fsdp"],
-    "lab": ["core", *SETTINGS, "runtime", "volume", "attaching", "simulate", "_version"],
+    "lab": ["core", *SETTINGS, "runtime", "volume", "ddp", "attaching", "simulate", "_version"],
 }
 """The wings that each wing may import, except ``__init__``, ``__main__`` and modules that only re-export public
 names."""
