@@ -104,30 +104,41 @@ def behind(gap: float, unit: str = "") -> str:
     return f"**{words}**" if gap > 1 else words
 
 
+LARGE = (("GPT of 10.8 million parameters (loss), AdamW", "large gpt"), ("ResNet-18, SGD", "resnet18"))
 SHOWN: Sequence[tuple[str, str, int, float]] = (
     ("ResNet-20, SGD", "resnet20, SGD", 3000, 50),
     ("convnet, SGD", "convnet, SGD", 10_000, 50),
     ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 10_000, 0.001),
-    ("GPT (loss), AdamW", "gpt, AdamW", 3000, 50),
     ("GPT (loss), AdamW, a third of the best learning rate", "gpt, AdamW, lr / 3", 3000, 50),
-    ("Transformers' GPT-2 (loss), AdamW, 2 workers", "gpt2, AdamW", 300, 50),
+    ("Transformers' GPT-2 of 0.1 million (loss), AdamW, 2 workers", "gpt2, AdamW", 300, 50),
 )
-"""The README's results: words, learner, steps, and what is sent."""
+"""The README's results: titles, large models or learners, steps, and what is sent."""
 
 
 def results() -> str:
     """The README's results: final quality of dense training and of ours, of the same seeds."""
-    found, rows = Runs(RUNS / "saving-curves.jsonl"), []
+    found, rows = Runs(RUNS / "at-size.jsonl"), []
+    for title, model in LARGE:
+        dense, ours = (at_size.ends(found, model, system) for system in ("dense", "saving 50"))
+        rows.append(result(f"{title}, 3,000 steps", dense, ours, not at_size.COURSES[model].images))
+    found = Runs(RUNS / "saving-curves.jsonl")
     for title, name, length, amount in SHOWN:
-        learner = LEARNERS[name]
-        ours, dense = (saving_curves.ends(found, learner, length, each) for each in (amount, 0.0))
-        ends = [[each[seed] for seed in ours if seed in dense] for each in (dense, ours)]
-        style, unit = (".3f", "") if learner.text else (".2f", " %")
-        gap = 100 * (mean(ends[1]) / mean(ends[0]) - 1) if learner.text else mean(ends[0]) - mean(ends[1])
-        row = {"model": f"{title}, {length:,} steps"}
-        row |= {head: in_words(values, style, unit) for head, values in zip(("dense", "compressed"), ends, strict=True)}
-        rows.append(row | {"difference": behind(gap, " %" * learner.text)})
-    return page(rows)
+        dense, ours = (saving_curves.ends(found, LEARNERS[name], length, each) for each in (0.0, amount))
+        rows.append(result(f"{title}, {length:,} steps", dense, ours, LEARNERS[name].text))
+    return page([row for row in rows if row])
+
+
+def result(title: str, dense: dict[int, float], ours: dict[int, float], text: bool) -> Row:
+    """One of the README's results; empty where runs are missing. Of text it is a loss."""
+    both = [(dense[seed], ours[seed]) for seed in ours if seed in dense]
+    if not both:
+        return {}
+    ends = [*zip(*both, strict=True)]
+    style, unit = (".3f", "") if text else (".2f", " %")
+    gap = 100 * (mean(ends[1]) / mean(ends[0]) - 1) if text else mean(ends[0]) - mean(ends[1])
+    row = {"model": title}
+    row |= {head: in_words(values, style, unit) for head, values in zip(("dense", "compressed"), ends, strict=True)}
+    return row | {"difference": behind(gap, " %" * text)}
 
 
 def large() -> str:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -129,20 +128,26 @@ def panels(found: Runs, models: Sequence[str], systems: Sequence[str] = SYSTEMS,
     return drawn
 
 
+def ends(found: Runs, model: str, system: str, steps: int = 3000, seeds: int = 2) -> dict[int, float]:
+    """Final quality by seed: held-out loss, or accuracy in percent."""
+    keys = {seed: run_key(model, system, steps, seed) for seed in range(seeds)}
+    measured = "accuracy" if COURSES[model].images else "held"
+    return {seed: found[key][measured] for seed, key in keys.items() if key in found}
+
+
 def table(found: Runs, model: str, steps: int = 3000, seeds: int = 2) -> list[Row]:
     """Final quality by system, with the saving and the gap to dense training of the same seeds."""
     images, rows = COURSES[model].images, []
-    ends: dict[str, dict[int, float]] = {}
+    dense = ends(found, model, "dense", steps, seeds)
     for system in SYSTEMS:
-        keys = {seed: run_key(model, system, steps, seed) for seed in range(seeds)}
-        runs = {seed: found[key] for seed, key in keys.items() if key in found}
-        if runs:
-            ends[system] = {seed: each["accuracy" if images else "held"] for seed, each in runs.items()}
-            both = [(ours, ends["dense"][seed]) for seed, ours in ends[system].items() if seed in ends.get("dense", {})]
-            gaps = [b - a if images else 100 * (a / b - 1) for a, b in both] if system != "dense" else []
+        ours = ends(found, model, system, steps, seeds)
+        if ours:
+            both = [(ours[seed], dense[seed]) for seed in ours if seed in dense and system != "dense"]
+            gaps = [b - a if images else 100 * (a / b - 1) for a, b in both]
             name = f"PowerSGD {COURSES[model].powersgd}" if system == "PowerSGD" else system
-            row: Row = {"": name, "times fewer bytes": f"{mean(each['saving'] for each in runs.values()):.3g}"}
-            row[quality_of(model)] = in_words([*ends[system].values()], ".2f" if images else ".3f")
+            saved = found[run_key(model, system, steps, min(ours))]["saving"]
+            row: Row = {"": name, "times fewer bytes": f"{saved:.3g}"}
+            row[quality_of(model)] = in_words([*ours.values()], ".2f" if images else ".3f")
             rows.append(row | {f"behind dense, {'points' if images else '%'}": in_words(gaps, "+.2f")})
     return rows
 
