@@ -47,9 +47,8 @@ class Cluster:
     ) -> None:
         parts = sizes or (numel,)
         skipped = sum(parts[number] for number in uncompressed)
-        self.plan = plan_bucket(
-            for_compressed(config, sum(parts), skipped), parts, world, local, dtype.itemsize, uncompressed
-        )
+        compressed, in_pieces = for_compressed(config, sum(parts), skipped), device.type == "cpu"
+        self.plan = plan_bucket(compressed, parts, world, local, dtype.itemsize, uncompressed, in_pieces=in_pieces)
         """The exchange plan of the gradient."""
         self.local, self.measure = local, measure
         self.endpoints = [self.plan.endpoint(rank, dtype, device) for rank in range(world)]
