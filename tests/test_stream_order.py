@@ -306,7 +306,7 @@ def test_a_caller_that_does_not_wait_for_the_lane_is_detected(gpu, monkeypatch):
 
 @pytest.mark.parametrize(
     ("forgets", "case"),
-    [("by_parameter.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))],
+    [("skipped_steps.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))],
     ids=str,
 )
 def test_memory_freed_while_another_stream_uses_it_is_detected(gpu, monkeypatch, forgets, case):
