@@ -137,6 +137,10 @@ def perform(
         # gloo supports most collectives on CPU tensors only: the payload is copied there and back, and the host waits.
         reply, _ = perform(replace(request, payload=payload.cpu()), group)
         return None if reply is None else reply.to(payload.device), None
+    if isinstance(request, AllGather) and not payload.is_cuda:
+        # gloo gathers in a ring of W - 1 steps, one after the other. An all-to-all of W copies takes one step.
+        request = AllToAll(payload.repeat(world, 1), request.direction, request.among)
+        payload = request.payload
     if isinstance(request, AllToAll):
         received = torch.empty_like(payload)
         return received, dist.all_to_all_single(received, payload, group=group, async_op=background)
