@@ -64,7 +64,7 @@ def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
     assert "| 1 | 2.346 |" in page
     assert Result.read(tmp_path / "bound.json").text() == result.text()
     json.loads((tmp_path / "bound.json").read_text(), parse_constant=pytest.fail)  # infinity is not JSON
-    assert (tmp_path / "bound.png").stat().st_size > 1000
+    assert (tmp_path / "bound.svg").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("model", ["mlp", "wide mlp", "cnn", "lstm"])

@@ -111,11 +111,10 @@ class Result:
         return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Writes ``NAME.json``, ``NAME.png`` and ``NAME.svg`` into a folder."""
+        """Writes ``NAME.json`` and ``NAME.svg`` into a folder."""
         (folder / f"{self.name}.json").write_text(self.json())
         if self.panels:
-            for suffix in ("png", "svg"):
-                draw(self.panels, folder / f"{self.name}.{suffix}")
+            draw(self.panels, folder / f"{self.name}.svg")
 
 
 def write_report(folder: Path) -> None:
@@ -126,7 +125,7 @@ def write_report(folder: Path) -> None:
         "# The papers' claims, reproduced or refuted",
         f"{sum(check.holds for check in checks)} of {len(checks)} statements hold. Each table says how it was made.",
     ]
-    pages = [f"{result.text()}\n\n![{result.name}]({result.name}.png)" for result in results]
+    pages = [f"{result.text()}\n\n![{result.name}]({result.name}.svg)" for result in results]
     (folder / "report.md").write_text("\n\n".join(head + pages) + "\n")
 
 
