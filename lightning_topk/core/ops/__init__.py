@@ -116,10 +116,20 @@ def send(
     delivered: torch.dtype | None,
     velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Adds ``x`` to ``e`` and moves the k largest of every shard to payloads, all in one function.
+    """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
 
-    Arguments and results are those of ``cpu.send`` and ``cuda.send``. None if no such function applies: then add,
-    select, encode and keep one after the other, with the same result.
+    Args:
+        e: ``[numel]``, contiguous, finite; becomes the residual, which includes the wire's rounding error.
+        x: ``[numel]``, contiguous; becomes zero. Of both, only the elements of the layout's piece change.
+        finite: Scalar bool on the same device, whether ``x`` is finite.
+        layout: How the elements are dealt to shards.
+        form: Format of a payload.
+        delivered: dtype of the receivers' output, if the residual must include its rounding error.
+        velocity: Momentum.
+
+    Returns:
+        The payloads ``[shards, P]`` uint8, and their number of nonzero entries, a scalar int64. None, without effect,
+        if no function does all that: then add, select, encode and keep one after the other, with the same result.
     """
     version = _for(e, x, layout, form.k) if form.index_bytes and form.bits else None
     if version is None:
@@ -129,10 +139,19 @@ def send(
 
 
 def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
-    """Decodes payloads and adds them to ``out``, in one function; returns whether they are finite, a scalar bool.
+    """Decodes payloads, divides the values by ``divisor`` and adds them to ``out``.
 
-    Arguments are those of ``cpu.receive`` and ``cuda.receive``. None if no such function applies: then decode and add,
-    with the same result.
+    Args:
+        payloads: ``[R, P]`` uint8, undamaged. Row r belongs to shard r of the layout; if the layout has one shard,
+            every row belongs to it.
+        layout: How ``out`` is dealt to shards.
+        form: Format of a payload.
+        divisor: A power of two.
+        out: ``[numel]``, contiguous.
+
+    Returns:
+        Whether all values are finite, a scalar bool. None, without effect, if no function does all that: then decode
+        and add, with the same result.
     """
     version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
     finite: Tensor | None = version.receive(payloads, layout, form, divisor, out) if version is not None else None

@@ -41,21 +41,7 @@ def send(
     delivered: torch.dtype | None,
     velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
-
-    Args:
-        e: ``[numel]`` float32, contiguous, finite; becomes the residual, which includes the wire's rounding error.
-        x: ``[numel]`` float32, contiguous; becomes zero. Of both, only the elements of the layout's piece change.
-        finite: Scalar bool, whether ``x`` is finite.
-        layout: How the elements are dealt to shards; :func:`suits` must hold.
-        form: Format of a payload.
-        delivered: dtype of the receivers' output, if the residual must include its rounding error.
-        velocity: Momentum.
-
-    Returns:
-        The payloads ``[shards, P]`` uint8, and their number of nonzero entries, a scalar int64. None, without effect,
-        if ``x`` is not finite, ``delivered`` is neither None nor float32, or there is momentum.
-    """
+    """See :func:`lightning_topk.core.ops.send`, for float32. None if ``x`` is not finite, or with momentum."""
     if delivered not in (None, torch.float32) or velocity is not None or not finite:
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
@@ -64,18 +50,7 @@ def send(
 
 
 def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
-    """Decodes payloads, divides the values by ``divisor`` and adds them to ``out``.
-
-    Args:
-        payloads: ``[R, P]`` uint8, undamaged. Row r belongs to shard r of the layout; if the layout has one shard,
-            every row belongs to it.
-        layout: How ``out`` is dealt to shards.
-        form: Format of a payload, with positions.
-        divisor: A power of two.
-        out: ``[numel]``, contiguous.
-
-    Returns:
-        Whether all values are finite, a scalar bool. None if ``out`` is not float32.
+    """See :func:`lightning_topk.core.ops.receive`, for float32.
 
     Raises:
         ValueError: A payload does not hold k positions, so it was damaged.
@@ -98,63 +73,27 @@ def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int,
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """Same as :func:`lightning_topk.core.ops.reference.add_and_select`, in one pass over memory.
-
-    Args:
-        e: ``[numel]`` float32, contiguous.
-        x: ``[numel]`` float32, contiguous.
-        finite: Scalar bool, whether ``x`` is finite. If false, ``e`` is unchanged.
-        layout: How the elements are dealt to shards; :func:`suits` must hold.
-        k: Number of entries to select from each shard, in [1, shard_size).
-
-    Returns:
-        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there, ``[shards, k]``.
-    """
+    """Same as :func:`lightning_topk.core.ops.reference.add_and_select`, in one pass over memory."""
     given = reference.zero_unless_(x, finite)
     places, values = loops.add_and_select(e.numpy(), given.numpy(), _deal(layout), k, _salt())
     return torch.from_numpy(places[:, :k].astype(np.int64)), torch.from_numpy(values[:, :k])
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.topk_index`, in one pass over the rows.
-
-    Args:
-        rows: ``[R, S]`` float32, finite; :func:`suits` must hold.
-        k: Number of entries to select from each row, in [1, S).
-
-    Returns:
-        ``[R, k]`` int64, ascending in each row.
-    """
+    """Same as :func:`lightning_topk.core.ops.reference.topk_index`, in one pass over the rows."""
     deal, nothing = _deal(Layout(rows.shape[1])), np.empty(0, np.float32)
     found = [loops.add_and_select(row.contiguous().numpy(), nothing, deal, k, _salt())[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 
 
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.count_reaching`, without a temporary of the rows' size.
-
-    Args:
-        rows: ``[R, S]`` float32, finite.
-        threshold: ``[R, 1]``, at least 0.
-
-    Returns:
-        ``[R, 1]`` int64.
-    """
+    """Same as :func:`lightning_topk.core.ops.reference.count_reaching`, without a temporary of the rows' size."""
     pairs = zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), strict=True)
     return torch.tensor([[loops.count_reaching(row, least)] for row, least in pairs])
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.over_threshold_index`, in one pass over the rows.
-
-    Args:
-        rows: ``[R, S]`` float32, finite; :func:`suits` must hold.
-        threshold: ``[R, 1]``, at least 0.
-        k: Maximum number of entries to select from each row, in [1, S).
-
-    Returns:
-        ``[R, k]`` int64, ascending in each row; rows with fewer than k such entries end in -1.
-    """
+    """Same as :func:`lightning_topk.core.ops.reference.over_threshold_index`, in one pass over the rows."""
     index = torch.full((rows.shape[0], k), -1)
     for row, least, found in zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), index.numpy(), strict=True):
         places = loops.over_threshold(row, _deal(Layout(len(row))), least, k)
@@ -163,16 +102,7 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_encode`.
-
-    Args:
-        index: ``[R, K]`` int64, not descending in a row, in [0, universe).
-        universe: Number of possible positions.
-        low: Width of the low part in bits, below 58.
-
-    Returns:
-        ``[R, elias_fano_bytes(universe, K, low)]`` uint8.
-    """
+    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_encode`."""
     rows, k = index.shape
     code = torch.empty(rows, reference.elias_fano_bytes(universe, k, low), dtype=torch.uint8)
     for places, written in zip(index.numpy(), code.numpy(), strict=True):
@@ -181,20 +111,7 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_decode`.
-
-    Args:
-        code: ``[R, elias_fano_bytes(universe, k, low)]`` uint8.
-        universe: Number of possible positions.
-        k: Number of positions in each row.
-        low: Width of the low part in bits.
-
-    Returns:
-        ``[R, k]`` int64, ascending in each row.
-
-    Raises:
-        ValueError: The code does not hold k positions in each row, so it was damaged in transit.
-    """
+    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_decode`."""
     index = torch.empty(len(code), k, dtype=torch.int64)
     for row, places in zip(code.numpy(), index.numpy(), strict=True):
         _check(loops.read_positions(row, universe, low, places), k)

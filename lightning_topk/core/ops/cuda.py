@@ -60,21 +60,10 @@ def send(
     delivered: torch.dtype | None,
     velocity: Velocity | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
+    """See :func:`lightning_topk.core.ops.send`, without waiting for the device.
 
-    Args:
-        e: ``[numel]`` float32, contiguous, finite; becomes the residual, which includes the wire's rounding error.
-        x: ``[numel]``, contiguous; becomes zero.
-        finite: Scalar bool on the same device, whether ``x`` is finite. If false, ``e`` is unchanged, and all values in
-            the payloads are NaN.
-        layout: How the elements are dealt to shards; :func:`suits` must hold.
-        form: Format of a payload.
-        delivered: dtype of the receivers' output, if the residual must include its rounding error.
-        velocity: Momentum; if given, ``x`` is added to the velocity, and the velocity to ``e``.
-
-    Returns:
-        The payloads ``[shards, P]`` uint8, and their number of nonzero entries, a scalar int64. None if ``delivered``
-        or the format is not supported.
+    If ``x`` is not finite, ``e`` is unchanged, and all values in the payloads are NaN. With momentum, ``x`` is added to
+    the velocity, and the velocity to ``e``.
     """
     if delivered not in ROUNDED or form.low > LOW:
         return None
@@ -95,19 +84,7 @@ def send(
 
 
 def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
-    """Decodes payloads, divides the values by ``divisor`` and adds them to ``out``, one payload of a shard at a time.
-
-    Args:
-        payloads: ``[R, P]`` uint8, undamaged. Row r belongs to shard r of the layout; if the layout has one shard,
-            every row belongs to it.
-        layout: How ``out`` is dealt to shards.
-        form: Format of a payload, with positions.
-        divisor: A power of two.
-        out: ``[numel]``, contiguous.
-
-    Returns:
-        Whether all values are finite, a scalar bool. None if ``out``, the layout or the format is not supported.
-    """
+    """See :func:`lightning_topk.core.ops.receive`; adds one payload of a shard at a time."""
     if out.dtype not in ROUNDED or form.low > LOW or not (layout.shards == 1 or layout.block == BLOCK):
         return None
     payloads, rows, dealt = payloads.contiguous(), len(payloads), layout.shards == len(payloads)
