@@ -120,10 +120,7 @@ class CompressionMonitor(Callback):
         given = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else per_layer
         if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in given):
             raise TypeError(f"per_layer={per_layer!r} must be True, False, a name pattern, or several of them.")
-        self.per_layer = [given] if isinstance(given, str) else list(given)
-        """Patterns of names."""
-        self.details = details
-        """Whether all keys are logged."""
+        self.per_layer, self.details = [given] if isinstance(given, str) else list(given), details
         self._last = 0.0  # when the last step ended
         self._fit = _Totals()
 
@@ -193,12 +190,7 @@ class CompressionMonitor(Callback):
         if fit.steps > 1:
             values["mbit_per_second"] = 8e-6 * sent / (now - before)
         if fit.steps == SETTLED + COMPARED and values["broadcast_bytes"] > sent:
-            buffers = format_bytes(float(values["broadcast_bytes"]))
-            rank_zero_info(
-                f"lightning_topk: before each step DDP broadcasts buffers, {buffers} from rank 0, more than the "
-                f"{format_bytes(float(sent))} of gradients. TopKStrategy({BUFFERS}=False) turns that off; each rank "
-                "then keeps its own, such as the statistics of batch norm."
-            )
+            _advise_on_buffers(float(values["broadcast_bytes"]), float(sent))
         values["bound"] = torch.tensor((1 - fit.density) ** 2)
         for name, total in fit.volume.compute().items():
             if name.endswith("_bytes"):
@@ -345,6 +337,15 @@ class _Totals:
     def _density_in_words(self) -> str:
         average, end = f"{self.k / max(1, self.elements):.3g}", f"{self.density:.3g}"
         return f"density {average}" if average == end else f"density {average} on average, {end} at the end"
+
+
+def _advise_on_buffers(broadcast: float, sent: float) -> None:
+    """Says how to turn off broadcasts of buffers that outweigh the gradients, bytes of a step each."""
+    rank_zero_info(
+        f"lightning_topk: before each step DDP broadcasts buffers, {format_bytes(broadcast)} from rank 0, more than "
+        f"the {format_bytes(sent)} of gradients. TopKStrategy({BUFFERS}=False) turns that off; each rank then keeps "
+        "its own, such as the statistics of batch norm."
+    )
 
 
 def _by_layer(

@@ -34,6 +34,20 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+ADVICE = {
+    "strategy='ddp_find_unused_parameters_true'": "strategy='topk_find_unused_parameters_true'",
+    "strategy=DDPStrategy(find_unused_parameters=True)": "strategy=TopKStrategy(find_unused_parameters=True)",
+}
+"""Lightning's advice about unused parameters, and ours."""
+NAMES: dict[str, dict[str, Any]] = {
+    "topk": {"start_method": "popen"},
+    "topk_spawn": {"start_method": "spawn"},
+    "topk_fork": {"start_method": "fork"},
+    "topk_notebook": {"start_method": "fork"},
+    "topk_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
+}
+"""Names of the strategy in ``Trainer(strategy=...)``, and their arguments."""
+
 
 class TopKStrategy(DDPStrategy):
     """Data-parallel training that exchanges only the largest entries of the gradient, with error feedback.
@@ -227,13 +241,9 @@ class TopKStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Names this strategy, not DDPStrategy, in Lightning's advice about unused parameters."""
         super().on_exception(exception)
-        ours = {
-            "strategy='ddp_find_unused_parameters_true'": "strategy='topk_find_unused_parameters_true'",
-            "strategy=DDPStrategy(find_unused_parameters=True)": "strategy=TopKStrategy(find_unused_parameters=True)",
-        }
-        for theirs, name in ours.items():
+        for theirs, ours in ADVICE.items():
             exception.args = tuple(
-                argument.replace(theirs, name) if isinstance(argument, str) else argument for argument in exception.args
+                each.replace(theirs, ours) if isinstance(each, str) else each for each in exception.args
             )
 
     @override
@@ -251,14 +261,7 @@ class TopKStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers the names for ``Trainer(strategy=...)``."""
-        names: dict[str, dict[str, Any]] = {
-            "topk": {"start_method": "popen"},
-            "topk_spawn": {"start_method": "spawn"},
-            "topk_fork": {"start_method": "fork"},
-            "topk_notebook": {"start_method": "fork"},
-            "topk_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
-        }
-        for name, settings in names.items():
+        for name, settings in NAMES.items():
             words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
             strategy_registry.register(
                 name, cls, description=f"top-k gradient exchange with {words}", override=True, **settings

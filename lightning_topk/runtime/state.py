@@ -24,7 +24,7 @@ from lightning_topk.runtime.groups import Groups, compare_functions, connect, ti
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.memory import checkpoint
 from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.messages import WarnOnce, startup_warnings
+from lightning_topk.runtime.messages import WarnOnce, startup_warnings, without_numba
 from lightning_topk.runtime.optimizer.optimizers import Optimizers
 from lightning_topk.runtime.telemetry import Reporting
 from lightning_topk.schedule import Schedule
@@ -94,8 +94,7 @@ class HookState(Reporting):
         if self._lane is None:
             self._lane = lane_for(device, max_in_flight=1 if groups.second_groups is None else 2)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
-                remedy = f"it fails here with {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
-                self._say(f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}")
+                self._say(without_numba())
         return self._lane
 
     def _open_groups(self) -> Groups:
@@ -159,9 +158,8 @@ class HookState(Reporting):
             buckets: All buckets of the pass.
             static_graph: Whether they may change one pass later.
         """
-        progress = self.residuals.progress
-        if self.world > 1 and self.buckets.observe(buckets, progress, static_graph):
-            for message in self.buckets.warnings(progress.buckets, self.predicted()):
+        if self.world > 1 and self.buckets.observe(buckets, self.residuals.progress, static_graph):
+            for message in self.buckets.warnings(self.residuals.progress.buckets, self.predicted()):
                 self._say(message)
 
     def submit(self, batch: Batch, promised: Future) -> None:

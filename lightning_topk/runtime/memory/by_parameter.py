@@ -112,7 +112,7 @@ class Residuals:
                     if tensor.is_cuda:  # possibly created on another stream, and still in use on this one when freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
             if end.downlink is not None and end.downlink.memory.tensors():
-                self._scatter(self._by_parameter, bucket, end, end.folded())
+                _scatter(self._by_parameter, bucket, end, end.folded())
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
         """Moves the memories of the parameters into their new endpoint."""
@@ -124,10 +124,10 @@ class Residuals:
             end.uplink.memory = Leftover(end.layout.numel, end.dtype, end.sizes.device)
         mine = end.uplink.memory.tensors()
         for name, flat in mine.items():
-            flat.copy_(self._gather(self._by_parameter, parameters, name, flat))
+            flat.copy_(_gather(self._by_parameter, parameters, end, name, flat))
         for parameter in parameters:
             self._by_parameter[parameter] = {}  # memories that the new settings do not keep would be stale
-        self._scatter(self._by_parameter, parameters, end, mine)
+        _scatter(self._by_parameter, parameters, end, mine)
 
     def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
         """Cuts the memories of parameters into another number of pieces.
@@ -218,7 +218,7 @@ class Residuals:
         self.settle()
         server: Memories = {}
         for bucket, (end, _) in self._live.items():
-            self._scatter(server, bucket, end, end.server_memory())
+            _scatter(server, bucket, end, end.server_memory())
         found = {}
         for p, kept in self._by_parameter.items():
             count, nothing = self.counts.get(p, 1), torch.zeros(()).expand(p.numel())
@@ -258,23 +258,22 @@ class Residuals:
         reference.join_parts(rows, parts, whole)
         return whole
 
-    def _scatter(
-        self, memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, memory: Mapping[str, Tensor]
-    ) -> None:
-        """Splits a bucket's tensors ``[pieces]`` into ``memories``, by parameter."""
-        for name, flat in memory.items():
-            for parameter, piece in zip(bucket, flat.split(list(end.parts.pieces)), strict=True):
-                memories.setdefault(parameter, {})[name] = piece
 
-    def _gather(self, memories: Memories, bucket: tuple[Tensor, ...], name: str, like: Tensor) -> Tensor:
-        """Inverse of :meth:`_scatter`: ``[pieces]``, dtype and device of ``like``; zero for missing memories."""
-        zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
-        pieces = NodeShards(tuple(p.numel() for p in bucket), self.counts.get(bucket[0], 1)).pieces
-        found = [
-            memories.get(parameter, {}).get(name, zero.expand(size))
-            for parameter, size in zip(bucket, pieces, strict=True)
-        ]
-        for piece in found:
-            if piece.is_cuda:  # possibly created on another stream, such as a checkpoint's, and freed after this
-                piece.record_stream(torch.cuda.current_stream(piece.device))
-        return torch.cat([piece.to(like.device, like.dtype) for piece in found])
+def _scatter(memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, memory: Mapping[str, Tensor]) -> None:
+    """Splits a bucket's tensors ``[pieces]`` into ``memories``, by parameter."""
+    for name, flat in memory.items():
+        for parameter, piece in zip(bucket, flat.split(list(end.parts.pieces)), strict=True):
+            memories.setdefault(parameter, {})[name] = piece
+
+
+def _gather(memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, name: str, like: Tensor) -> Tensor:
+    """Inverse of :func:`_scatter`: ``[pieces]``, dtype and device of ``like``; zero for missing memories."""
+    zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
+    found = [
+        memories.get(parameter, {}).get(name, zero.expand(size))
+        for parameter, size in zip(bucket, end.parts.pieces, strict=True)
+    ]
+    for piece in found:
+        if piece.is_cuda:  # possibly created on another stream, such as a checkpoint's, and freed after this
+            piece.record_stream(torch.cuda.current_stream(piece.device))
+    return torch.cat([piece.to(like.device, like.dtype) for piece in found])
