@@ -108,7 +108,7 @@ LARGE = (("GPT of 10.8 million parameters (loss), AdamW", "large gpt"), ("ResNet
 SHOWN: Sequence[tuple[str, str, int, float]] = (
     ("ResNet-20, SGD", "resnet20, SGD", 3000, 50),
     ("convnet, SGD", "convnet, SGD", 10_000, 50),
-    ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 10_000, 0.001),
+    ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 30_000, 0.001),
     ("GPT (loss), AdamW, a third of the best learning rate", "gpt, AdamW, lr / 3", 3000, 50),
     ("Transformers' GPT-2 of 0.1 million (loss), AdamW, 2 workers", "gpt2, AdamW", 300, 50),
 )
