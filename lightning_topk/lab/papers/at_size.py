@@ -1,6 +1,6 @@
 """Cost of compression with ten million parameters: learning curves of a GPT and a ResNet-18, by steps and by bytes.
 
-Each run takes one to three core hours; the most useful ones come first. Each run is appended to ``at-size.jsonl`` when
+Each run takes one to two core hours; the most useful ones come first. Each run is appended to ``at-size.jsonl`` when
 it ends, so an interrupted command resumes where it stopped.
 """
 
