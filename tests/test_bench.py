@@ -116,7 +116,7 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("hosts", "--rate", "fast"), "write it like 100mbit, 1gbit"),
+        (("hosts", "--rate", "fast"), "write it like 100mbit or 2.5gbit"),
         (("hosts", "--peers", "theirs"), "'theirs' is unknown"),
         (("hosts", "--hosts", "1"), "it takes 2 ranks or more: one exchanges nothing"),
         (("wire", "--json", "nowhere/r.json"), "No such file or directory: 'nowhere/r.json'"),
@@ -142,7 +142,7 @@ def test_the_options_of_a_command_are_arguments_of_its_function(name):
         assert commands.OPTIONS[option].get("required", False) == required
 
 
-@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("64Kbit", 64e3)])
+@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("64Kbit/20ms", 64e3)])
 def test_rates_use_the_notation_of_tc(rate, bits):
     assert hosts.bits_per_second(rate) == bits
 

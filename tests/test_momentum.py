@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
 
 from lightning_topk import TopKConfig, attach
 from lightning_topk.core import ops
+from lightning_topk.runtime.optimizer import momentum
 from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_momentum
 
 SIZE, STEPS = 64, 40
@@ -170,6 +171,28 @@ def test_one_pass_on_the_cpu_equals_the_optimizers_own_step(kind, options, monke
         found.append([parameter.detach(), *optimizer.state[parameter].values()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("kind", "options"), [KINDS[0], KINDS[-1]], ids=str)
+def test_steps_in_threads_have_the_same_bits(kind, options, monkeypatch):
+    def trained() -> torch.Tensor:
+        parameters = [nn.Parameter(torch.ones(SIZE)) for _ in range(9)]
+        optimizer, owner = kind(parameters, lr=0.1, **options), Exchange()
+        adapt_momentum([optimizer], owner)
+        for gradients in zip(*[iter(delivered(steps=9 * 10))] * 9, strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        return torch.cat([parameter.detach() for parameter in parameters])
+
+    alone = trained()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(momentum, "THREADED", 0)
+    started = []
+    pool = momentum.ThreadPoolExecutor
+    monkeypatch.setattr(momentum, "ThreadPoolExecutor", lambda threads: started.append(threads) or pool(threads))
+    assert torch.equal(trained(), alone)
+    assert started == [3] * 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -40,12 +40,18 @@ def bits_per_second(rate: str) -> float:
     """Converts a rate in tc's notation to bits per second.
 
     Raises:
-        ValueError: The rate is not a number with ``kbit``, ``mbit`` or ``gbit``.
+        ValueError: The rate is not a number with ``kbit``, ``mbit`` or ``gbit``, and perhaps ``/`` and a number with
+            ``ms``, the round trip of :func:`emulate`.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.lower())
+    return _link(rate)[0]
+
+
+def _link(rate: str) -> tuple[float, float]:
+    """Bits per second, and seconds of a round trip."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit(?:/(\d+(?:\.\d+)?)ms)?", rate.lower())
     if not found or float(found[1]) == 0:
-        raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit, 1gbit or 2.5gbit.")
-    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+        raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit or 2.5gbit, or 1gbit/20ms with a round trip.")
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]], float(found[3] or 0) / 1000
 
 
 def sent_bytes() -> int:
@@ -130,32 +136,52 @@ def local(count: int) -> Hosts:
 def emulate(count: int, rate: str, ranks: int = 1) -> Iterator[Hosts]:
     """Creates hosts whose links have a rate in both directions, such as ``100mbit``, and removes them on exit.
 
-    Ranks of the same host reach each other without that link.
+    ``100mbit/20ms`` adds a round trip of 20 ms between any two hosts. Ranks of the same host reach each other without
+    that link.
     """
     check_available()
     if not 1 <= count <= 200:
         raise ValueError(f"Invalid number of hosts {count}; emulate 1 to 200.")
+    bits, round_trip = _link(rate)
     tag = f"ltk{os.getpid() % 100000}"
-    switch, names = f"{tag}s", [f"{tag}h{number}" for number in range(count)]
-    # The bucket holds 2 ms of traffic, at least 32 KiB: a smaller one throttles dense traffic below the rate.
-    burst = max(1 << 15, math.ceil(bits_per_second(rate) / 8 * 0.002))
-    shape = f"root tbf rate {rate} burst {burst} latency 50ms"
+    names = [f"{tag}h{number}" for number in range(count)]
     with ExitStack() as stack:
-        for name in (switch, *names):
+        for name in names:
             _ip(f"netns add {name}")
             stack.callback(_ip, f"netns del {name}")
-        _ip(f"-n {switch} link add br0 type bridge")
-        _ip(f"-n {switch} link set br0 up")
+        if round_trip:
+            from lightning_topk.lab.delays import Switch  # needs fcntl, which Windows lacks
+
+            switch = Switch(bits, round_trip / 2)
+            stack.callback(switch.close)
+            for number, name in enumerate(names):
+                switch.add(f"{tag}p{number}")
+                _ip(f"link set {tag}p{number} netns {name} name eth0")
+        else:
+            _bridge(stack, f"{tag}s", names, bits)
         for number, name in enumerate(names):
-            port = f"p{number}"
-            _ip(f"-n {name} link add eth0 type veth peer name {port} netns {switch}")
-            _ip(f"-n {switch} link set {port} master br0 up")
             _ip(f"-n {name} addr add 10.77.0.{number + 1}/24 dev eth0")
             for interface in ("lo", "eth0"):
                 _ip(f"-n {name} link set {interface} up")
-            _ip(f"netns exec {name} tc qdisc add dev eth0 {shape}")
-            _ip(f"netns exec {switch} tc qdisc add dev {port} {shape}")
+        if round_trip:
+            switch.start()
         yield Hosts(names, f"10.77.0.1:{PORT}", ranks)
+
+
+def _bridge(stack: ExitStack, switch: str, names: Sequence[str], bits: float) -> None:
+    """Joins hosts by a bridge in a namespace of its own; tc limits the rate of its ports."""
+    # The bucket holds 2 ms of traffic, at least 32 KiB: a smaller one throttles dense traffic below the rate.
+    shape = f"root tbf rate {bits:.0f}bit burst {max(1 << 15, math.ceil(bits / 8 * 0.002))} latency 50ms"
+    _ip(f"netns add {switch}")
+    stack.callback(_ip, f"netns del {switch}")
+    _ip(f"-n {switch} link add br0 type bridge")
+    _ip(f"-n {switch} link set br0 up")
+    for number, name in enumerate(names):
+        port = f"p{number}"
+        _ip(f"-n {name} link add eth0 type veth peer name {port} netns {switch}")
+        _ip(f"-n {switch} link set {port} master br0 up")
+        _ip(f"netns exec {name} tc qdisc add dev eth0 {shape}")
+        _ip(f"netns exec {switch} tc qdisc add dev {port} {shape}")
 
 
 def _ip(arguments: str) -> None:

@@ -157,22 +157,7 @@ def add_and_select(e, x, deal, k, salt):
             fill(places[shard], values[shard], counts[shard], k)
         elif counts[shard] > k:
             keep_largest(places[shard], values[shard], counts[shard], k, least[shard])
-    overflowed = False  # a sum of two finite numbers; infinities are the largest entries, so some are selected
-    for shard in range(deal.shards):
-        for value in values[shard, :k]:
-            overflowed |= abs(value) > LARGEST
-    if overflowed:
-        clamp(e)
-        for shard in range(deal.shards):
-            clamp(values[shard, :k])
     return places, values
-
-
-@compiled
-def clamp(x):
-    """Replaces infinities by the largest float32."""
-    for i in range(len(x)):
-        x[i] = min(max(x[i], -LARGEST), LARGEST)
 
 
 @compiled
@@ -225,7 +210,7 @@ def scan(e, x, deal, k, least, places, values, counts):
         if len(x):
             given = x[begin : begin + length]
             for i in range(length):
-                a = kept[i] + given[i]
+                a = min(max(kept[i] + given[i], -LARGEST), LARGEST)  # the sum of two finite numbers may overflow
                 kept[i] = a
                 given[i] = np.float32(0)
                 marks[i] = np.uint8(key_of(a) >= threshold)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,8 @@ from lightning_topk.core import ops
 
 BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
 """Supported optimizers (AdamW shares Adam's ``step``) and the names of their momentum buffers."""
+THREADED = 1 << 21
+"""Elements above which parameters on a CPU step in threads, as many as torch uses."""
 _STEPS = {inspect.unwrap(kind.step): name for kind, name in BUFFERS.items()}
 
 
@@ -89,14 +92,25 @@ class AdaptedMomentum:
         self._restore_buffers()  # if the step before failed; its gradients are obsolete
         self._gradients.clear()
         wanted = [*self.requests.values()]
-        waited: dict[Tensor, Tensor] = {}
-        for group in optimizer.param_groups:
-            for p in group["params"] if wanted and _momentum(group) else ():
-                if any(each is None or p in each for each in wanted):
-                    self._adapt_parameter(optimizer, group, p)
-                    if p in self._waited:
-                        waited[p] = self._waited[p]
-        self._waited = waited  # without removed parameters
+        adapted = [
+            (group, p)
+            for group in optimizer.param_groups
+            for p in (group["params"] if wanted and _momentum(group) else ())
+            if any(each is None or p in each for each in wanted)
+        ]
+
+        @torch.no_grad()
+        def adapt(each: tuple[Mapping[str, Any], Tensor]) -> None:
+            self._adapt_parameter(optimizer, *each)
+
+        threads, on_cpu = torch.get_num_threads(), all(p.device.type == "cpu" for _, p in adapted)
+        if threads > 1 and on_cpu and sum(p.numel() for _, p in adapted) > THREADED:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(adapt, adapted))
+        else:
+            for each in adapted:
+                adapt(each)
+        self._waited = {p: self._waited[p] for _, p in adapted if p in self._waited}  # without removed parameters
 
     def _adapt_parameter(self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> None:
         state, name, gradient = optimizer.state.get(p, {}), _buffer_name(optimizer) or "", p.grad
