@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
 WORDS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+WORDS["100mbit/20ms"] = "100 Mbit/s, 20 ms"
 WORDS |= {"ours": "`saving=50`", "ours, 0.001": "`ratio=0.001`"}
 LEARNERS = {each.name: each for each in (*saving_curves.LEARNERS, *saving_curves.IMAGES)}
 
@@ -149,7 +150,7 @@ def large() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "at-size": large,
-    "bench-hosts": lambda: steps("hosts", also="of them exchange", title="CPU ms of a rank, by link"),
+    "bench-hosts": lambda: steps("hosts", also="CPU ms a rank", title="CPU ms of a rank, by link"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", title="hidden, by link"),
     "bench-select": compress_step,
     "bench-wire": wires,
