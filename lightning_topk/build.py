@@ -16,13 +16,12 @@ from itertools import accumulate
 import torch
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core import exchange
 from lightning_topk.core.endpoint import BucketSpec, Codecs, Endpoint
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout, NodeShards, k_of
 from lightning_topk.core.link import FusedLink, Link
-from lightning_topk.core.memory import Memory, MomentumResidual, NoMemory, Residual
-from lightning_topk.core.requests import AllReduce, Request, placeholder
+from lightning_topk.core.memory import Memory, MomentumResidual, Residual
+from lightning_topk.core.requests import AllGather, AllReduce, Request, placeholder
 from lightning_topk.core.select import SELECTORS, RandK, Selector, TopK
 from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.schedule import Ratio, ratio_at
@@ -57,11 +56,6 @@ class BucketPlan:
     uncompressed: tuple[int, ...] = ()
     tag: int = 0
 
-    @property
-    def uncompressed_numel(self) -> int:
-        """Number of uncompressed elements in the bucket."""
-        return sum(self.shape.parts.sizes[number] for number in self.uncompressed)
-
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
 
@@ -90,15 +84,17 @@ class BucketPlan:
         return Codecs(Codec(wire, size, up, shared, self.tag), Codec(wire, size, down, shared, self.tag))
 
     def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
-        """Returns the requests of the exchange, with placeholder payloads of the right size.
+        """Predicts the requests of :func:`.exchange`, with payloads of the right size and no content.
 
-        Args:
-            step: Gradients exchanged before this one, for schedules.
-            epoch: Epochs completed, for schedules.
-            voters: Number of parameters in the bucket; only with ``find_unused_parameters``.
+        ``voters`` is the number of parameters in the bucket if some may be unused; else None.
         """
-        codecs = self.codecs(step, epoch)
-        return exchange.requests(self.shape, codecs, self.itemsize, self.uncompressed_numel, voters)
+        asked: list[Request] = []
+        if voters is not None:
+            asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
+        if self.uncompressed:
+            numel = sum(self.shape.parts.sizes[number] for number in self.uncompressed)
+            asked.append(AllReduce(placeholder(numel * self.itemsize), "uplink"))
+        return asked + self.shape.topology.requests(self.shape, self.codecs(step, epoch), self.itemsize)
 
     def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
         """Creates the endpoint of one rank, with empty memories.
@@ -198,11 +194,6 @@ def plan_bucket(
 def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
     """Returns the settings for the compressed part of a gradient, whose higher saving makes the whole meet ``saving``.
 
-    Args:
-        config: The settings of the whole gradient.
-        numel: Elements of the gradient.
-        uncompressed: Uncompressed elements.
-
     Raises:
         ValueError: The uncompressed elements use up the requested bytes.
     """
@@ -247,7 +238,7 @@ def _pieces(config: TopKConfig, numel: int) -> int:
 def _make_memory(config: TopKConfig, side: str, numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
     """Creates the memory of one end of a link."""
     if config.error_feedback not in (True, side) or not config.compresses:
-        return NoMemory(dtype)
+        return Memory(dtype)
     if side == "worker" and config.momentum:
         return MomentumResidual(numel, dtype, device, config.momentum)
     return Residual(numel, dtype, device)

@@ -266,12 +266,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> None:
-    """Refuses a value that is not one of the known names; ``otherwise`` describes other allowed values.
-
-    Raises:
-        TypeError: The value is not a string.
-        ValueError: The string is unknown.
-    """
+    """Refuses a value that is not one of the known names; ``otherwise`` describes other allowed values."""
     allowed = f"it must be one of {', '.join(map(repr, known))}{otherwise}."
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; {allowed}")
@@ -280,12 +275,7 @@ def check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "")
 
 
 def check_count(name: str, value: Any) -> int | None:
-    """Returns the value if it is None or a positive integer.
-
-    Raises:
-        TypeError: The value is not an integer.
-        ValueError: The value is not positive.
-    """
+    """Returns the value if it is None or a positive integer."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an integer, or None.")
     if value is not None and value < 1:

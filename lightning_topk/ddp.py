@@ -102,11 +102,6 @@ class TopKState(HookState):
 
         Returns:
             A future of the buffer.
-
-        Raises:
-            RuntimeError: See :meth:`lane`.
-            TypeError: The bucket is not a GradBucket, or it is on an unsupported device.
-            ValueError: See :meth:`begin_pass`.
         """
         _check_bucket(bucket)
         # The bucket is only valid during this call, so take everything the job needs from it now.
@@ -263,13 +258,7 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
 
 
 class _BeforeForward:
-    """Counts DDP's broadcasts before each forward pass, and refuses a ``join`` whose mean is not over all ranks.
-
-    Args:
-        model: The model.
-        state: The model's state.
-        init_sync: Whether DDP's constructor broadcast rank 0's weights.
-    """
+    """Counts DDP's broadcasts before each forward pass, and refuses a ``join`` whose mean is not over all ranks."""
 
     def __init__(self, model: DistributedDataParallel, state: TopKState, init_sync: bool) -> None:
         self._bytes = state.telemetry.meter.bytes
@@ -308,14 +297,9 @@ def is_ddp(model: Any) -> bool:
 
 
 def _ddp_of(model: Any) -> DistributedDataParallel:
-    """Returns the DDP model, out of a compiled one if needed.
-
-    Raises:
-        TypeError: The model is not a DDP model.
-    """
+    """Returns the DDP model, out of a compiled one if needed."""
     if is_ddp(model):
-        found: DistributedDataParallel = getattr(model, "_orig_mod", model)
-        return found
+        return getattr(model, "_orig_mod", model)
     kind = type(model).__name__
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach takes a DistributedDataParallel model, not a {kind}.")

@@ -96,15 +96,7 @@ def volume(
 
 
 def bucket_volume(plan: BucketPlan, rank: int, step: int = 0, epoch: int = 0, voters: int | None = None) -> Volume:
-    """Predicts the bytes of one bucket in a step.
-
-    Args:
-        plan: The bucket's plan.
-        rank: See :func:`volume`.
-        step: See :func:`volume`.
-        epoch: See :func:`volume`.
-        voters: Number of parameters in the bucket; only with ``find_unused_parameters``.
-    """
+    """Predicts the bytes of one bucket in a step."""
     world, local, numel = plan.shape.workers, plan.local, sum(plan.shape.parts.sizes)
     if not numel:
         return Volume()  # nothing is exchanged

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_topk.core import exchange
-from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather, Request
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Begin, Begun, Gather
 
 OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in ("lightning_topk", "tests"))
 
@@ -266,8 +266,12 @@ class Kernel:
         return lambda *arguments, **options: self._launch(*arguments)
 
 
-def reply_to(request: Request, rank: int, world: int, local: int) -> Tensor | None:
-    """A reply of the right shape to a request on a GPU."""
+def reply_to(request: Any, rank: int, world: int, local: int) -> Any:
+    """A reply of the right shape to what an exchange on a GPU asks."""
+    if isinstance(request, Begin):
+        return Begun(reply_to(request.request, rank, world, local))
+    if isinstance(request, Begun):
+        return request.reply
     payload, count = request.payload, {"all": world, "node": local, "peers": world // local}[request.among]
     assert payload.is_cuda
     assert payload.is_contiguous()

@@ -31,11 +31,6 @@ class Codecs:
     uplink: Codec
     reply: Codec
 
-    @property
-    def lossless(self) -> bool:
-        """Whether both directions send every entry in full precision, which leaves all residuals zero."""
-        return all(each.k == each.universe and each.wire.name == "fp32" for each in (self.uplink, self.reply))
-
 
 @dataclass(frozen=True, eq=False)
 class BucketSpec:

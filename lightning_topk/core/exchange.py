@@ -84,8 +84,10 @@ def exchange(
     """
     for link in end.links:
         link.selector.step = step
-    # Lossless: undoing a skipped step restores the residual before it and discards its gradient, as DDP does.
-    left = end.folded().get("residual") if codecs.lossless else None
+    # If every entry is sent in full precision, undoing a skipped step restores the residual before it and discards its
+    # gradient, as DDP does.
+    lossless = all(each.k == each.universe and each.wire.name == "fp32" for each in (codecs.uplink, codecs.reply))
+    left = end.folded().get("residual") if lossless else None
     if used is None:
         outcome = yield from _exchange_all(end, g, codecs, scale, measure)
     else:
@@ -183,26 +185,6 @@ def _to(x: Tensor, device: torch.device) -> Tensor:
     return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
-def requests(
-    shape: BucketSpec, codecs: Codecs, itemsize: int, uncompressed: int = 0, voters: int | None = None
-) -> list[Request]:
-    """Predicts the requests of :func:`exchange`, with payloads of the right size and no content.
-
-    Args:
-        shape: The bucket.
-        codecs: Codecs of the payloads.
-        itemsize: Bytes per gradient element.
-        uncompressed: Number of uncompressed elements in the bucket.
-        voters: Number of parameters in the bucket if some may be unused; else None.
-    """
-    asked: list[Request] = []
-    if voters is not None:
-        asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
-    if uncompressed:
-        asked.append(AllReduce(placeholder(uncompressed * itemsize), "uplink"))
-    return asked + shape.topology.requests(shape, codecs, itemsize)
-
-
 # ------------------------------------------------------------------------------------------------ the topologies
 
 
@@ -264,36 +246,20 @@ def _serve(
     for step, piece in _pipeline(pieces):
         if step == "send":
             payloads, up = end.uplinks[piece].send(g, codecs.uplink, measure, finite)
-            uplinks.append((yield from _begin(AllToAll(payloads, "uplink", among), pieces)))
+            uplinks.append((yield Begin(AllToAll(payloads, "uplink", among))))
             sent.append(payloads)
             stats[0].append(up)
         elif step == "serve":
-            b = aggregate(
-                (yield from _reply(uplinks[piece], pieces)), codecs.uplink, end.dtype, room=g if pieces == 1 else g[:0]
-            )
+            b = aggregate((yield uplinks[piece]), codecs.uplink, end.dtype, room=g if pieces == 1 else g[:0])
             reply, down = end.downlinks[piece].send(b, codecs.reply, measure)
-            downlinks.append((yield from _begin(AllGather(reply[0], "downlink", among), pieces)))
+            downlinks.append((yield Begin(AllGather(reply[0], "downlink", among))))
             stats[1].append(down)
         else:
-            received.append((yield from _reply(downlinks[piece], pieces)))
+            received.append((yield downlinks[piece]))
             take(piece, received[piece])
     undo = partial(take_back, end, codecs, end.uplink.selector.step, sent, received, dtype)
     up, down = map(LinkStats.total, stats)
     return partial(Outcome, uplink=up, downlink=down, undo=undo)
-
-
-def _begin(request: Request, pieces: int) -> Generator[Request | Begin, Any, Begun]:
-    """Starts a request; waits for its reply if there is only one piece."""
-    begun: Begun = Begun((yield request)) if pieces == 1 else (yield Begin(request))
-    return begun
-
-
-def _reply(begun: Begun, pieces: int) -> Generator[Begun, Tensor, Tensor]:
-    """Returns the reply to a started request."""
-    if pieces > 1:
-        return (yield begun)
-    assert begun.reply is not None
-    return begun.reply
 
 
 def _pipeline(pieces: int) -> Iterator[tuple[Literal["send", "serve", "take"], int]]:
@@ -402,7 +368,7 @@ class AllGathered(Topology):
         if g.dtype != end.dtype and end.uplink.memory.tensors():
             # Every worker keeps the same error of rounding to the bucket's dtype, so their mean is that error.
             arrived = g if scale is None else g.to(b.dtype) / scale
-            end.uplink.memory.add_(reference.zero_unless_(b.sub_(arrived), finite))
+            end.uplink.memory.tensors()["residual"].add_(reference.zero_unless_(b.sub_(arrived), finite))
         undo = partial(take_back_from_all, end, codecs, end.uplink.selector.step, payload, received, g.dtype)
         return Outcome(finite, up, undo=undo)
 

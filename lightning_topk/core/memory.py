@@ -6,8 +6,6 @@ the sum, and keeps the rest, including the wire's rounding error. So nothing is 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -15,10 +13,17 @@ from typing_extensions import override
 from lightning_topk.core.ops import reference
 
 
-class Memory(ABC):
-    """The state of one end of a link, for the elements that it sends."""
+class Memory:
+    """The state of one end of a link. This class keeps nothing: entries that are not sent are lost, as in the papers.
 
-    @abstractmethod
+    Args:
+        dtype: dtype of the result of :meth:`compensate`.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._held: dict[str, Tensor] = {}
+
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """Adds the residual to ``x``.
 
@@ -29,8 +34,10 @@ class Memory(ABC):
         Returns:
             ``[numel]``, the sum to send from, finite; may share this memory's storage.
         """
+        a = x.to(self.dtype, copy=True)
+        x.zero_()
+        return a
 
-    @abstractmethod
     def keep(self, index: Tensor, sent: Tensor) -> None:
         """Keeps the unsent part of the sum that :meth:`compensate` returned.
 
@@ -39,24 +46,24 @@ class Memory(ABC):
             sent: ``[n]``, the values that the receiver will decode there.
         """
 
-    @abstractmethod
-    def add_(self, x: Tensor) -> None:
-        """Adds ``x`` ``[numel]`` to the residual, so the next :meth:`compensate` includes it."""
-
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Returns the state between steps by name, each ``[numel]``; the storage itself, not a copy.
 
         The undelivered part is named ``residual``.
         """
+        return {}
 
-    @abstractmethod
     def hold(self, absent: Tensor) -> None:
         """Sets aside the state of the elements where ``absent`` ``[numel]`` bool is true, until :meth:`release`."""
+        for name, kept in self.tensors().items():
+            self._held[name] = kept.masked_fill(~absent, 0)
+            kept.masked_fill_(absent, 0)
 
-    @abstractmethod
     def release(self) -> None:
         """Restores what :meth:`hold` set aside."""
+        for name, kept in self.tensors().items():
+            if name in self._held:
+                kept.add_(self._held.pop(name))
 
 
 class Residual(Memory):
@@ -69,8 +76,8 @@ class Residual(Memory):
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype)
         self.residual = torch.zeros(numel, dtype=dtype, device=device)
-        self._held: dict[str, Tensor] = {}
 
     @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
@@ -85,24 +92,8 @@ class Residual(Memory):
         self.residual.scatter_add_(0, index, sent.neg())
 
     @override
-    def add_(self, x: Tensor) -> None:
-        self.residual.add_(x)
-
-    @override
     def tensors(self) -> dict[str, Tensor]:
         return {"residual": self.residual}
-
-    @override
-    def hold(self, absent: Tensor) -> None:
-        for name, kept in self.tensors().items():
-            self._held[name] = kept.masked_fill(~absent, 0)
-            kept.masked_fill_(absent, 0)
-
-    @override
-    def release(self) -> None:
-        for name, kept in self.tensors().items():
-            if name in self._held:
-                kept.add_(self._held.pop(name))
 
 
 class MomentumResidual(Residual):
@@ -160,40 +151,3 @@ class Leftover(Residual):
     def keep(self, index: Tensor, sent: Tensor) -> None:
         """Clears the residual, unless the vector was not finite and nothing was sent."""
         self.residual.masked_fill_(self._finite, 0)
-
-
-class NoMemory(Memory):
-    """No error feedback: entries that are not sent are lost. For comparison with the papers.
-
-    Args:
-        dtype: dtype of the result of :meth:`compensate`.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    @override
-    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        a = x.to(self.dtype, copy=True)
-        x.zero_()
-        return a
-
-    @override
-    def keep(self, index: Tensor, sent: Tensor) -> None:
-        """Keeps nothing."""
-
-    @override
-    def add_(self, x: Tensor) -> None:
-        raise NotImplementedError("NoMemory keeps no residual; use Leftover for a residual of earlier settings.")
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    @override
-    def hold(self, absent: Tensor) -> None:
-        """Does nothing: there is no state."""
-
-    @override
-    def release(self) -> None:
-        """Does nothing: there is no state."""

@@ -168,8 +168,7 @@ def _none(condition: Tensor) -> bool:
 
 def _largest(rows: Tensor) -> Tensor:
     """The largest magnitude of each row ``[R, S]``: ``[R, 1]``."""
-    largest: Tensor = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
-    return largest
+    return torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
 
 
 class GaussianK(Threshold):

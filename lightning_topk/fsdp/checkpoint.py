@@ -37,12 +37,6 @@ def collect(
 ) -> dict[str, Any]:
     """Creates the entry of sharded residuals. A collective: every rank calls it, between two backward passes.
 
-    Args:
-        residuals: This rank's residuals.
-        groups: The model's parameter groups.
-        config: The settings that the user gave.
-        replicas: The ranks that hold the same shards.
-
     Returns:
         The entry, with tensors on the CPU; the same on all replicas.
     """
@@ -67,8 +61,7 @@ def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
     like: Any = torch.empty_like(parameter.detach(), dtype=flat.dtype, device=flat.device)
     local = like.to_local()
     local.copy_(flat[: local.numel()].view(local.shape))
-    on_cpu: DTensor = like.to("cpu")
-    return on_cpu
+    return like.to("cpu")
 
 
 def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,8 +81,7 @@ def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
 def _join(shards: DTensor) -> Tensor:
     """The full tensor of a DTensor, ``[elements]`` on the CPU. A collective of the node."""
     there: Any = shards.to(shards.device_mesh.device_type)
-    joined: Tensor = there.full_tensor().flatten().cpu()
-    return joined
+    return there.full_tensor().flatten().cpu()
 
 
 @unusable_if_it_fails()

@@ -136,11 +136,7 @@ class ShardState(HookState):
         self.telemetry.meter.bytes["intra_node"] += group.node_bytes(g)
 
     def _refresh_trained(self) -> None:
-        """Recomputes the density if parameters were frozen or unfrozen.
-
-        Raises:
-            ValueError: This state does not exchange a trained parameter.
-        """
+        """Recomputes the density if parameters were frozen or unfrozen."""
         unfrozen = [name for name, parameter in self._strangers.items() if parameter.requires_grad]
         if unfrozen:
             raise ValueError(
@@ -246,11 +242,6 @@ def attach(
     """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
 
     See :func:`lightning_topk.attach`; other arguments are those of :class:`lightning_topk.TopKState`.
-
-    Raises:
-        ValueError: The group is missing or holds other shards, a setting has no meaning for shards, the model is
-            sharded in a way that leaves replicas different, or replicas have different models.
-        RuntimeError: FSDP already calls another hook.
     """
     check_shardable(config)
     replicas = replicas_of(process_group)
@@ -289,11 +280,7 @@ def attach(
 
 
 def check_shardable(config: TopKConfig) -> None:
-    """Refuses settings that do not apply to shards.
-
-    Raises:
-        ValueError: ``clip_norm`` is set.
-    """
+    """Refuses settings that do not apply to shards."""
     if config.clip_norm is not None:
         raise ValueError(
             f"clip_norm={config.clip_norm!r} would clip every shard by its own norm. Clip gradients after "
@@ -306,9 +293,6 @@ def _copied_inside(state: ShardState, groups: Sequence[ParamGroup]) -> list[Tens
 
     Different ranks exchange each copy. If their gradients differ in the last bit, they would select other entries, and
     the copies would drift apart; so these parameters are exchanged uncompressed.
-
-    Raises:
-        ValueError: ``momentum`` is set, which is for compressed parameters only.
     """
     found = []
     for group in groups:

@@ -66,8 +66,7 @@ class ParamGroup:
 
     def sharded(self, proxy: Tensor) -> DTensor:
         """The sharded parameter, as in the model between two passes and in optimizers."""
-        parameter: DTensor = self.proxies[proxy].sharded_param
-        return parameter
+        return self.proxies[proxy].sharded_param
 
     @property
     def trained(self) -> list[Tensor]:
@@ -148,8 +147,7 @@ class ParamGroup:
     @property
     def device(self) -> torch.device:
         """Device on which gradients are reduced."""
-        device: torch.device = self._group.device
-        return device
+        return self._group.device
 
     @property
     def root(self) -> Any:
@@ -190,15 +188,7 @@ def _note(param_group: ref[ParamGroup], used: ref[Any], _: Tensor) -> None:
 
 
 def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[ParamGroup]:
-    """Returns the parameter groups of an FSDP2 model, in the order of its modules.
-
-    Args:
-        model: The model.
-        known: See :class:`ParamGroup`.
-
-    Raises:
-        ValueError: FSDP itself reduces between replicas, modules have several meshes, or parameters are not sharded.
-    """
+    """Returns the parameter groups of an FSDP2 model, in the order of its modules."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a backward pass that failed may have left parameters gathered
@@ -242,10 +232,6 @@ class EndOfBackward:
     Autograd's own callbacks come too early if activations are checkpointed with ``use_reentrant=True``: each block is
     then a nested backward pass. FSDP calls the final callback of the root only, which may be outside the model and is
     known after a forward pass.
-
-    Args:
-        model: The model.
-        ended: The callback.
     """
 
     _NAME = "_root_post_backward_final_callback"

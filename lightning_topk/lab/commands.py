@@ -51,9 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hosts": {"type": count, "help": "emulated hosts (default: 4; race: 2)"},
     "ranks": {"type": count, "help": "processes per host (default: 1)"},
     "rates": {"nargs": "+", "help": "link speeds, such as 100mbit, or 1gbit/20ms with a round trip (default: three)"},
-    "rate": {
-        "help": "link speed of emulated hosts, such as 1gbit/20ms (default: the workers share this host)"
-    },
+    "rate": {"help": "link speed of emulated hosts, such as 1gbit/20ms (default: the workers share this host)"},
     "seconds": {"type": float, "help": "time per peer; slow peers take longer (default: 10)"},
     "peers": {"nargs": "+", "help": "peers to time (default: all that apply)"},
     "workers": {"type": count, "help": "processes, or emulated hosts of one process (default: 2)"},
@@ -228,8 +226,7 @@ def finish(function: Callable[..., Result], given: Mapping[str, Any], command: s
 def function_of(name: str) -> Callable[..., Any]:
     """Imports the function of a command."""
     module, _, function = COMMANDS[name][0].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"lightning_topk.lab.{module}"), function)
-    return found
+    return getattr(importlib.import_module(f"lightning_topk.lab.{module}"), function)
 
 
 def need(module: str, package: str | None = None) -> None:

@@ -101,7 +101,7 @@ class RowLSTM(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """``[B, 1, 8, 8]`` to scores ``[B, 10]``."""
-        return self.head(self.lstm(x.squeeze(1))[0][:, -1])  # type: ignore[no-any-return]
+        return self.head(self.lstm(x.squeeze(1))[0][:, -1])
 
 
 class CharLSTM(nn.Module):
@@ -115,7 +115,7 @@ class CharLSTM(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
-        return self.head(self.lstm(self.embedding(x))[0])  # type: ignore[no-any-return]
+        return self.head(self.lstm(self.embedding(x))[0])
 
 
 class GPT(nn.Module):
@@ -134,7 +134,7 @@ class GPT(nn.Module):
         """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         states = self.embedding(x) + self.position[: x.shape[1]]
-        return self.head(self.blocks(states, mask, is_causal=True))  # type: ignore[no-any-return]
+        return self.head(self.blocks(states, mask, is_causal=True))
 
 
 def large_gpt(width: int = 384, depth: int = 6) -> nn.Module:
@@ -164,7 +164,7 @@ class GPT2(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
-        return self.inner(x).logits  # type: ignore[no-any-return]
+        return self.inner(x).logits
 
 
 DIGIT: Shape = (1, 8, 8)
@@ -203,5 +203,4 @@ def torchvision_model(name: str, **options: Any) -> nn.Module:
 
     if name not in torchvision.models.list_models():
         raise ValueError(f"torchvision has no model {name!r}; torchvision.models.list_models() names them.")
-    net: nn.Module = torchvision.models.get_model(name, weights=None, **options)
-    return net
+    return torchvision.models.get_model(name, weights=None, **options)

@@ -109,13 +109,7 @@ def save_shards(state: ShardState, checkpoint: Path) -> None:
 
 
 def resume(state: ShardState, entry: Any, checkpoint: Path) -> None:
-    """Loads the residuals of a checkpoint. A collective.
-
-    Args:
-        state: The state.
-        entry: The entry in the checkpoint's file; :data:`IN_SHARDS` if :func:`save_shards` saved the residuals.
-        checkpoint: The checkpoint, a folder or one file. A converted folder is one file without residuals.
-    """
+    """Loads the residuals of a checkpoint. A collective."""
     if not isinstance(entry, dict) or entry.get("mode") != SHARDED:
         state.load_state_dict(entry)
         return

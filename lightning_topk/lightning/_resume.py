@@ -13,24 +13,14 @@ INTERRUPTED = absent("it was saved while an exception or a signal was handled, w
 
 
 def interrupted(module: Any, filepath: Any) -> bool:
-    """Whether other ranks might not save this checkpoint, so that a collective could hang.
-
-    Args:
-        module: The LightningModule. After a spawned fit the main process's module has no Trainer.
-        filepath: Where the checkpoint is saved.
-    """
+    """Whether other ranks might not save this checkpoint, so that a collective could hang."""
     trainer = None if module is None else module._trainer
     status = None if trainer is None else trainer.state.status
     return status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt")
 
 
 def entry_to_resume(entry: Any, residual_checkpoint: bool) -> Any:
-    """Returns the entry to resume with: that of the checkpoint, or one of zeros, with a message.
-
-    Args:
-        entry: The entry in the checkpoint; None if there is none.
-        residual_checkpoint: The strategy's setting.
-    """
+    """Returns the entry to resume with: that of the checkpoint, or one of zeros, with a message."""
     if entry is None:
         entry = absent("it was saved by another strategy, or with residual_checkpoint=False")
     if isinstance(entry, dict) and entry.get("mode") == "none":

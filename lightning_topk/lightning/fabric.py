@@ -118,7 +118,11 @@ class TopKStrategy(DDPStrategy):
             residuals=before[0].residuals if len(before) == 1 else None,
             epoch=lambda: self.epoch,
             init_sync=self._ddp_kwargs.get("init_sync", True),
-            optimizer=lambda: [each for each in self._optimizers() if parameters & _parameters_of(each)],
+            optimizer=lambda: [
+                each
+                for each in self._optimizers()
+                if any(parameters & {*group["params"]} for group in each.param_groups)
+            ],
             scaler=getattr(self.precision, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             announce=rank_zero_info,
@@ -132,8 +136,9 @@ class TopKStrategy(DDPStrategy):
         A collective.
         """
         given_up, before = [], [state for _, state in self._states if parameters & state.names.keys()]
-        for (_, state), gone in zip(self._states, _everywhere([ddp() is None for ddp, _ in self._states]), strict=True):
-            if gone or state in before:
+        everyones = gathered([ddp() is None for ddp, _ in self._states]) if self._states else []
+        for (_, state), *gone in zip(self._states, *everyones, strict=True):
+            if all(gone) or state in before:
                 state.close()
                 given_up.append(state)
         self._states = [each for each in self._states if each[1] not in given_up]
@@ -161,12 +166,3 @@ class TopKStrategy(DDPStrategy):
         for _, state in self._states:
             state.close()
         super().teardown()
-
-
-def _everywhere(flags: list[bool]) -> list[bool]:
-    """Which flags are True on every rank. A collective, unless there are none."""
-    return [all(ranks) for ranks in zip(*gathered(flags), strict=True)] if flags else []
-
-
-def _parameters_of(optimizer: Optimizer) -> set[Any]:
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}

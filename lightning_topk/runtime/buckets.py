@@ -31,13 +31,7 @@ def names_of(module: torch.nn.Module) -> dict[Tensor, str]:
 
 
 class BucketSettings:
-    """Resolves the settings for each bucket.
-
-    Args:
-        config: The settings of all buckets.
-        world: Number of ranks.
-        local: Ranks per node.
-    """
+    """Resolves the settings for each bucket."""
 
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self._local = config, world, local
@@ -51,10 +45,6 @@ class BucketSettings:
 
     def learn_names(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
         """Sets the parameters' names, and finds those that ``dense_parameters`` matches.
-
-        Args:
-            names: The names.
-            whole: Further uncompressed parameters.
 
         Raises:
             ValueError: A pattern of ``dense_parameters`` matches no parameter, or they match too many for ``saving``.
@@ -109,27 +99,14 @@ class BucketSettings:
         return self._final and not already
 
     def volume(self, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:
-        """The bytes that a rank sends in a step.
-
-        Args:
-            buckets: The exchanged buckets.
-            rank: The rank.
-            step: The step, for a schedule of the ratio.
-            epoch: The epoch, for a schedule of the ratio.
-            voting: Whether ranks exchange which parameters they used.
-        """
+        """The bytes that a rank sends in a step."""
         total = Volume()
         for bucket in buckets:
             total += bucket_volume(self.plan_of(bucket), rank, step, epoch, len(bucket) if voting else None)
         return total
 
     def warnings(self, buckets: Sequence[Bucket], sent: Volume) -> list[str]:
-        """Returns the warnings about ``saving=`` once the buckets are final.
-
-        Args:
-            buckets: The exchanged buckets.
-            sent: The bytes of a step.
-        """
+        """Returns the warnings about ``saving=`` once the buckets are final."""
         if self.config.saving is None or not self.config.compresses:
             return []
         return [words for words in (self._missed_saving(buckets, sent), self._narrow(buckets)) if words]

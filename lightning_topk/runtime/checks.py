@@ -22,9 +22,6 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
 
     Args:
         options: Keyword arguments of DistributedDataParallel. Values matter, since some callers pass every default.
-
-    Raises:
-        ValueError: An option is not supported.
     """
     reasons = {
         "mixed_precision": "DDP would cast gradients outside the hook. Use the Trainer's precision=, or autocast",
@@ -48,16 +45,7 @@ GONE = {
 
 
 def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
-    """Refuses unknown keyword arguments.
-
-    Args:
-        name: The class that received them, for the message.
-        options: The keyword arguments.
-        takers: Functions whose parameters are allowed.
-
-    Raises:
-        TypeError: An argument is unknown.
-    """
+    """Refuses unknown keyword arguments."""
     taken = [parameter for taker in takers for parameter in inspect.signature(taker).parameters.values()]
     known = {each.name for each in taken if each.kind is not each.VAR_KEYWORD} - {"self", "module", "device_ids"}
     for option in options:
@@ -69,15 +57,7 @@ def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable
 
 
 def check_same_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Checks that all ranks have the same parameters. A collective.
-
-    Args:
-        module: The model.
-        group: The ranks. Default: all.
-
-    Raises:
-        ValueError: Two ranks have different parameters; the message shows both. Or a parameter has no shape yet.
-    """
+    """Checks that all ranks have the same parameters, and none without a shape yet. A collective."""
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(
@@ -92,11 +72,7 @@ def check_same_model(module: torch.nn.Module, group: dist.ProcessGroup | None = 
 
 
 def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers with momentum if the configuration applies momentum before compression.
-
-    Raises:
-        ValueError: Momentum would be applied twice.
-    """
+    """Refuses optimizers with momentum if the configuration applies momentum before compression."""
     if not config.momentum:
         return
     for optimizer in optimizers:
@@ -113,11 +89,7 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_closures(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:
-    """Refuses LBFGS, which compares gradients of one batch, while each compressed pass delivers a different part.
-
-    Raises:
-        ValueError: An optimizer is LBFGS and gradients are compressed.
-    """
+    """Refuses LBFGS, which compares gradients of one batch, while each compressed pass delivers a different part."""
     if config.compresses and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ValueError(
             "LBFGS evaluates its closure several times per step and compares the gradients, but compression delivers "
@@ -127,15 +99,7 @@ def check_closures(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_parameters(names: Mapping[Tensor, str]) -> None:
-    """Refuses parameters whose gradients top-k cannot order, or that DDP would pass to another hook.
-
-    Args:
-        names: The names of the parameters that are exchanged if they are trained.
-
-    Raises:
-        ValueError: A trainable parameter does not have a real floating-point dtype, parameters are on several devices,
-            or an optimizer steps during backward.
-    """
+    """Refuses parameters whose gradients top-k cannot order, or that DDP would pass to another hook."""
     devices = {parameter.device for parameter in names if parameter.requires_grad}
     if len(devices) > 1:
         raise ValueError(
@@ -156,12 +120,7 @@ def check_parameters(names: Mapping[Tensor, str]) -> None:
 
 
 def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: Settings) -> TopKConfig:
-    """Returns the settings that a function or class received as a config or as keywords.
-
-    Raises:
-        TypeError: The config is not a TopKConfig, or a keyword is unknown.
-        ValueError: Both are given, or a setting is invalid.
-    """
+    """Returns the settings that a function or class received as a config or as keywords."""
     if config is not None and not isinstance(config, TopKConfig):
         raise TypeError(
             f"{taker.__name__}: config={config!r} is a {type(config).__name__}; it must be a TopKConfig. Pass "

@@ -56,8 +56,7 @@ def finish(steps: Steps[T]) -> T:
         try:
             next(steps)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return end.value
 
 
 def drive(
@@ -82,8 +81,7 @@ def drive(
         try:
             asked = exchange.send(reply)
         except StopIteration as end:
-            outcome: Outcome = end.value
-            return outcome
+            return end.value
         if isinstance(asked, Begun):
             if asked.work is not None:
                 yield asked.work
@@ -106,28 +104,15 @@ def drive(
 def all_gather(
     into: Tensor, payload: Tensor, group: dist.ProcessGroup | None = None, background: bool = False
 ) -> dist.Work | None:
-    """Gathers and concatenates the payloads of all ranks; torch has two names for it, and deprecates the older.
-
-    Args:
-        into: The output, ``[W x b]``.
-        payload: This rank's payload, ``[b]``.
-        group: The ranks. Default: all.
-        background: Whether to run asynchronously.
-    """
+    """Gathers and concatenates the payloads of all ranks; torch has two names for it, and deprecates the older."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(into, payload, group=group, async_op=background)
-    return work
+    return gather(into, payload, group=group, async_op=background)
 
 
 def perform(
     request: Request, group: dist.ProcessGroup, background: bool = False
 ) -> tuple[Tensor | None, dist.Work | None]:
     """Performs one request as a collective.
-
-    Args:
-        request: The request.
-        group: The ranks.
-        background: Whether to run asynchronously.
 
     Returns:
         The reply (see the request's class), and the work to wait for before reading it; None if there is none.

@@ -114,13 +114,7 @@ class Timed:
 
 
 class JobRunner:
-    """Runs the exchanges of one rank.
-
-    Args:
-        residuals: The rank's residuals.
-        groups: The process groups for the exchanges; with second groups, exchanges alternate between the two.
-        timeout: Timeout of the groups, for error messages.
-    """
+    """Runs the exchanges of one rank."""
 
     def __init__(self, residuals: Residuals, groups: Groups, timeout: timedelta) -> None:
         self._residuals, self._timeout = residuals, timeout
@@ -160,13 +154,7 @@ class JobRunner:
         return dense.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
 
     def note_time(self, lane: Lane, begun: Any, ready: Any | None) -> None:
-        """Records that an exchange ends now.
-
-        Args:
-            lane: The lane.
-            begun: Start of the exchange, as a mark of the lane.
-            ready: See :class:`Batch`.
-        """
+        """Records that an exchange ends now."""
         ended = lane.mark()
         if lane.max_in_flight > 1 and self._ended is not None:
             begun = max(begun, self._ended)  # time that two exchanges share counts once

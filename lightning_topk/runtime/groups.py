@@ -154,8 +154,7 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
     group = group or dist.group.WORLD
     assert group is not None
     with suppress(AttributeError, RuntimeError):  # not every backend has this option
-        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
-        return timeout
+        return group._get_backend(group._device_types[0]).options._timeout
     return dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
 
 
@@ -227,16 +226,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGroup | None = None) -> None:
-    """Checks that values are the same on every rank. A collective; if ranks differ, it raises on all of them.
-
-    Args:
-        mine: This rank's values by name; picklable.
-        remedy: Remedy for a difference, for the message.
-        group: The ranks. Default: all.
-
-    Raises:
-        ValueError: Two ranks differ; the message shows both values.
-    """
+    """Checks that values are the same on every rank. A collective; if ranks differ, it raises on all of them."""
     rows = gathered(dict(mine), group)
     for rank, row in enumerate(rows):
         for name in [*rows[0], *(name for name in row if name not in rows[0])]:
@@ -315,17 +305,6 @@ def compare_functions(config: TopKConfig, step: int, group: dist.ProcessGroup) -
     """Compares functions of the step across ranks; payloads of different sizes would hang or abort the run.
 
     A collective, if there are such functions.
-
-    Args:
-        config: The settings.
-        step: The next step.
-        group: The ranks.
-
-    Returns:
-        The compared steps.
-
-    Raises:
-        ValueError: Two ranks have different functions; raised on all ranks.
     """
     steps, given = range(step, step + AHEAD), {"ratio": config.ratio, "server_ratio": config.server_ratio}
     mine = {name: [value_or_error(ratio, s) for s in steps] for name, ratio in given.items() if callable(ratio)}

@@ -42,10 +42,13 @@ class Lane(ABC):
 
     Attributes:
         max_in_flight: Maximum number of jobs in progress at the same time.
+        stream: Stream of the jobs on CUDA; None on CPU.
+        error: The first error of any job.
     """
 
     max_in_flight: int
-    _error: Exception | None = None  # the first error of any job
+    stream: torch.cuda.Stream | None = None
+    error: Exception | None = None
 
     @abstractmethod
     def promise(self) -> tuple[Future, Future]:
@@ -62,23 +65,13 @@ class Lane(ABC):
             Exception: The error of this job or of an earlier one: after a failure, this job would answer the exchange
                 that failed here.
         """
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         try:
             return finish(job)
         except Exception as error:
-            self._error = error
+            self.error = error
             raise
-
-    @property
-    def failed(self) -> bool:
-        """Whether a job has failed."""
-        return self._error is not None
-
-    @property
-    @abstractmethod
-    def stream(self) -> torch.cuda.Stream | None:
-        """Stream of the jobs on CUDA; None on CPU."""
 
     @abstractmethod
     def mark(self) -> Any:
@@ -103,13 +96,7 @@ IDLE = 0.5
 
 @dataclass
 class _Submitted:
-    """A job and its promise.
-
-    Attributes:
-        steps: The job.
-        promised: The future that its result completes.
-        collective: The collective that it waits for.
-    """
+    """A job and its promise."""
 
     steps: Steps[Tensor]
     promised: Future
@@ -117,11 +104,7 @@ class _Submitted:
 
 
 class ThreadLane(Lane):
-    """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit.
-
-    Args:
-        max_in_flight: Maximum number of jobs in progress at the same time.
-    """
+    """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit."""
 
     def __init__(self, max_in_flight: int = 1) -> None:
         self.max_in_flight = max_in_flight
@@ -162,17 +145,17 @@ class ThreadLane(Lane):
     def _goes_on(self, job: _Submitted) -> bool:
         """Advances a job by a step; returns whether there is another one. If not, its future is complete."""
         try:
-            if self._error is not None:
+            if self.error is not None:
                 # Another rank may be waiting in the exchange that failed here: the next job would answer it.
                 if job.collective is not None:
                     self._abandoned.append(job.collective)
-                raise self._error
+                raise self.error
             job.collective = next(job.steps)
             return True
         except StopIteration as end:
             job.promised.set_result(end.value)
         except Exception as error:
-            self._error = error
+            self.error = error
             job.promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
         return False
 
@@ -190,11 +173,6 @@ class ThreadLane(Lane):
             if self._thread is None:
                 self._thread = _LaneThread(self._run, self._jobs)
                 self._thread.start()
-
-    @property
-    @override
-    def stream(self) -> None:
-        return None
 
     @override
     def mark(self) -> float:
@@ -250,16 +228,14 @@ class StreamLane(Lane):
       channels. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
 
     One communicator for both would make batch norm wait for the exchange of the previous bucket.
-
-    Args:
-        device: The tensors' device, with its index.
     """
 
     max_in_flight = 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)  # before backward's kernels: ranks wait for its bytes
+        # Before backward's kernels: other ranks wait for its bytes.
+        self.stream = self._stream = torch.cuda.Stream(device, priority=-1)
 
     @override
     def promise(self) -> tuple[Future, Future]:
@@ -273,11 +249,6 @@ class StreamLane(Lane):
         """Runs a job; its future records the side stream, so that waiting for it happens on the GPU."""
         with torch.cuda.stream(self._stream):
             promised.set_result(self.run(job))
-
-    @property
-    @override
-    def stream(self) -> torch.cuda.Stream:
-        return self._stream
 
     @override
     def mark(self) -> torch.cuda.Event:
@@ -306,18 +277,3 @@ class StreamLane(Lane):
         except RuntimeError:  # from the device, after an earlier error that must stay visible
             return False
         return True
-
-
-def lane_for(device: torch.device, max_in_flight: int = 1) -> Lane:
-    """Creates the lane for tensors on a device.
-
-    Args:
-        device: The device.
-        max_in_flight: Maximum number of jobs in progress at the same time on a CPU: the number of sets of groups.
-
-    Raises:
-        TypeError: The device is neither a CPU nor a GPU.
-    """
-    if device.type not in ("cpu", "cuda"):
-        raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(max_in_flight)

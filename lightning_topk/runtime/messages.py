@@ -12,12 +12,7 @@ LOGGER = logging.getLogger("lightning_topk")
 
 
 class WarnOnce:
-    """Shows each message to the user once, on rank 0.
-
-    Args:
-        tell: Called with each message. Default: warnings of the logger ``lightning_topk``.
-        rank: This rank.
-    """
+    """Shows each message to the user once, on rank 0."""
 
     def __init__(self, tell: Callable[[str], None] | None, rank: int) -> None:
         self._tell, self._rank = tell or LOGGER.warning, rank
@@ -32,14 +27,7 @@ class WarnOnce:
 
 
 def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
-    """Returns the warnings about the settings of a run.
-
-    Args:
-        given: The settings.
-        config: The settings, resolved for these ranks.
-        world: Number of ranks.
-        has_optimizers: Whether the optimizers are known.
-    """
+    """Returns the warnings about the settings of a run."""
     if not config.compresses:
         idle = [name for name in given.changed if name not in ("topology", "clip_norm")]
         if not given.compresses and not idle:

@@ -21,7 +21,7 @@ from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime.exchanger import Batch, Bucket, Job, JobRunner, Timed
 from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
-from lightning_topk.runtime.lanes import Future, Lane, lane_for
+from lightning_topk.runtime.lanes import Future, Lane, StreamLane, ThreadLane
 from lightning_topk.runtime.memory import checkpoint
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings, without_numba
@@ -81,28 +81,23 @@ class HookState(Reporting):
     # -------------------------------------------------------------------------------- a backward pass
 
     def lane(self, device: torch.device) -> Lane:
-        """Returns the lane for gradients on a device.
-
-        Raises:
-            RuntimeError: The state was closed, or ``dense_parameters`` is set and the parameters' names are unknown.
-        """
+        """Returns the lane for gradients on a device."""
         if self.config.dense_parameters and not self.names:
             raise RuntimeError(
                 "dense_parameters needs the parameters' names; create the state with lightning_topk.attach."
             )
         groups = self._open_groups()
         if self._lane is None:
-            self._lane = lane_for(device, max_in_flight=1 if groups.second_groups is None else 2)
+            if device.type not in ("cpu", "cuda"):
+                raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
+            in_flight = 1 if groups.second_groups is None else 2
+            self._lane = StreamLane(device) if device.type == "cuda" else ThreadLane(in_flight)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
                 self._say(without_numba())
         return self._lane
 
     def _open_groups(self) -> Groups:
-        """The process groups.
-
-        Raises:
-            RuntimeError: The state was closed.
-        """
+        """The process groups."""
         if self.groups is None:
             raise RuntimeError(
                 f"this {type(self).__name__} was closed. Save residuals before closing it; to continue, attach again "
@@ -111,12 +106,7 @@ class HookState(Reporting):
         return self.groups
 
     def begin_pass(self) -> None:
-        """Begins a backward pass, when its first gradients are ready.
-
-        Raises:
-            ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
-                the step.
-        """
+        """Begins a backward pass, when its first gradients are ready."""
         if self.residuals.progress.steps not in self._compared:
             self._compared = compare_functions(self.config, self.residuals.progress.steps, self._open_groups().all)
         self._collect()
@@ -174,11 +164,7 @@ class HookState(Reporting):
         self._optimizers.end_pass()
 
     def sync_optimizers(self) -> None:
-        """Checks the optimizers, and adapts momentum if so set; called at the start of every backward pass.
-
-        Raises:
-            ValueError: An optimizer and the exchange would both apply momentum.
-        """
+        """Checks the optimizers, and adapts momentum if so set; called at the start of every backward pass."""
         compressed = self.buckets.compressed
         self._optimizers.sync(None if compressed is None else {self.parameter_of(member) for member in compressed})
 
@@ -248,7 +234,7 @@ class HookState(Reporting):
         self._collect()
         self._optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
-            self.groups.destroy(failed=self._lane is not None and self._lane.failed)
+            self.groups.destroy(failed=self._lane is not None and self._lane.error is not None)
         elif self.groups is not None and not idle:
             _LEFT_OPEN.append(self.groups)
         self._exchanger.close()

@@ -230,9 +230,6 @@ class Reporting:
         """Predicts the bytes that a rank sends in the next step, if it exchanges the same buckets as in the last.
 
         The bytes that FSDP2 sends inside a node are not included.
-
-        Args:
-            rank: The rank. Default: this one.
         """
         progress, mine = self.residuals.progress, self.rank if rank is None else rank
         total = self.buckets.volume(progress.buckets, mine, progress.steps, self._epoch(), self.voting)

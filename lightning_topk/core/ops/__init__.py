@@ -100,8 +100,7 @@ def _of_rows(rows: Tensor, k: int) -> Any:
 def is_finite(x: Tensor) -> Tensor:
     """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
     if x.device.type == "cuda" and x.is_contiguous() and x.dtype != torch.float64 and fast(x.device) is not None:
-        finite: Tensor = fast(x.device).is_finite(x)  # type: ignore[union-attr]
-        return finite
+        return fast(x.device).is_finite(x)  # type: ignore[union-attr]
     # The sum of squares, one read of x, is finite only if every element is. If it is not, it may have overflowed.
     squares = x.device.type == "cpu" and x.dim() == 1 and x.dtype in (torch.float32, torch.float64)
     return torch.tensor(True) if squares and math.isfinite(torch.dot(x, x)) else reference.is_finite(x)
@@ -134,8 +133,7 @@ def send(
     version = _for(e, x, layout, form.k) if form.index_bytes and form.bits else None
     if version is None:
         return None
-    sent: tuple[Tensor, Tensor] | None = version.send(e, x, finite, layout, form, delivered, velocity)
-    return sent
+    return version.send(e, x, finite, layout, form, delivered, velocity)
 
 
 def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
@@ -154,8 +152,7 @@ def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int,
         and add, with the same result.
     """
     version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
-    finite: Tensor | None = version.receive(payloads, layout, form, divisor, out) if version is not None else None
-    return finite
+    return version.receive(payloads, layout, form, divisor, out) if version is not None else None
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
@@ -165,40 +162,34 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
     may be selected.
     """
     version = _for(e, x, layout, k) or reference
-    chosen: tuple[Tensor, Tensor] = version.add_and_select(e, x, finite, layout, k)
-    return chosen
+    return version.add_and_select(e, x, finite, layout, k)
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Ascending positions ``[R, k]`` of the k largest magnitudes of each row ``[R, S]``; of equal ones, the first."""
-    index: Tensor = _of_rows(rows, k).topk_index(rows, k)
-    return index
+    return _of_rows(rows, k).topk_index(rows, k)
 
 
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
     """Counts the entries of each row ``[R, S]`` whose magnitude reaches ``threshold`` ``[R, 1]``: ``[R, 1]`` int64."""
-    count: Tensor = (_cpu(rows) or reference).count_reaching(rows, threshold)
-    return count
+    return (_cpu(rows) or reference).count_reaching(rows, threshold)
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Ascending positions ``[R, k]`` of the entries that reach ``threshold`` ``[R, 1]``, at most k, padded with -1."""
-    index: Tensor = _of_rows(rows, k).over_threshold_index(rows, threshold, k)
-    return index
+    return _of_rows(rows, k).over_threshold_index(rows, threshold, k)
 
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
     """Encodes ascending positions ``[R, K]`` below ``universe`` with the Elias-Fano code: uint8 rows of fixed size."""
     version = (fast(index.device) if index.device.type == "cpu" else None) or reference
-    code: Tensor = version.elias_fano_encode(index, universe, low)
-    return code
+    return version.elias_fano_encode(index, universe, low)
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     """Decodes the result of :func:`elias_fano_encode`: ``[R, k]`` int64, ascending in each row."""
     version = (fast(code.device) if code.device.type == "cpu" else None) or reference
-    index: Tensor = version.elias_fano_decode(code, universe, k, low)
-    return index
+    return version.elias_fano_decode(code, universe, k, low)
 
 
 def catch_up_(

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_topk.build import BucketPlan
 from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.layout import NodeShards
-from lightning_topk.core.memory import Leftover, NoMemory
+from lightning_topk.core.memory import Leftover, Memory
 from lightning_topk.core.ops import reference
-from lightning_topk.runtime.memory.forms import Form
 from lightning_topk.runtime.memory.skipped_steps import OpenSteps, Sent, StepOutcome
 
 Memories = dict[Tensor, dict[str, Tensor]]
@@ -41,6 +41,38 @@ class Progress:
 
     steps: int = 0
     buckets: tuple[tuple[Tensor, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape of a parameter and the order of its memory, which ``channels_last`` changes.
+
+    DDP flattens gradients in memory order, and so do residuals. Checkpoints use index order, which never changes.
+
+    Attributes:
+        shape: Its shape.
+        order: Its dimensions in the order in which DDP flattens its gradient: memory order, if memory has no gaps.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Self:
+        """The current form of a parameter."""
+        dims, shape = range(parameter.ndim), tuple(parameter.shape)
+        long = sorted((dim for dim in dims if shape[dim] > 1), key=parameter.stride, reverse=True)
+        order = [*(dim for dim in dims if shape[dim] <= 1), *long]  # strides of the others mean nothing
+        return cls(shape, tuple(order if parameter.permute(order).is_contiguous() else dims))
+
+    def by_index(self, flat: Tensor) -> Tensor:
+        """Reorders ``[numel]`` from the order of DDP's buckets to index order."""
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return flat.view([self.shape[dim] for dim in self.order]).permute(inverse).reshape(-1)
+
+    def by_memory(self, flat: Tensor) -> Tensor:
+        """Inverse of :meth:`by_index`."""
+        return flat.view(self.shape).permute(self.order).reshape(-1)
 
 
 class Residuals:
@@ -73,13 +105,7 @@ class Residuals:
     # -------------------------------------------------------------------------------- endpoints
 
     def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan, step: StepOutcome | None = None) -> Endpoint:
-        """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters.
-
-        Args:
-            parameters: The bucket's parameters, in its order.
-            plan: The exchange plan. Another plan creates a new endpoint.
-            step: The outcome of the current step; that of earlier ones is known.
-        """
+        """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters."""
         if self._open.of_other_than(step):
             self.settle()
         end, made_by = self._live.get(parameters, (None, None))
@@ -89,7 +115,7 @@ class Residuals:
             self._fill(end, parameters)
             self._live[parameters] = end, plan
         elif isinstance(end.uplink.memory, Leftover) and not self._open.sent and not end.uplink.memory.residual.any():
-            end.uplink.memory = NoMemory(end.dtype)  # the residual left by other settings was delivered
+            end.uplink.memory = Memory(end.dtype)  # the residual left by other settings was delivered
             self._by_parameter.update({parameter: {} for parameter in parameters})
         return end
 
@@ -130,11 +156,7 @@ class Residuals:
         _scatter(self._by_parameter, parameters, end, mine)
 
     def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
-        """Cuts the memories of parameters into another number of pieces.
-
-        Raises:
-            ValueError: Other ranks hold the rest of this rank's new piece.
-        """
+        """Cuts the memories of parameters into another number of pieces."""
         for p in parameters:
             was = self.counts.get(p, 1)
             if was != count:

@@ -11,7 +11,7 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
 
 A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
 model at any world size. Every worker resumes with it. Elements are in the order of their indices
-(:mod:`lightning_topk.runtime.memory.forms`).
+(:class:`.by_parameter.Form`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.memory.forms import Form
+from lightning_topk.runtime.memory.by_parameter import Form, Residuals
 
 KEY = "lightning_topk"
 """The entry's key in a checkpoint."""
@@ -49,13 +48,6 @@ def collect(
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Creates the entry. A collective: every rank must call it at the same point, between two backward passes.
-
-    Args:
-        residuals: This rank's residuals.
-        names: The parameters' names, in the same order on every rank.
-        config: The settings that the user gave.
-        device: Device for the collectives' tensors.
-        group: The ranks that exchange gradients. Default: all.
 
     Returns:
         The entry on the group's rank 0; the same without tensors on other ranks.
@@ -98,23 +90,12 @@ def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int)
 
 
 def without_parameters(residuals: Residuals, config: TopKConfig, world: int) -> dict[str, Any]:
-    """The entry of a rank without residuals.
-
-    Args:
-        residuals: The rank's residuals.
-        config: The settings that the user gave.
-        world: Number of ranks.
-    """
+    """The entry of a rank without residuals."""
     return {**EMPTY, "world_size": world, "steps": residuals.progress.steps, "settings": settings_of(config)}
 
 
 def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
-    """Describes the settings that differ from those of an entry; empty if none do, or if the entry has none.
-
-    Args:
-        entry: The entry that :func:`collect` returned.
-        config: The settings that the user gave.
-    """
+    """Describes the settings that differ from those of an entry; empty if none do, or if the entry has none."""
     before, now = entry.get("settings", {}), settings_of(config)
     differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
     words = {name: f"{name}={now[name]!r} (was {before[name]!r})" for name in differ}
@@ -145,11 +126,6 @@ def absent(reason: str) -> dict[str, Any]:
 
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
     """Replaces this rank's residuals with those of an entry.
-
-    Args:
-        residuals: This rank's residuals.
-        names: The parameters' names.
-        entry: The entry that :func:`collect` returned on rank 0.
 
     Raises:
         ValueError: The entry is damaged or belongs to another model. The message says how to start with zero residuals.

@@ -71,11 +71,7 @@ class Sent:
 
 
 class OpenSteps:
-    """The exchanges of steps that a GradScaler may still skip.
-
-    Attributes:
-        sent: The records, in the order of the exchanges.
-    """
+    """The exchanges of steps that a GradScaler may still skip."""
 
     def __init__(self) -> None:
         self.sent: list[Sent] = []
@@ -86,11 +82,7 @@ class OpenSteps:
         return bool(self.sent) and self.sent[0].step is not step
 
     def settle(self, residual_of: Callable[[Tensor], Tensor | None]) -> None:
-        """Adds the gradients delivered for skipped steps back to the residuals.
-
-        Args:
-            residual_of: Returns the residual of a parameter; None if it has none.
-        """
+        """Adds the gradients delivered for skipped steps back to the residuals."""
         for step in dict.fromkeys(sent.step for sent in self.sent):
             decided = {p: skipped for p, skipped in step.skipped.items() if p not in self._settled}
             self._settled |= decided.keys()
@@ -127,11 +119,7 @@ def _take_back(residual: Tensor | None, piece: Tensor, skipped: Skipped) -> None
 
 
 class ScalerSteps:
-    """Records which optimizer steps a GradScaler skipped. Use :meth:`of`: there is one instance per GradScaler.
-
-    Args:
-        scaler: The GradScaler; its ``step`` is wrapped.
-    """
+    """Records which optimizer steps a GradScaler skipped. Use :meth:`of`: there is one instance per GradScaler."""
 
     _known: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, ScalerSteps]] = WeakKeyDictionary()
 

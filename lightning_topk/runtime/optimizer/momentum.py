@@ -206,8 +206,7 @@ def _momentum(group: Mapping[str, Any]) -> Any:
 
 def _local(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    found: Tensor = x.to_local() if hasattr(x, "to_local") else x.detach()
-    return found
+    return x.to_local() if hasattr(x, "to_local") else x.detach()
 
 
 def _step_on_cpu(

@@ -22,14 +22,7 @@ GetOptimizers = Callable[[], Sequence[Optimizer]]
 
 
 def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) -> GetOptimizers | None:
-    """Returns a function that returns the optimizers; None if they are unknown.
-
-    Args:
-        optimizer: Such a function, an optimizer, or a list of optimizers.
-
-    Raises:
-        TypeError: ``optimizer`` has another type.
-    """
+    """Returns a function that returns the optimizers; None if they are unknown."""
     several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if isinstance(several, list | tuple) and all(isinstance(each, Optimizer) for each in several):
         return lambda: several
@@ -41,14 +34,7 @@ def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) ->
 
 
 class Optimizers:
-    """The user's optimizers, which may be created later or replaced.
-
-    Args:
-        given: Returns the optimizers; None if they are unknown.
-        scaler: The GradScaler that may skip their steps; None if there is none.
-        config: The settings.
-        say: Shows a message to the user.
-    """
+    """The user's optimizers, which may be created later or replaced."""
 
     def __init__(
         self,
@@ -79,18 +65,10 @@ class Optimizers:
     @property
     def scale(self) -> Tensor | None:
         """The scalar by which the loss is multiplied; None without a GradScaler."""
-        scale: Tensor | None = None if self._scaler is None else self._scaler._scale
-        return scale
+        return None if self._scaler is None else self._scaler._scale
 
     def sync(self, compressed: Collection[Tensor] | None) -> None:
-        """Checks the optimizers. If they are new, adapts their momentum and watches the scaler's steps.
-
-        Args:
-            compressed: The parameters that are compressed; None if they are not known.
-
-        Raises:
-            ValueError: An optimizer and the exchange would both apply momentum, or an optimizer is LBFGS.
-        """
+        """Checks the optimizers. If they are new, adapts their momentum and watches the scaler's steps."""
         now = self._now()
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
@@ -112,9 +90,6 @@ class Optimizers:
         """Begins a backward pass.
 
         It belongs to the next step if a step was taken or skipped since the last pass.
-
-        Args:
-            sums: See :class:`lightning_topk.runtime.memory.skipped_steps.StepOutcome`.
         """
         self._exchanged = True
         if self._scaler is not None and (self.outcome is None or self.outcome.skipped):
