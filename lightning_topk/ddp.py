@@ -24,7 +24,7 @@ from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checks import check_ddp_options, check_parameters, check_settings, one_config
 from lightning_topk.runtime.collectives import tree_broadcast_sends
-from lightning_topk.runtime.exchanger import Batch, Bucket
+from lightning_topk.runtime.exchanger import Bucket
 from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.memory.by_parameter import Residuals
@@ -85,8 +85,6 @@ class TopKState(HookState):
             local_world_size,
             announce,
         )
-        self.static_graph = False
-        """Whether DDP regroups its buckets one pass later."""
         self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._usage: _Usage | None = None
 
@@ -119,9 +117,7 @@ class TopKState(HookState):
         self._buckets.append(parameters)
         ready = lane.mark() if self.timing and last else None
         job = self.job(parameters, f"bucket {index}", self._usage.take(parameters) if self._usage else None)
-        if last:
-            self.observe(self._buckets, self.static_graph)
-        self.submit(Batch(buffer, job, self.timing, ready), promised)
+        lane.submit(self._exchanger.run(buffer, job, lane, self.timing, ready), promised)
         if last:
             self.end_pass(self._buckets)
         return future
@@ -237,7 +233,6 @@ def attach(
     except (RuntimeError, ValueError):
         state.close()
         raise
-    state.static_graph = bool(model.static_graph)
     if model.find_unused_parameters and not model.static_graph:
         state.watch_use(exchanged)
     model.register_forward_pre_hook(_BeforeForward(model, state, init_sync))
@@ -261,7 +256,7 @@ class _BeforeForward:
     """Counts DDP's broadcasts before each forward pass, and refuses a ``join`` whose mean is not over all ranks."""
 
     def __init__(self, model: DistributedDataParallel, state: TopKState, init_sync: bool) -> None:
-        self._bytes = state.telemetry.meter.bytes
+        self._bytes = state.meter.bytes
         self._sends = tree_broadcast_sends(state.rank, state.world)
         if init_sync:
             ignored: set[str] = model.parameters_to_ignore

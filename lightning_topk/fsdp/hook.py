@@ -42,7 +42,7 @@ from lightning_topk.fsdp.replicas import check_group, check_hooks, check_replica
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.checks import check_parameters, check_settings
 from lightning_topk.runtime.collectives import tree_broadcast_sends
-from lightning_topk.runtime.exchanger import Batch, Bucket
+from lightning_topk.runtime.exchanger import Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.optimizer.optimizers import GetOptimizers, getter
@@ -63,9 +63,8 @@ class ShardState(HookState):
     def __init__(
         self, model: torch.nn.Module, groups: Sequence[ParamGroup], replicas: dist.ProcessGroup, **arguments: Any
     ) -> None:
-        self.node_size = dist.get_world_size() // dist.get_world_size(replicas)
-        """Ranks per node."""
-        super().__init__(process_group=replicas, local_world_size=1, shards_per_node=self.node_size, **arguments)
+        self.shards_per_node = dist.get_world_size() // dist.get_world_size(replicas)
+        super().__init__(process_group=replicas, local_world_size=1, **arguments)
         self.device = groups[0].device
         self._param_groups, self._replicas = groups, replicas
         sharded = {name for group in groups for name in group.names.values()}
@@ -131,9 +130,9 @@ class ShardState(HookState):
             with torch.cuda.stream(group.stream):
                 self._ready = lane.mark()
         job = self.job(bucket, f"the gradient of {group}", None)
-        lane.run(self._exchanger.run(Batch(g, job, self.timing, ready), lane))
+        lane.run(self._exchanger.run(g, job, lane, self.timing, ready))
         self._buckets.append(bucket)
-        self.telemetry.meter.bytes["intra_node"] += group.node_bytes(g)
+        self.meter.bytes["intra_node"] += group.node_bytes(g)
 
     def _refresh_trained(self) -> None:
         """Recomputes the density if parameters were frozen or unfrozen."""
@@ -177,7 +176,6 @@ class ShardState(HookState):
         buckets, self._buckets = self._buckets, []
         if set(buckets) != set(self.residuals.progress.buckets):
             self._agree_on("none, since the backward pass has ended")
-        self.observe(buckets)
         lane = self._lane
         if self.timing and lane is not None and lane.stream is not None:
             # Backward did not hide the work that is still on the hook's stream now.
@@ -303,7 +301,7 @@ def _copied_inside(state: ShardState, groups: Sequence[ParamGroup]) -> list[Tens
                 for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True)
                 if placement.is_shard()
             ]
-            if math.prod(sizes) < state.node_size:
+            if math.prod(sizes) < state.shards_per_node:
                 found.append(member)
     if any(member.requires_grad for member in found) and state.config.momentum and state.config.compresses:
         raise ValueError(
@@ -322,4 +320,4 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, state: Shard
         dist.broadcast(sent, first, group=replicas)
         if sent.data_ptr() != local.data_ptr():
             local.copy_(sent)
-        state.telemetry.meter.bytes["broadcast"] += sends * sent.nbytes
+        state.meter.bytes["broadcast"] += sends * sent.nbytes

@@ -169,7 +169,7 @@ class CompressionMonitor(Callback):
                 state.measure_link()
         report = state.report()
         self._fit.add(report)
-        dense = state.telemetry.dense_seconds(report)
+        dense = state.dense_seconds(report)
         self._compare(dense, report.seconds, trainer, state.config.at_step(LATE, LATE).ratio)
         values = self._every_step(state, report)
         if state.measure:

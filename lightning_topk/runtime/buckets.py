@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_topk.build import TOLERANCE, BucketPlan, for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.exchanger import Bucket, same
-from lightning_topk.runtime.memory.by_parameter import Progress
+from lightning_topk.runtime.exchanger import Bucket
 from lightning_topk.schedule import ratio_at
 from lightning_topk.volume import Volume, bucket_volume
 
@@ -40,8 +39,6 @@ class BucketSettings:
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names; empty if they are not known."""
         self._uncompressed: set[Tensor] = set()
-        self._unchanged = 0  # backward passes since the buckets last changed
-        self._final = False  # whether DDP no longer regroups them
 
     def learn_names(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
         """Sets the parameters' names, and finds those that ``dense_parameters`` matches.
@@ -83,20 +80,6 @@ class BucketSettings:
                 in_pieces=bucket[0].device.type == "cpu",
             )
         return self._plans[key]
-
-    def observe(self, buckets: Sequence[Bucket], progress: Progress, static_graph: bool) -> bool:
-        """Records the buckets of a backward pass; returns whether they have just become final.
-
-        Args:
-            buckets: The buckets of the backward pass.
-            progress: Progress of the run before this pass.
-            static_graph: Whether DDP regroups its buckets one pass later.
-        """
-        before, already = progress.buckets, self._final
-        unchanged = len(buckets) == len(before) and all(map(same, buckets, before))
-        self._unchanged = self._unchanged + 1 if unchanged else 0
-        self._final = self._unchanged > static_graph
-        return self._final and not already
 
     def volume(self, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:
         """The bytes that a rank sends in a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -41,13 +41,8 @@ class Meter:
         self.bytes[request.direction] += request.sent_bytes(dist.get_rank(group), dist.get_world_size(group))
         place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         inside, outside = request.node_bytes(*place)
-        self.bytes["intra_node"] += inside * groups.shards_per_node
-        self.bytes["inter_node"] += outside * groups.shards_per_node
-
-    def add(self, other: Meter) -> None:
-        """Adds the counts of another meter."""
-        for kind, count in other.bytes.items():
-            self.bytes[kind] += count
+        self.bytes["intra_node"] += inside
+        self.bytes["inter_node"] += outside
 
 
 def finish(steps: Steps[T]) -> T:
@@ -147,24 +142,7 @@ def perform(
     return received, dist.scatter(received, row, src=root, group=group, async_op=background)
 
 
-@dataclass(frozen=True)
-class DenseCost:
-    """Cost of an all-reduce on a link.
-
-    Attributes:
-        latency: Seconds for each all-reduce of any size.
-        seconds_per_byte: Seconds for each byte of the tensor.
-    """
-
-    latency: float
-    seconds_per_byte: float
-
-    def seconds(self, count: int, nbytes: int) -> float:
-        """Estimated seconds of ``count`` successive all-reduces of ``nbytes`` bytes in total."""
-        return count * self.latency + nbytes * self.seconds_per_byte
-
-
-def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, meter: Meter) -> DenseCost:
+def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, meter: Meter) -> tuple[float, float]:
     """Times a very small all-reduce and one of a given size. A collective; all ranks return the same.
 
     Args:
@@ -172,6 +150,9 @@ def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, mete
         device: Device of the tensors; the host waits for a GPU.
         group: The ranks.
         meter: Counts the bytes sent as ``broadcast``, since they are not gradients.
+
+    Returns:
+        Seconds for each all-reduce of any size, and for each byte of its tensor.
     """
     world, took = dist.get_world_size(group), []
     for count in (16, max(32, nbytes // 4)):
@@ -189,7 +170,7 @@ def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, mete
     slowest = torch.tensor(took, dtype=torch.float32, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     small, large = slowest.tolist()
-    return DenseCost(small, max(0.0, large - small) / x.nbytes)
+    return small, max(0.0, large - small) / x.nbytes
 
 
 def tree_broadcast_sends(rank: int, world: int) -> int:

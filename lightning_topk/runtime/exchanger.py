@@ -7,10 +7,9 @@ the same field, and nothing here calls the side that submits jobs.
 
 from __future__ import annotations
 
-import operator
+from collections import deque
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -59,23 +58,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A job, and the buffer that holds its gradient.
-
-    Attributes:
-        buffer: The gradient; overwritten with the result.
-        job: The job.
-        timed: Whether to measure the time.
-        ready: Mark after which backward no longer hides the exchange; None if it hides all of it or if not timed.
-    """
-
-    buffer: Tensor
-    job: Job
-    timed: bool = False
-    ready: Any | None = None
-
-
-@dataclass(frozen=True)
 class JobResult:
     """Result of one job.
 
@@ -100,7 +82,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Timed:
-    """Start and end of a batch's exchange, as marks of a lane."""
+    """Start and end of a job, as marks of a lane."""
 
     lane: Lane
     begun: Any
@@ -119,38 +101,43 @@ class JobRunner:
     def __init__(self, residuals: Residuals, groups: Groups, timeout: timedelta) -> None:
         self._residuals, self._timeout = residuals, timeout
         self._groups = [groups] if groups.second_groups is None else [groups, groups.second_groups]
-        self._batches = 0
+        self._jobs = 0
         self._ended: Any = None  # end of the last timed exchange, as a mark of the lane
         self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
-        self._finished: SimpleQueue[JobResult | Timed] = SimpleQueue()
+        self._finished: deque[JobResult | Timed] = deque()
 
     def finished(self) -> list[JobResult | Timed]:
         """Returns the results since the last call, in order; for the caller's side, between two backward passes."""
-        found = []
-        while True:
-            try:
-                found.append(self._finished.get_nowait())
-            except Empty:
-                return found
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def close(self) -> None:
         """Drops the process groups: their threads run as long as a group is referenced."""
         self._groups.clear()
 
     @torch.no_grad()
-    def run(self, batch: Batch, lane: Lane) -> Steps[Tensor]:
-        """Exchanges a batch, step by step on the lane; returns the buffer."""
+    def run(self, buffer: Tensor, job: Job, lane: Lane, timed: bool = False, ready: Any | None = None) -> Steps[Tensor]:
+        """Runs a job, step by step on the lane.
+
+        Args:
+            buffer: The gradient; overwritten with the result.
+            job: The job.
+            lane: The lane.
+            timed: Whether to measure the time.
+            ready: Mark after which backward no longer hides the exchange; None if it hides all of it or if not timed.
+
+        Returns:
+            The buffer.
+        """
         assert self._groups
-        groups = self._groups[self._batches % min(lane.max_in_flight, len(self._groups))]
-        self._batches += 1
-        begun = lane.mark() if batch.timed else None
+        groups = self._groups[self._jobs % min(lane.max_in_flight, len(self._groups))]
+        self._jobs += 1
+        begun = lane.mark() if timed else None
         # Sparse gradients are converted to dense tensors for the exchange, and back afterwards. On a GPU the host waits
         # for that: the size of a sparse tensor depends on data.
-        buffer = batch.buffer
         dense = (buffer.to_dense() if buffer.is_sparse else buffer).view(-1)
-        yield from self._exchange(dense, batch.job, groups, lane)
-        if batch.timed:
-            self.note_time(lane, begun, batch.ready)
+        yield from self._exchange(dense, job, groups, lane)
+        if timed:
+            self.note_time(lane, begun, ready)
         return dense.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
 
     def note_time(self, lane: Lane, begun: Any, ready: Any | None) -> None:
@@ -159,12 +146,12 @@ class JobRunner:
         if lane.max_in_flight > 1 and self._ended is not None:
             begun = max(begun, self._ended)  # time that two exchanges share counts once
         self._ended = ended
-        self._finished.put(Timed(lane, begun, ended, ready))
+        self._finished.append(Timed(lane, begun, ended, ready))
 
     def _exchange(self, g: Tensor, job: Job, groups: Groups, lane: Lane) -> Steps[None]:
         """Exchanges one gradient in place."""
         if g.numel() == 0:
-            yield None  # ends in its turn: until then the next batch must not use its groups
+            yield None  # ends in its turn: until then the next job must not use its groups
             return
         meter = Meter()
         try:
@@ -185,9 +172,4 @@ class JobRunner:
         if job.step_outcome is not None and outcome.undo is not None:
             self._residuals.remember(Sent(job.bucket, end.parts.pieces, outcome.undo, job.step_outcome))
         outcome = replace(outcome, undo=None)  # the payloads are kept no longer than needed
-        self._finished.put(JobResult(job, outcome, meter, g.nbytes, end.layout.numel, k, uncompressed))
-
-
-def same(bucket: Bucket, other: Bucket) -> bool:
-    """Whether two buckets have the same parameter objects, in the same order."""
-    return len(bucket) == len(other) and all(map(operator.is_, bucket, other))
+        self._finished.append(JobResult(job, outcome, meter, g.nbytes, end.layout.numel, k, uncompressed))

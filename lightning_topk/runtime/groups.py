@@ -34,7 +34,6 @@ class Groups:
         peers: Ranks with the same local rank on every node; None without a hierarchy.
         local: Ranks per node.
         some: Whether these are only some of all ranks.
-        shards_per_node: Ranks of this node, this one included, that each exchange a shard, in groups like these.
         second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
     """
 
@@ -43,7 +42,6 @@ class Groups:
     peers: dist.ProcessGroup | None = None
     local: int = 1
     some: bool = False
-    shards_per_node: int = 1
     second_groups: Groups | None = None
 
     @classmethod
@@ -246,7 +244,6 @@ def connect(
     process_group: dist.ProcessGroup | None,
     timeout: timedelta | None,
     local_world_size: int | None,
-    shards_per_node: int,
 ) -> tuple[Groups, TopKConfig]:
     """Creates this rank's groups and agrees with the other ranks on settings and nodes. A collective.
 
@@ -255,7 +252,6 @@ def connect(
         process_group: Group with the ranks and the backend. Default: all ranks.
         timeout: Timeout of collectives. Default: that of ``process_group``.
         local_world_size: Ranks per node, if given by the user.
-        shards_per_node: Ranks of this node, this one included, that each exchange a shard of the same gradients.
 
     Returns:
         The groups, and the settings resolved for these ranks.
@@ -263,7 +259,7 @@ def connect(
     Raises:
         ValueError: The ranks have different settings, or cannot be divided into whole nodes.
     """
-    groups = replace(Groups.make(process_group, timeout), shards_per_node=shards_per_node)
+    groups = Groups.make(process_group, timeout)
     try:
         agreed, local = _agree(config, groups.all, local_world_size)
     except ValueError:

@@ -19,14 +19,15 @@ from typing_extensions import override
 from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
-from lightning_topk.runtime.exchanger import Batch, Bucket, Job, JobRunner, Timed
+from lightning_topk.runtime.collectives import dense_cost
+from lightning_topk.runtime.exchanger import Bucket, Job, JobRunner
 from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
-from lightning_topk.runtime.lanes import Future, Lane, StreamLane, ThreadLane
+from lightning_topk.runtime.lanes import Lane, StreamLane, ThreadLane
 from lightning_topk.runtime.memory import checkpoint
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings, without_numba
 from lightning_topk.runtime.optimizer.optimizers import Optimizers
-from lightning_topk.runtime.telemetry import Reporting
+from lightning_topk.runtime.telemetry import PROBE_BYTES, Reporting
 from lightning_topk.schedule import Schedule
 
 _LEFT_OPEN: list[Groups] = []
@@ -36,8 +37,7 @@ _LEFT_OPEN: list[Groups] = []
 class HookState(Reporting):
     """State of one rank for exchanging the gradients of one model. Only the caller's side writes its fields.
 
-    See :class:`lightning_topk.TopKState` for arguments and errors. In addition, ``shards_per_node`` is the number of
-    ranks of this node, this one included, that each exchange a shard of the same gradients.
+    See :class:`lightning_topk.TopKState` for arguments and errors.
     """
 
     EXCHANGES_SUMS = True
@@ -54,7 +54,6 @@ class HookState(Reporting):
         scaler: torch.amp.GradScaler | None,
         local_world_size: int | None,
         announce: Callable[[str], None] | None,
-        shards_per_node: int = 1,
     ) -> None:
         self._given = config
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
@@ -62,16 +61,17 @@ class HookState(Reporting):
         residuals.offload_to_cpu()  # their endpoints may come from other settings
         residuals.forget_changed()
         timeout = timeout or timeout_of(process_group)
-        groups, agreed = connect(config, process_group, timeout, local_world_size, shards_per_node)
+        groups, agreed = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
         rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
         residuals.rank = rank
         # Every rank of the first node is rank 0 of the replicas of its shard.
-        say = WarnOnce(announce, rank if shards_per_node == 1 else dist.get_rank())
-        super().__init__(agreed, residuals, rank, world, groups.local, epoch or (lambda: 0), say, shards_per_node)
+        say = WarnOnce(announce, rank if self.shards_per_node == 1 else dist.get_rank())
+        super().__init__(agreed, residuals, rank, world, groups.local, epoch or (lambda: 0), say)
         self._optimizers = Optimizers(optimizers, scaler, agreed, say)
         self._exchanger = JobRunner(residuals, groups, timeout)
         self._lane: Lane | None = None
+        self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._say_what_was_reset()
         if not self.residuals.progress.steps:  # not for a model that is wrapped again
@@ -141,26 +141,15 @@ class HookState(Reporting):
         """The parameter of a bucket's member, as optimizers hold it."""
         return member
 
-    def observe(self, buckets: Sequence[Bucket], static_graph: bool = False) -> None:
-        """Records the buckets of a backward pass; warns about an unexpected saving.
-
-        Args:
-            buckets: All buckets of the pass.
-            static_graph: Whether they may change one pass later.
-        """
-        if self.world > 1 and self.buckets.observe(buckets, self.residuals.progress, static_graph):
-            for message in self.buckets.warnings(self.residuals.progress.buckets, self.predicted()):
-                self._say(message)
-
-    def submit(self, batch: Batch, promised: Future) -> None:
-        """Queues an exchange on the lane; its result completes ``promised``."""
-        assert self._lane is not None
-        self._lane.submit(self._exchanger.run(batch, self._lane), promised)
-
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
         progress = self.residuals.progress
+        same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in progress.buckets]
+        self._unchanged = self._unchanged + 1 if same else 0
         progress.steps, progress.buckets = progress.steps + 1, tuple(buckets)
+        if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
+            for message in self.buckets.warnings(buckets, self.predicted()):
+                self._say(message)
         self._optimizers.end_pass()
 
     def sync_optimizers(self) -> None:
@@ -180,15 +169,14 @@ class HookState(Reporting):
     @override
     def _collect(self) -> None:
         """Collects the results of finished exchanges."""
-        found = self._exchanger.finished()
-        timed = [each for each in found if isinstance(each, Timed)]
-        self.telemetry.add_pass([each for each in found if not isinstance(each, Timed)], timed)
+        self._add(self._exchanger.finished())
 
     def measure_link(self) -> None:
         """Times two all-reduces of at most 1 MiB. A collective; call it between two backward passes."""
         groups = self._open_groups()
         self._collect()
-        self.telemetry.measure_link(self._device(), groups)
+        nbytes = min(self._report.largest, PROBE_BYTES)
+        self._dense_cost = dense_cost(nbytes, self._device(), groups.all, self.meter)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.

@@ -5,7 +5,7 @@ Used only by the caller's side, between two backward passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.buckets import BucketSettings
-from lightning_topk.runtime.collectives import DenseCost, Meter, dense_cost
+from lightning_topk.runtime.collectives import Meter
 from lightning_topk.runtime.exchanger import JobResult, Timed
-from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.volume import Volume
@@ -56,36 +55,60 @@ class Report:
     layers: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Telemetry:
-    """Collects the results of exchanges for the next report.
+class Reporting:
+    """Settings, residuals, bytes, times and errors of one rank.
 
     Args:
+        config: The settings, resolved for these ranks.
+        residuals: The rank's residuals.
+        rank: This rank.
         world: Number of ranks.
+        local: Ranks per node.
+        epoch: Returns the number of completed epochs.
+        say: Shows a message to the user.
     """
 
-    def __init__(self, world: int) -> None:
-        self._world = world
+    shards_per_node = 1
+    """Ranks of this node, this one included, that each exchange a shard of the same gradients."""
+
+    def __init__(
+        self,
+        config: TopKConfig,
+        residuals: Residuals,
+        rank: int,
+        world: int,
+        local: int,
+        epoch: Callable[[], int],
+        say: WarnOnce,
+    ) -> None:
+        self.config, self.residuals, self.rank, self.world, self.local = config, residuals, rank, world, local
+        self.buckets = BucketSettings(config, world, local)
+        self.voting = False
+        """Whether the ranks exchange in every step which parameters they used."""
+        self.measure = self.measure_layers = self.timing = False
+        """Whether exchanges measure their compression error, the error of each parameter, and their time."""
         self.meter = Meter()
         """All bytes that this rank sent so far."""
+        self._epoch, self._say = epoch, say
         self._reported = dict(self.meter.bytes)
         self._report = Report(bytes={})
         self._measured: list[JobResult] = []
         self._timed: list[Timed] = []
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
-        self._dense_cost: DenseCost | None = None
+        self._dense_cost: tuple[float, float] | None = None
 
-    def continue_from(self, other: Telemetry) -> None:
-        """Continues the counts of an earlier state's telemetry."""
-        self._dense_cost = other._dense_cost
-        self._nonfinite_steps = self._nonfinite_reported = other._nonfinite_steps
+    def _collect(self) -> None:
+        """Collects the results of finished exchanges."""
 
-    def add_pass(self, exchanged: list[JobResult], timed: list[Timed]) -> None:
+    def _add(self, found: Sequence[JobResult | Timed]) -> None:
         """Adds the results of a backward pass. Values stay on the device, so the host does not wait."""
-        report = self._report
+        report, exchanged = self._report, [each for each in found if isinstance(each, JobResult)]
+        self._timed += [each for each in found if isinstance(each, Timed)]
         for done in exchanged:
-            self.meter.add(done.meter)
-            self.meter.bytes["dense"] += 2 * (self._world - 1) * done.nbytes // self._world
+            for kind, count in done.meter.bytes.items():
+                self.meter.bytes[kind] += count * (self.shards_per_node if kind.endswith("node") else 1)
+            self.meter.bytes["dense"] += 2 * (self.world - 1) * done.nbytes // self.world
             report.elements += done.elements
             report.k += done.k
             report.exchanges += 1
@@ -93,7 +116,6 @@ class Telemetry:
             report.largest = max(report.largest, done.nbytes)
             if done.job.measure.error:
                 self._measured.append(done)
-        self._timed += timed
         if exchanged:
             failed = torch.stack([~done.outcome.finite for done in exchanged]).any()
             before = self._nonfinite_steps
@@ -102,21 +124,28 @@ class Telemetry:
             self._nonfinite_steps = self._nonfinite_steps + failed
 
     @property
-    def nonfinite_steps(self) -> int:
-        """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
-        return int(self._nonfinite_steps)
+    def names(self) -> Mapping[Tensor, str]:
+        """The parameters' names; empty if they are not known."""
+        return self.buckets.names
 
     @property
     def exchanged(self) -> bool:
         """Whether anything was exchanged since the last report."""
+        self._collect()
         return self._report.elements > 0
 
-    def report(self, names: Mapping[Tensor, str]) -> Report:
-        """Returns the report since the last call.
+    @property
+    def nonfinite_steps(self) -> int:
+        """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
+        self._collect()
+        return int(self._nonfinite_steps)
 
-        Args:
-            names: The parameters' names, for values by parameter.
+    def report(self) -> Report:
+        """Returns the report since the last call. Call it between two backward passes.
+
+        Each exchange is reported once: a :class:`lightning_topk.CompressionMonitor` takes the report at every step.
         """
+        self._collect()
         report, self._report = self._report, Report(bytes={})
         for done in self._measured:
             up, down = done.outcome.uplink, done.outcome.downlink
@@ -127,7 +156,7 @@ class Telemetry:
                 report.selected += int(up.selected) + done.uncompressed
             if up.per_layer is not None:
                 for parameter, measured in zip(done.job.bucket, up.per_layer.cpu().T, strict=True):
-                    name = names[parameter]
+                    name = self.names[parameter]
                     report.layers[name] = report.layers.get(name, 0) + measured
         for timed in self._timed:
             seconds, exposed = timed.seconds()
@@ -141,90 +170,21 @@ class Telemetry:
         self._reported, self._nonfinite_reported = now, self._nonfinite_steps
         return report
 
-    def drop(self) -> None:
-        """Discards the exchanges since the last report, but keeps the broadcasts for the next one."""
+    def drop_report(self) -> None:
+        """Discards the exchanges since the last report, which belong to no training step, but not the broadcasts."""
+        self._collect()
         self._report = Report(bytes={})
         self._measured.clear()
         self._timed.clear()
         self._reported = {**self.meter.bytes, "broadcast": self._reported["broadcast"]}
         self._nonfinite_steps = self._nonfinite_reported
 
-    def measure_link(self, device: torch.device, groups: Groups) -> None:
-        """Times two all-reduces of at most 1 MiB. A collective."""
-        nbytes = min(self._report.largest, PROBE_BYTES)
-        self._dense_cost = dense_cost(nbytes, device, groups.all, self.meter)
-
     def dense_seconds(self, report: Report) -> float | None:
-        """Estimated seconds to all-reduce the same gradients; None before :meth:`measure_link`."""
-        return None if self._dense_cost is None else self._dense_cost.seconds(report.exchanges, report.nbytes)
-
-
-class Reporting:
-    """Settings, residuals, bytes, times and errors of one rank.
-
-    Args:
-        config: The settings, resolved for these ranks.
-        residuals: The rank's residuals.
-        rank: This rank.
-        world: Number of ranks.
-        local: Ranks per node.
-        epoch: Returns the number of completed epochs.
-        say: Shows a message to the user.
-        shards_per_node: Ranks of this node, this one included, that each exchange a shard of the same gradients.
-    """
-
-    def __init__(
-        self,
-        config: TopKConfig,
-        residuals: Residuals,
-        rank: int,
-        world: int,
-        local: int,
-        epoch: Callable[[], int],
-        say: WarnOnce,
-        shards_per_node: int = 1,
-    ) -> None:
-        self.config, self.residuals, self.rank, self.world, self.local = config, residuals, rank, world, local
-        self.buckets = BucketSettings(config, world, local)
-        self.telemetry = Telemetry(world)
-        self.voting = False
-        """Whether the ranks exchange in every step which parameters they used."""
-        self.measure = self.measure_layers = self.timing = False
-        """Whether exchanges measure their compression error, the error of each parameter, and their time."""
-        self._epoch, self._say, self._shards_per_node = epoch, say, shards_per_node
-
-    def _collect(self) -> None:
-        """Collects the results of finished exchanges."""
-
-    @property
-    def names(self) -> Mapping[Tensor, str]:
-        """The parameters' names; empty if they are not known."""
-        return self.buckets.names
-
-    @property
-    def exchanged(self) -> bool:
-        """Whether anything was exchanged since the last report."""
-        self._collect()
-        return self.telemetry.exchanged
-
-    @property
-    def nonfinite_steps(self) -> int:
-        """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
-        self._collect()
-        return self.telemetry.nonfinite_steps
-
-    def report(self) -> Report:
-        """Returns the report since the last call. Call it between two backward passes.
-
-        Each exchange is reported once: a :class:`lightning_topk.CompressionMonitor` takes the report at every step.
-        """
-        self._collect()
-        return self.telemetry.report(self.names)
-
-    def drop_report(self) -> None:
-        """Discards the exchanges since the last report, which belong to no training step."""
-        self._collect()
-        self.telemetry.drop()
+        """Estimated seconds to all-reduce the same gradients; None before :meth:`.HookState.measure_link`."""
+        if self._dense_cost is None:
+            return None
+        latency, seconds_per_byte = self._dense_cost
+        return report.exchanges * latency + report.nbytes * seconds_per_byte
 
     def predicted(self, rank: int | None = None) -> Volume:
         """Predicts the bytes that a rank sends in the next step, if it exchanges the same buckets as in the last.
@@ -233,13 +193,12 @@ class Reporting:
         """
         progress, mine = self.residuals.progress, self.rank if rank is None else rank
         total = self.buckets.volume(progress.buckets, mine, progress.steps, self._epoch(), self.voting)
-        inside, outside, dense = (
-            self._shards_per_node * each for each in (total.intra_node, total.inter_node, total.dense_inter_node)
-        )
-        return replace(total, intra_node=inside, inter_node=outside, dense_inter_node=dense)
+        of_node = ("intra_node", "inter_node", "dense_inter_node")
+        return replace(total, **{kind: self.shards_per_node * getattr(total, kind) for kind in of_node})
 
     def continue_from(self, other: Reporting) -> None:
         """Continues the counts and measurements of another state of the same run."""
         self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
-        self.telemetry.continue_from(other.telemetry)
+        self._dense_cost = other._dense_cost
+        self._nonfinite_steps = self._nonfinite_reported = other._nonfinite_steps
         self._say.said = other._say.said
