@@ -6,8 +6,7 @@ and returns a future immediately, so backward continues while bytes travel.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,16 +17,15 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
-from lightning_topk.config import Settings, TopKConfig
+from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checks import check_ddp_options, check_parameters, check_settings, one_config
+from lightning_topk.runtime.checks import check_ddp_options, check_parameters, check_settings
 from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Bucket
 from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future
-from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.optimizer.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
@@ -61,32 +59,7 @@ class TopKState(HookState):
             optimizers, a schedule by epoch without ``epoch``, or a setting is invalid.
     """
 
-    def __init__(
-        self,
-        config: TopKConfig | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-        residuals: Residuals | None = None,
-        epoch: Callable[[], int] | None = None,
-        optimizers: Callable[[], Sequence[Optimizer]] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        local_world_size: int | None = None,
-        announce: Callable[[str], None] | None = None,
-        **settings: Unpack[Settings],
-    ) -> None:
-        super().__init__(
-            one_config(TopKState, config, settings),
-            process_group,
-            timeout,
-            residuals,
-            epoch,
-            optimizers,
-            scaler,
-            local_world_size,
-            announce,
-        )
-        self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
-        self._usage: _Usage | None = None
+    _usage: "_Usage | None" = None
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Tracks which parameters get a gradient, for models with unused parameters."""

@@ -72,7 +72,6 @@ class ShardState(HookState):
         self._trained: set[Tensor] = set()  # in the last pass
         self._end = EndOfBackward(model, self._backward_ended)
         self._group_of = {member: group for group in groups for member in group.proxies}
-        self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
 

@@ -8,32 +8,25 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 
-def connect_after_restart(backend: str, rank: int, world: int, timeout: timedelta | None, device: torch.device) -> None:
-    """Initialises the default group without the addresses of ranks that died, if torchrun may restart ranks.
+def connect_after_restart(strategy: Any) -> None:
+    """Initialises a strategy's default group without the addresses of ranks that died, if torchrun may restart ranks.
 
     torch 2.15 gives restarted workers the store of the last attempt. The first rank to connect would read another
     rank's old address in it, and fail.
-
-    Args:
-        backend: Backend of the default group.
-        rank: This rank.
-        world: Number of ranks.
-        timeout: Timeout of collectives. Default: torch's, 30 minutes.
-        device: This rank's device.
     """
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
         return
-    timeout = timeout or default_pg_timeout
+    rank, world, device = strategy.global_rank, strategy.world_size, strategy.root_device
+    timeout = strategy._timeout or default_pg_timeout
     store, *_ = next(rendezvous("env://", rank, world, timeout=timeout))
     attempt = _name_of_attempt(store, rank, world, timeout)
     dist.init_process_group(
-        backend,
+        strategy._get_process_group_backend(),
         store=dist.PrefixStore(attempt, store),  # type: ignore[attr-defined]  # exported at run time
         rank=rank,
         world_size=world,

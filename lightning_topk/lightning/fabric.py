@@ -93,9 +93,7 @@ class TopKStrategy(DDPStrategy):
     @override
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        connect_after_restart(
-            self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, self.root_device
-        )
+        connect_after_restart(self)
         super()._setup_distributed()
 
     @override

@@ -125,9 +125,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     def _setup_distributed(self) -> None:
         """Initialises the process group; after a restart by torchrun, ignores the addresses of ranks that died."""
         self.set_world_ranks()
-        connect_after_restart(
-            self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, self.root_device
-        )
+        connect_after_restart(self)
         super()._setup_distributed()
 
     @property
@@ -169,19 +167,14 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals, unless it is weights-only; every rank must call it."""
-        state = self._last
-        if state is None or not self._residual_checkpoint or "optimizer_states" not in checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif interrupted(self.lightning_module, filepath):
-            checkpoint[KEY] = dict(INTERRUPTED)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self._save_distributed_checkpoint:
-            checkpoint[KEY] = dict(IN_SHARDS)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        state, shards = self._last, False
+        if state is not None and self._residual_checkpoint and "optimizer_states" in checkpoint:
+            stopped = interrupted(self.lightning_module, filepath)
+            shards = self._save_distributed_checkpoint and not stopped
+            checkpoint[KEY] = INTERRUPTED.copy() if stopped else IN_SHARDS.copy() if shards else state.full_state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if state is not None and shards:
             save_shards(state, Path(self.broadcast(filepath)))
-        else:
-            checkpoint[KEY] = state.full_state_dict()
-            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -135,9 +135,7 @@ class TopKStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         """Initialises the process group; after a restart by torchrun, ignores the addresses of ranks that died."""
         self.set_world_ranks()
-        connect_after_restart(
-            self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout, self.root_device
-        )
+        connect_after_restart(self)
         super().setup_distributed()
 
     @override

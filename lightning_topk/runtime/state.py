@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.config import Settings, TopKConfig, check_count
 from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
+from lightning_topk.runtime.checks import one_config
 from lightning_topk.runtime.collectives import dense_cost
 from lightning_topk.runtime.exchanger import Bucket, Job, JobRunner
 from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
@@ -45,17 +46,18 @@ class HookState(Reporting):
 
     def __init__(
         self,
-        config: TopKConfig,
-        process_group: dist.ProcessGroup | None,
-        timeout: timedelta | None,
-        residuals: Residuals | None,
-        epoch: Callable[[], int] | None,
-        optimizers: Callable[[], Sequence[Optimizer]] | None,
-        scaler: torch.amp.GradScaler | None,
-        local_world_size: int | None,
-        announce: Callable[[str], None] | None,
+        config: TopKConfig | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        residuals: Residuals | None = None,
+        epoch: Callable[[], int] | None = None,
+        optimizers: Callable[[], Sequence[Optimizer]] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        local_world_size: int | None = None,
+        announce: Callable[[str], None] | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
-        self._given = config
+        self._given = config = one_config(type(self), config, settings)
         _check_arguments(config, epoch, optimizers, scaler, local_world_size)
         residuals = residuals or Residuals()
         residuals.offload_to_cpu()  # their endpoints may come from other settings
@@ -71,6 +73,7 @@ class HookState(Reporting):
         self._optimizers = Optimizers(optimizers, scaler, agreed, say)
         self._exchanger = JobRunner(residuals, groups, timeout)
         self._lane: Lane | None = None
+        self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._say_what_was_reset()
