@@ -113,25 +113,9 @@ class TopKConfig:
         return self.wire or ("int4" if self.error_feedback is True else "bf16")
 
     @property
-    def by_epoch(self) -> bool:
-        """Whether a schedule depends on the epoch."""
-        return any(isinstance(r, Schedule) and r.by_epoch for r in (self.ratio, self.server_ratio))
-
-    @property
     def dense(self) -> TopKConfig:
         """The same settings with a dense all-reduce of everything."""
         return replace(self, topology="dense", ratio=1.0, saving=None, server_ratio=None, momentum=0.0)
-
-    def at_step(self, step: int, epoch: int) -> TopKConfig:
-        """Returns the settings at a step: replaces schedules by numbers, but keeps plain functions of the step.
-
-        Args:
-            step: Gradients exchanged before this one.
-            epoch: Epochs completed.
-        """
-        ratios = {"ratio": self.ratio, "server_ratio": self.server_ratio}
-        found: dict[str, Any] = {name: r.at(step, epoch) for name, r in ratios.items() if isinstance(r, Schedule)}
-        return replace(self, **found)
 
     def resolve(self, world: int, local: int) -> TopKConfig:
         """Resolves ``topology="hierarchical"``: dense on a single node, sharded with one rank per node.

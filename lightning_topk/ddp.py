@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checks import check_ddp_options, check_parameters, check_settings
+from lightning_topk.runtime.checks import check_ddp_options, check_parameters
 from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Bucket
 from lightning_topk.runtime.groups import device_of
@@ -193,7 +193,6 @@ def attach(
         )
     exchanged = _exchanged(model)
     check_parameters(exchanged)
-    check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
     with device_of(exchanged):
         group = model.process_group if model.process_group is not dist.group.WORLD else None

@@ -195,9 +195,7 @@ def test_settings_without_effect_are_named(settings, world, words):
 
 
 def test_a_ratio_is_literal_and_changes_no_other_setting():
-    """The settings are the same in every step."""
     config = TopKConfig(ratio=0.001, bidirectional=True)
-    assert config.at_step(0, 0) == config.at_step(10_000, 9) == config
     assert config.saving is None
     assert config.wire_name == TopKConfig().wire_name == "int4"
     assert codecs_of(config, 1_000_000, 4).uplink.k * 4 == 1000
@@ -210,13 +208,6 @@ def test_defaults_save_50_times_with_four_bits_where_rounding_is_kept():
     for kept in ("worker", False):
         assert TopKConfig(error_feedback=kept).wire_name == "bf16"
     assert TopKConfig(error_feedback=False, wire="int4").wire_name == "int4"
-
-
-def test_at_step_resolves_the_schedule_of_the_ratio():
-    given = TopKConfig(ratio=ExponentialWarmup(0.001, epochs=4), server_ratio=lambda step: 0.5)
-    assert given.at_step(7, 0).ratio == 0.25
-    assert given.at_step(7, 4).ratio == 0.001
-    assert given.at_step(7, 4).server_ratio is given.server_ratio
 
 
 def test_a_function_of_the_step_is_a_schedule_and_is_validated():

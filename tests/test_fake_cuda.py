@@ -210,7 +210,7 @@ def cases() -> Iterator[tuple[str, TopKConfig, dict[str, Any]]]:
         given = {"rank": (i + j) % 2, "dtype": DTYPES[(i + j // 2) % 4], "scaled": True}
         yield f"{topology}, {memory}", config, given
     for name, settings in presets.items():
-        yield name, TopKConfig(**settings).at_step(0, 0), {"voted": True, "scaled": True}
+        yield name, TopKConfig(**settings), {"voted": True, "scaled": True}
     for topology in TOPOLOGIES:
         config = TopKConfig(0.01, topology=topology, bidirectional=topology != "allgather")
         yield f"{topology}, measured", config, {"measure": Measure(error=True, per_layer=True)}

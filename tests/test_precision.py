@@ -174,8 +174,8 @@ def test_a_first_step_of_several_passes_is_undone_as_a_whole(rank, world, static
     The second pass is infinite on rank 0, so the third starts with NaN on all ranks, in one bucket or in several.
     """
     run = Run(rank, ddp={"static_graph": static})
-    batches, submit, names = [], run.state.submit, [name for name, _ in run.net.named_parameters()]
-    run.state.submit = lambda batch, promises: (batches.append(batch), submit(batch, promises))
+    jobs, job, names = [], run.state.job, [name for name, _ in run.net.named_parameters()]
+    run.state.job = lambda *given: jobs.append(given) or job(*given)
     for step in range(4):
         bucket = names if static else ["1.weight", "1.bias"]
         lost = [bucket if step == 0 and (part == 2 or (part == 1 and rank == 0)) else [] for part in range(3)]
@@ -187,7 +187,7 @@ def test_a_first_step_of_several_passes_is_undone_as_a_whole(rank, world, static
     run.check()
     assert buckets == 4
     regrouped = 1 + static  # after so many passes; then all exchanges overlap with backward
-    assert len(batches) == regrouped + 4 * (12 - regrouped)
+    assert len(jobs) == regrouped + 4 * (12 - regrouped)
 
 
 class Hookless(torch.optim.Optimizer):

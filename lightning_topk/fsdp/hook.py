@@ -38,9 +38,8 @@ from typing_extensions import override
 from lightning_topk.config import TopKConfig
 from lightning_topk.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
-from lightning_topk.fsdp.replicas import check_group, check_hooks, check_replicas, has_hook, replicas_of
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checks import check_parameters, check_settings
+from lightning_topk.runtime.checks import check_parameters, check_same_model
 from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
@@ -248,13 +247,11 @@ def attach(
             "them before attach."
         )
     check_parameters(names_of(model))
-    check_settings(config, optimizer is not None)
     optimizers = getter(optimizer)
     residuals = arguments.pop("residuals", None) or Residuals()
     # A frozen module may belong to two models. The first one keeps it.
     groups = [group for group in param_groups_of(model, proxies_of(residuals)) if group.trained or not has_hook(group)]
     check_group(groups, replicas)
-    check_hooks(groups)
     with device_of(model.parameters()):
         state = ShardState(
             model, groups, replicas, config=config, residuals=residuals, optimizers=optimizers, **arguments
@@ -264,7 +261,10 @@ def attach(
             state.learn_names(names)
             if optimizers is not optimizer:  # they exist already
                 state.sync_optimizers()
-            check_replicas(model, groups, replicas)
+            shards = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
+            remedy = "process_group= must be the ranks that hold the same shard, one per node."
+            check_agreement(shards, remedy, replicas)
+            check_same_model(model, replicas)
         except (RuntimeError, ValueError):
             state.close()
             raise
@@ -320,3 +320,43 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, state: Shard
         if sent.data_ptr() != local.data_ptr():
             local.copy_(sent)
         state.meter.bytes["broadcast"] += sends * sent.nbytes
+
+
+def replicas_of(group: Any) -> dist.ProcessGroup:
+    """The group of ranks that hold the same shard."""
+    remedy = "Pass process_group=mesh['replicate'], the dimension of a device mesh along which nodes are counted."
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"process_group= is a mesh of shape {tuple(group.shape)}, not one dimension. {remedy}")
+        return group.get_group()
+    if group is None:
+        raise ValueError(f"process_group= is missing: the ranks that hold the same shard, one per node. {remedy}")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group={group!r} is a {type(group).__name__}, not a process group or a device mesh. {remedy}"
+        )
+    return group
+
+
+def check_group(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:
+    """Refuses ranks that hold different shards, and groups whose gradients go to another hook."""
+    if not groups:
+        raise ValueError("no parameter of the model is trained: there is no gradient to exchange.")
+    ranks = dist.get_process_group_ranks(replicas)
+    if set(ranks) & set(groups[0].ranks) != {dist.get_rank()}:
+        raise ValueError(
+            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {groups[0].ranks}: all "
+            "ranks of the group must hold the same shard, each on a different node. Pass the dimension of the mesh "
+            "along which nodes are counted."
+        )
+    for group in groups:
+        if has_hook(group):
+            raise RuntimeError(
+                f"FSDP already calls a hook with the gradient of {group}. Close the earlier state first."
+            )
+
+
+def has_hook(group: ParamGroup) -> bool:
+    """Whether FSDP calls a hook with the gradients of a group, other than the hook of a closed state."""
+    user = getattr(getattr(group.hook, "func", None), "__self__", None)
+    return group.hook is not None and not (isinstance(user, HookState) and user.groups is None)

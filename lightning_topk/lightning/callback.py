@@ -21,7 +21,7 @@ from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report
-from lightning_topk.schedule import LATE
+from lightning_topk.schedule import LATE, Schedule
 from lightning_topk.volume import format_bytes
 
 if TYPE_CHECKING:
@@ -170,7 +170,9 @@ class CompressionMonitor(Callback):
         report = state.report()
         self._fit.add(report)
         dense = state.dense_seconds(report)
-        self._compare(dense, report.seconds, trainer, state.config.at_step(LATE, LATE).ratio)
+        ratio = state.config.ratio
+        end = ratio.at(LATE, LATE) if isinstance(ratio, Schedule) else ratio
+        self._compare(dense, report.seconds, trainer, end)
         values = self._every_step(state, report)
         if state.measure:
             values |= self._log_step(trainer, state, report, dense)

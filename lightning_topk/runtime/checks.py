@@ -130,16 +130,3 @@ def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: S
         raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
     check_known(taker.__name__, dict(settings), [TopKConfig, taker])
     return config or TopKConfig(**settings)
-
-
-def check_settings(config: TopKConfig, has_optimizer: bool) -> None:
-    """Refuses settings that need the optimizer if it was not passed.
-
-    Raises:
-        ValueError: A setting needs the optimizer.
-    """
-    if config.momentum and not has_optimizer:
-        raise ValueError(
-            f"momentum={config.momentum!r} is applied on the workers, and the optimizer must have none of its own. "
-            "Pass optimizer=, so that it can be checked."
-        )

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core import ops
 
 LOGGER = logging.getLogger("lightning_topk")
 
@@ -42,9 +41,3 @@ def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_opti
             "training may end behind DDP's. Pass optimizer=, or adapt_momentum=False to silence this."
         ]
     return []
-
-
-def without_numba() -> str:
-    """What a user should know where numba is missing or fails."""
-    remedy = f"it fails here with {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
-    return f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}"

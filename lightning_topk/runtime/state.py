@@ -26,7 +26,7 @@ from lightning_topk.runtime.groups import Groups, compare_functions, connect, ti
 from lightning_topk.runtime.lanes import Lane, StreamLane, ThreadLane
 from lightning_topk.runtime.memory import checkpoint
 from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.messages import WarnOnce, startup_warnings, without_numba
+from lightning_topk.runtime.messages import WarnOnce, startup_warnings
 from lightning_topk.runtime.optimizer.optimizers import Optimizers
 from lightning_topk.runtime.telemetry import PROBE_BYTES, Reporting
 from lightning_topk.schedule import Schedule
@@ -96,7 +96,8 @@ class HookState(Reporting):
             in_flight = 1 if groups.second_groups is None else 2
             self._lane = StreamLane(device) if device.type == "cuda" else ThreadLane(in_flight)
             if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
-                self._say(without_numba())
+                remedy = f"it fails here with {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
+                self._say(f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}")
         return self._lane
 
     def _open_groups(self) -> Groups:
@@ -248,10 +249,17 @@ def _check_arguments(
     check_count("local_world_size", local_world_size)
     if epoch is not None and not callable(epoch):
         raise TypeError(f"epoch={epoch!r} must be a function that returns the epoch.")
-    if config.by_epoch and epoch is None:
-        schedule = next(r for r in (config.ratio, config.server_ratio) if isinstance(r, Schedule) and r.by_epoch)
-        raise ValueError(f"{schedule!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=.")
+    by_epoch = [r for r in (config.ratio, config.server_ratio) if isinstance(r, Schedule) and r.by_epoch]
+    if by_epoch and epoch is None:
+        raise ValueError(
+            f"{by_epoch[0]!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=."
+        )
     if optimizers is not None:
         return
     if scaler is not None and scaler.is_enabled():
         raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")
+    if config.momentum:
+        raise ValueError(
+            f"momentum={config.momentum!r} is applied on the workers, and the optimizer must have none of its own. "
+            "Pass optimizer=, so that it can be checked."
+        )

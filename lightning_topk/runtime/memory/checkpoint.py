@@ -131,7 +131,10 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
         ValueError: The entry is damaged or belongs to another model. The message says how to start with zero residuals.
     """
     parameters = {name: parameter for parameter, name in names.items()}
-    _check(entry, parameters)
+    with unusable_if_it_fails():
+        problem = _problem(entry, parameters)
+    if problem:
+        raise _unusable(problem)
     residuals.restore(
         {
             parameters[name]: {kind: Form.of(parameters[name]).by_memory(part).clone() for kind, part in kept.items()}
@@ -159,14 +162,6 @@ def _unusable(problem: str) -> ValueError:
         f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To start with zero "
         "residuals, pass residual_checkpoint=False to the strategy, or leave load_state_dict out."
     )
-
-
-def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if an entry cannot be used."""
-    with unusable_if_it_fails():
-        problem = _problem(entry, parameters)
-    if problem:
-        raise _unusable(problem)
 
 
 def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:

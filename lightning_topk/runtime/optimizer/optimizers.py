@@ -43,11 +43,11 @@ class Optimizers:
         config: TopKConfig,
         say: Callable[[str], None],
     ) -> None:
-        self._given, self._config, self._say = given, config, say
+        self._given, self._config, self.say = given, config, say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
         self._parameters = 0  # number of parameters that they update
-        self._exchanged = False  # whether any backward pass has begun
+        self.exchanged = False  # whether any backward pass has begun
         self._watched: list[_Watched] = []
         self.outcome: StepOutcome | None = None
         """Outcome of the current step; None without a GradScaler."""
@@ -79,7 +79,7 @@ class Optimizers:
         self.release()
         if self._config.adapts_momentum:
             for message in adapt_momentum(now, self, compressed):
-                self._say(message)
+                self.say(message)
         if self._scaler is not None:
             ScalerSteps.of(self._scaler).watch(now)
         torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
@@ -91,7 +91,7 @@ class Optimizers:
 
         It belongs to the next step if a step was taken or skipped since the last pass.
         """
-        self._exchanged = True
+        self.exchanged = True
         if self._scaler is not None and (self.outcome is None or self.outcome.skipped):
             if self.outcome is not None:
                 self.outcome.final = True
@@ -108,25 +108,6 @@ class Optimizers:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         known = (p for p in parameters if p.requires_grad and (compressed is None or p in compressed))
         return next(known, None) if self._config.compresses and self._scaler is None else None
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Warns once that a step was taken on gradients that were not exchanged."""
-        given = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if given and not self._exchanged:
-            self._say(
-                f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since attach: "
-                "training calls another wrapper of the model, which exchanges whole gradients. Attach that one; with "
-                "Hugging Face's Trainer it is trainer.model_wrapped."
-            )
-
-    def note_loss(self) -> None:
-        """Warns once that a gradient was discarded after its exchange."""
-        self._say(
-            "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the delivered "
-            "part is lost, and the rest arrives in a later step. Keep such a backward pass out of "
-            "the exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
-            "examples/guides/troubleshooting.md."
-        )
 
     def release(self) -> None:
         """Stops adapting and watching the optimizers."""
@@ -159,13 +140,24 @@ class _Watched:
     def _before_gradient(self, _: Tensor) -> None:
         if self.delivered and self._steps and self._parameter is not None and self._parameter.grad is None:
             self.delivered = False
-            self._owner.note_loss()
+            self._owner.say(
+                "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
+                "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
+                "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
+                "examples/guides/troubleshooting.md."
+            )
         self.reached = True
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.reached = self.delivered = False
         self._steps = True
-        self._owner.note_step(optimizer)
+        given = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if given and not self._owner.exchanged:
+            self._owner.say(
+                f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since attach: "
+                "training calls another wrapper of the model, which exchanges whole gradients. Attach that one; with "
+                "Hugging Face's Trainer it is trainer.model_wrapped."
+            )
 
     def stop(self) -> None:
         """Removes the hooks."""
