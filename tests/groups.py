@@ -1,7 +1,5 @@
 """Processes forked from a server that has imported everything: groups of processes, torchrun's ranks, scripts."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

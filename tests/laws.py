@@ -4,8 +4,6 @@
 ``test_features`` (a Trainer).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """The papers' algorithms in NumPy, written from their descriptions and without the library's code."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

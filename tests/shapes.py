@@ -1,7 +1,5 @@
 """Codecs and endpoints of a bucket of a given size, and vectors that are hard to select from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Residuals survive in checkpoints, at any world size."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Bad settings are refused early, in the user's words."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """TopKStrategy does all that Lightning's DDPStrategy does: with everything sent, the weights are the same."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

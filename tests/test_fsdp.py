@@ -1,7 +1,5 @@
 """The laws between replicas of an FSDP2 model, shard by shard, on gloo ranks; torch's own HSDP is the oracle."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from fnmatch import fnmatch

@@ -1,7 +1,5 @@
 """The laws on real process groups, through DDP's reducer, in all its modes."""
 
-from __future__ import annotations
-
 import copy
 import os
 import threading

@@ -4,8 +4,6 @@
 for the network, so one GPU is enough.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """The Triton kernels, compared with the reference: on a GPU, and everywhere under Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

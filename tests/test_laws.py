@@ -1,7 +1,5 @@
 """The laws of the exchange, on every topology, direction, wire, selector, memory and size, in memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The strategy and the callback in a Trainer: logged values, and ways to start its processes."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Bits, positions and layouts."""
 
-from __future__ import annotations
-
 import math
 import random
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The selections of the selectors."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

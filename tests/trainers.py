@@ -1,7 +1,5 @@
 """Helpers for tests of a Trainer: a small module, and Trainers of connected ranks or of ranks that they start."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any
