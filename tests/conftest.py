@@ -116,4 +116,4 @@ def groups():
 
     yield group
     for each in started.values():
-        each.stop()
+        each.close()

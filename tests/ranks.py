@@ -13,15 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# ------------------------------------------------------------------------------------------------ nets
-
 
 class Net(nn.Module):
-    """Layers of odd sizes, a scalar, an empty parameter, and parts that can be left out.
-
-    Args:
-        empty: Whether to include the empty parameter, which FSDP2 does not support.
-    """
+    """Layers of odd sizes, a scalar, an empty parameter (FSDP2 supports none), and parts that can be left out."""
 
     def __init__(self, empty: bool = True) -> None:
         super().__init__()
@@ -51,9 +45,6 @@ def batch(rank: int, step: int, features: int = 20) -> Tensor:
 def loss_of(net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
     """The loss of a net of 20 features, on the device of its parameters."""
     return net(batch(rank, step).to(next(net.parameters()).device), **use).square().mean()
-
-
-# ------------------------------------------------------------------------------------------------ one flat tensor
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -113,9 +104,6 @@ def undelivered(state: Any, net: nn.Module) -> Tensor:
     return whole
 
 
-# ------------------------------------------------------------------------------------------------ between ranks
-
-
 def mean_over_ranks(x: Tensor) -> Tensor:
     """The mean over ranks, in float64 on the CPU."""
     x = x.double()
@@ -168,9 +156,6 @@ class Counted:
     def __exit__(self, *_: Any) -> None:
         for patch in self._patches:
             patch.stop()
-
-
-# ------------------------------------------------------------------------------------------------ words
 
 
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
