@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import on_ranks
-from laws import ON_NODES, ROUTES, WIRES, routes, selectors
+from laws import ON_NODES, ROUTES, SELECTED, WIRES, codecs_of
 from ranks import Counted, Net, every_rank, gradient, local_gradient, loss_of, mean_over_ranks, undelivered
-from shapes import codecs_of, endpoint_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,6 +39,8 @@ MODES = {
 }
 SEVERAL = ("several_buckets", "find_unused_parameters")
 """Modes in which buckets differ in size and some parameters have no gradient: enough beside another axis."""
+SAVING = {"ratio": None, "saving": 8}
+"""Each bucket has its own ratio."""
 SQUARE = [(*way, mode, (i + j) % 5, (i + 2 * j) % 5) for i, way in enumerate(ROUTES) for j, mode in enumerate(MODES)]
 """Topology, direction, mode, and two numbers below five: any two of these four (a topology with its direction) meet in
 some case, as in two orthogonal Latin squares. test_laws covers combinations of three and more in memory."""
@@ -51,25 +52,19 @@ def uses_branch(mode: str, rank: int, step: int) -> bool:
 
 
 def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str, settings: dict[str, Any]) -> None:
-    """Checks the laws on four steps of a DDP model.
+    """Checks the laws on four steps of a DDP model in a ``mode``.
 
-    Args:
-        rank: This rank.
-        world: Number of ranks.
-        topology: Topology of the exchange.
-        bidirectional: Whether servers compress.
-        mode: Mode of DDP.
-        settings: More settings; also ``local``, the ranks per node, and ``device``.
+    The settings may contain ``local``, the ranks per node, ``device``, and ``piece``, the elements in a piece.
     """
-    local, device = settings.pop("local", 1), settings.pop("device", "cpu")
-    patterns = settings.get("dense_parameters", ())
+    local, device, piece = (settings.pop(*each) for each in (("local", 1), ("device", "cpu"), ("piece", build.PIECE)))
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
     net, alone = Net().to(device), Net().to(device)
     ddp = DistributedDataParallel(net, **MODES[mode])
     state = attach(ddp, config, local_world_size=local)
-    whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in patterns)}
+    whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in config.dense_parameters)}
     computed, received, sent, planned = [], [], [], []
-    with Counted() as counted:
+    names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
+    with mock.patch.object(build, "PIECE", piece), Counted() as counted:
         for step in range(4):
             use = {"branch": uses_branch(mode, rank, step)}
             computed.append(local_gradient(alone, net, rank, step, **use))
@@ -84,15 +79,14 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
                 parameters=[*map(len, buckets)] if mode == "find_unused_parameters" else None,
                 uncompressed=[[n for n, p in enumerate(bucket) if p in whole] for bucket in buckets],
             )  # fmt: skip
-            names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
             planned.append({name: getattr(plan, name) for name in names} | {"": plan.uplink + plan.downlink})
             sent.append({name: bytes_[name] for name in names} | {"": collectives})
-    means, rows, left = (
-        mean_over_ranks(torch.stack(computed)),
-        every_rank(torch.stack(received)),
-        undelivered(state, net),
-    )
+        known = [[getattr(state.predicted(each), name) for name in names] for each in range(world)]
+    means, rows = mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received))
+    left, known = undelivered(state, net), every_rank(torch.tensor(known))
     state.close()
+    assert known.eq(known[0]).all(), "every rank predicts the bytes of every rank"
+    assert known[0, rank].tolist() == [planned[-1][name] for name in names]
     assert len(buckets) == 1 if mode == "one_bucket" else len(buckets) > 1
     assert rows.any()
     everything = (config.ratio, config.wire) == (1.0, "fp32") or topology == "dense"
@@ -101,74 +95,25 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
 
 
 @pytest.mark.parametrize(
-    ("topology", "bidirectional", "mode", "world", "settings"),
-    [
-        *((*way, mode, (2, 3, 4)[one % 3], {"wire": WIRES[other % 4]}) for *way, mode, one, other in SQUARE),
-        *((*way, mode, (2, 3)[one % 2], {"ratio": 1.0, "wire": "fp32"}) for *way, mode, one, _ in SQUARE),
-    ],
-    ids=str,
-)
-def test_laws_hold(groups, world, topology, bidirectional, mode, settings):
-    groups(world).run(harness, topology, bidirectional, mode, settings)
-
-
-@pytest.mark.parametrize("more", [{}, {"dense_parameters": ["scale"]}])
-@routes
-def test_laws_hold_with_a_saving(groups, topology, bidirectional, more):
-    """Each bucket has its own ratio."""
-    groups(3).run(harness, topology, bidirectional, "several_buckets", {"ratio": None, "saving": 8, **more})
-
-
-@pytest.mark.parametrize(
     ("world", "topology", "bidirectional", "mode", "settings"),
     [
-        *((3, "sharded", way, mode, {}) for way in (True, False) for mode in SEVERAL),
-        (2, "sharded", True, "one_bucket", {"ratio": None, "saving": 8, "dense_parameters": ["scale"]}),
-        (4, "hierarchical", True, "several_buckets", {"local": 2}),
+        *(((2, 3, 4)[one % 3], *way, mode, {"wire": WIRES[other % 4]}) for *way, mode, one, other in SQUARE),
+        *(((2, 3)[one % 2], *way, mode, {"ratio": 1.0, "wire": "fp32"}) for *way, mode, one, _ in SQUARE),
+        *((3, *way, SEVERAL[0], {**SAVING, **more}) for way in ROUTES for more in ({}, {"dense_parameters": "scale"})),
+        *((3, "sharded", both, mode, {"piece": 500}) for both in (True, False) for mode in SEVERAL),
+        (2, "sharded", True, "one_bucket", {"piece": 500, **SAVING, "dense_parameters": "scale"}),
+        (4, "hierarchical", True, SEVERAL[0], {"piece": 500, "local": 2}),
+        *((2, *way, SEVERAL[0], {"selector": selector}) for way in ROUTES for selector in SELECTED),
+        *((4, *way, mode, {"local": 2}) for way in ON_NODES for mode in MODES),
+        *((6, *way, SEVERAL[(i + n) % 2], {"local": 3 - n}) for i, way in enumerate(ON_NODES) for n in (0, 1)),
+        *((4, name, name != "allgather", SEVERAL[0], {"local": 2}) for name in {name: 0 for name, _ in ROUTES}),
+        *((*way, mode, {"local": local, "dense_parameters": ("*.bias", "last.weight", "scale")})
+          for *way, local in [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)]
+          for mode in MODES),
     ],
     ids=str,
-)
-def test_laws_hold_for_buckets_of_several_pieces(groups, world, topology, bidirectional, mode, settings):
-    groups(world).run(in_pieces, topology, bidirectional, mode, settings)
-
-
-def in_pieces(rank: int, world: int, *arguments: Any) -> None:
-    with mock.patch.object(build, "PIECE", 500):
-        harness(rank, world, *arguments)
-
-
-@routes
-@selectors
-def test_laws_hold_for_every_selector(groups, topology, bidirectional, selector):
-    groups(2).run(harness, topology, bidirectional, "several_buckets", {"selector": selector})
-
-
-@pytest.mark.parametrize(
-    ("topology", "bidirectional", "nodes", "local", "mode"),
-    [
-        *((*way, 2, 2, mode) for way in ON_NODES for mode in MODES),
-        *((*way, 2, 3, SEVERAL[i % 2]) for i, way in enumerate(ON_NODES)),
-        *((*way, 3, 2, SEVERAL[1 - i % 2]) for i, way in enumerate(ON_NODES)),
-        *(
-            (topology, topology != "allgather", 2, 2, SEVERAL[0])
-            for topology in ("sharded", "single_server", "allgather")
-        ),
-    ],
-)
-def test_laws_hold_on_nodes_of_several_ranks(groups, nodes, local, topology, bidirectional, mode):
-    groups(nodes * local).run(harness, topology, bidirectional, mode, {"local": local})
-
-
-@pytest.mark.parametrize(
-    ("world", "topology", "bidirectional", "local", "mode"),
-    [
-        (*way, mode)
-        for way in [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)]
-        for mode in MODES
-    ],
-)
-def test_laws_hold_with_uncompressed_parameters(groups, world, topology, bidirectional, local, mode):
-    settings = {"local": local, "dense_parameters": ("*.bias", "last.weight", "scale")}
+)  # fmt: skip
+def test_laws_hold(groups, world, topology, bidirectional, mode, settings):
     groups(world).run(harness, topology, bidirectional, mode, settings)
 
 
@@ -183,8 +128,8 @@ def test_laws_hold_with_uncompressed_parameters(groups, world, topology, bidirec
 def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional, wire, nodes, local):
     groups = Groups(dist.group.WORLD).divided(None, None, local, hierarchy=local > 1)
     config, numel = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology), 3001
-    simulated, end = Cluster(config, world, numel, local=local), endpoint_of(config, [numel], rank, world, local=local)
-    results = []
+    simulated, results = Cluster(config, world, numel, local=local), []
+    end = simulated.plan.endpoint(rank, torch.float32, torch.device("cpu"))
     for step in range(4):
         given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = given[rank].clone()
@@ -194,17 +139,6 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
     assert all(torch.equal(real, imagined) for real, imagined in results)
-
-
-@on_ranks(3)
-def test_the_bytes_of_every_rank_are_predicted_on_every_rank(rank, world):
-    ddp = DistributedDataParallel(Net())
-    state = attach(ddp, ratio=0.05, topology="single_server")
-    loss_of(ddp, rank, 0).backward()
-    mine, everyones = state.predicted().downlink, [state.predicted(each).downlink for each in range(world)]
-    state.close()
-    assert mine == everyones[rank]
-    assert [each > 0 for each in everyones] == [True, False, False]
 
 
 class Empty(nn.Module):
@@ -305,18 +239,6 @@ def test_the_registered_hook_compresses_plain_ddp(rank, world):
     assert 0 < gradient(net).count_nonzero() <= kept * world
 
 
-@on_ranks(2)
-def test_an_error_in_the_exchange_reaches_training_with_the_buckets_name(rank, world):
-    ddp = DistributedDataParallel(nn.Linear(20, 5))
-    state = attach(ddp, ratio=0.5)
-    state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
-    with pytest.raises(
-        RuntimeError, match=rf"sharded exchange of bucket 0 \(105 elements\) failed on rank {rank} of 2: out of luck"
-    ):
-        loss_of(ddp, rank, 0).backward()
-    state.close()
-
-
 @pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.01])  # clipping applies to the exchanged gradient
@@ -361,21 +283,6 @@ def test_a_closed_state_leaves_no_thread_and_no_group_and_refuses_use(rank, worl
     for use in (*uses, lambda: state.load_state_dict(entry)):
         with pytest.raises(RuntimeError, match="was closed"):
             use()
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
-@on_ranks(2)
-def test_closed_states_still_referenced_leave_no_thread_of_torch(rank, world):
-    threads, states = [], []
-    for _ in range(2):
-        for _ in range(4):
-            ddp = DistributedDataParallel(nn.Linear(20, 30))
-            states.append(attach(ddp, ratio=0.1))
-            loss_of(ddp, rank, 0).backward()
-            states[-1].close()
-        dist.barrier()
-        threads.append(len(os.listdir("/proc/self/task")))
-    assert threads[1] <= threads[0]
 
 
 @on_ranks(4)
@@ -489,12 +396,12 @@ def test_parameters_that_ddp_ignores_may_be_complex_and_are_not_exchanged(rank, 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
 @on_ranks(4)
 def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world):
-    """Counts threads, files and groups after each round of states, some of which were open at the same time."""
+    """Counts threads, files and groups after each round of states, which were open at the same time and stay known."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     whole = dist.new_group(list(range(world)))
-    counts = []
+    counts, known = [], []
     for round_ in range(4):
-        states = []
+        known.append(states := [])
         for group, settings in (
             (halves[rank // 2], {}),
             (whole, {"topology": "hierarchical", "local_world_size": 2}),
@@ -515,7 +422,7 @@ def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world)
 
 @on_ranks(2)
 def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
-    """An exchange fails on one rank."""
+    """An exchange fails on one rank; the error that reaches training names the bucket."""
     whole, states = dist.new_group([0, 1]), []
     for spoilt in (True, False):
         ddp = DistributedDataParallel(nn.Linear(10, 10), process_group=whole)
@@ -523,7 +430,8 @@ def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
         states.append(state.groups.all)
         if spoilt and rank == 1:
             state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
-        with pytest.raises(RuntimeError, match="exchange of bucket 0") if spoilt else nullcontext():
+        words = rf"sharded exchange of bucket 0 \(110 elements\) failed on rank {rank} of 2: {'out of luck' * rank}"
+        with pytest.raises(RuntimeError, match=words) if spoilt else nullcontext():
             ddp(torch.randn(2, 10)).sum().backward()
         state.close()
     dist.destroy_process_group(whole)
