@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topk import attach
 
 
 class Net(nn.Module):
@@ -45,6 +50,21 @@ def batch(rank: int, step: int, features: int = 20) -> Tensor:
 def loss_of(net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
     """The loss of a net of 20 features, on the device of its parameters."""
     return net(batch(rank, step).to(next(net.parameters()).device), **use).square().mean()
+
+
+def attached(net: nn.Module, ddp: dict[str, Any] | None = None, **settings: Any) -> tuple[DistributedDataParallel, Any]:
+    """A net wrapped by DDP, and its state."""
+    model = DistributedDataParallel(net, **(ddp or {}))
+    return model, attach(model, **settings)
+
+
+def train(net: nn.Module, rank: int, steps: Iterable[int], optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Computes the gradients of some steps and, with an optimizer, takes the steps."""
+    for step in steps:
+        net.zero_grad()
+        loss_of(net, rank, step).backward()
+        if optimizer is not None:
+            optimizer.step()
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -165,6 +185,20 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
     return ""
+
+
+def unsaid(said: Iterable[tuple[str, str]]) -> list[str]:
+    """Of pairs of expected words and a message, those whose message lacks the words."""
+    return [f"{found!r} instead of {words!r}" for words, found in said if words not in found]
+
+
+counts_threads = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+
+
+def open_now() -> list[int]:
+    """Numbers of this process's threads, file descriptors and process groups."""
+    kinds = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd"), dist.distributed_c10d._world.pg_map
+    return [*map(len, kinds)]
 
 
 @contextmanager
