@@ -325,8 +325,9 @@ if __name__ == "__main__":
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(BoringModel() if "--other" in sys.argv else model)
     assert trainer.world_size == 2 and trainer.global_step == 6, trainer.global_step
-    # The same parameters keep their residuals; another model starts without.
+    # The same parameters keep their residuals; another model starts without, and at step 0.
     assert first.at_start == ({} if "--other" in sys.argv else left), (first.at_start, left)
+    assert strategy._residuals.progress.steps == (3 if "--other" in sys.argv else 6)
     print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
 """
 
