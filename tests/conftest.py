@@ -10,8 +10,6 @@ Every test has one kind, by which ``pytest -m`` selects it: the processes that i
 A test's own mark takes precedence, then its file's entry below, then its fixtures.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -118,4 +116,4 @@ def groups():
 
     yield group
     for each in started.values():
-        each.stop()
+        each.close()

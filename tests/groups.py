@@ -1,7 +1,5 @@
 """Processes forked from a server that has imported everything: groups of processes, torchrun's ranks, scripts."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -11,7 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from inspect import Parameter, Signature, signature
 from multiprocessing.connection import Connection
@@ -23,72 +21,57 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-
-def backend_for(world: int, device: str) -> str:
-    """NCCL if tensors are on GPUs and every rank has its own, else gloo."""
-    return "nccl" if device == "cuda" and torch.cuda.device_count() >= world else "gloo"
-
-
 MESHES = 12
 """Process groups that a :class:`Group` may hold before its processes are restarted. Meshes are never destroyed, since
 DTensor's caches refer to them, and each of their groups has a thread that wakes a hundred times a second."""
 
 
 class Group:
-    """Processes joined by gloo or NCCL.
-
-    Args:
-        world: Number of processes.
-        device: Device of the tests' tensors.
-        backend: Default: chosen by :func:`backend_for`.
-    """
+    """Processes joined by gloo, or by NCCL if tensors are on GPUs and every rank has its own."""
 
     def __init__(self, world: int, device: str = "cpu", backend: str | None = None) -> None:
         self.world, self.device = world, device
-        self.backend = backend or backend_for(world, device)
+        nccl = device == "cuda" and torch.cuda.device_count() >= world
         context = multiprocessing.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = rank, world, self.backend, device, self._folder.name, theirs
+            arguments = rank, world, backend or ("nccl" if nccl else "gloo"), device, self._folder.name, theirs
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Calls ``function(rank, world, *args)`` on every rank and returns their results.
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = None, ranks: Iterable[int] = ()
+    ) -> list[Any]:
+        """Calls ``function(rank, world, *args)`` on every rank; returns the results of all, or of some ``ranks``.
 
-        Args:
-            function: A function of a test module. It should assert only after its last collective, so that a failing
-                rank does not keep the others waiting.
-            *args: Picklable arguments.
-            timeout: Seconds after which the group is killed and the call fails. Default: 60, and 300 on GPUs, where
-                kernels may have to be compiled.
+        The function is one of a test module. It should assert only after its last collective, so that a failing rank
+        does not keep the others waiting. After ``timeout`` seconds (by default 60, and 300 on GPUs, where kernels may
+        have to be compiled) the group is killed and the call fails.
         """
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
         timeout = timeout or (60.0 if self.device == "cpu" else 300.0)
         results, deadline = [], time.monotonic() + timeout
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                self.stop()
+        for rank in ranks or range(self.world):
+            if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                self.close()
                 raise TimeoutError(f"{function.__name__}{args}: rank {rank} of {self.world} did not end in {timeout} s")
-            results.append(pickle.loads(pipe.recv_bytes()))
+            results.append(pickle.loads(self._pipes[rank].recv_bytes()))
         if max(count for *_, count in results) > MESHES:
-            self.stop()
+            self.close()
         failed = [f"rank {rank}:\n{error}" for rank, (error, *_) in enumerate(results) if error]
         assert not failed, "\n".join(failed)
         return [value for _, value, _ in results]
 
     @property
     def alive(self) -> bool:
-        """Whether all processes run."""
         return all(process.is_alive() for process in self._processes)
 
-    def stop(self) -> None:
-        """Ends the processes."""
+    def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
@@ -98,11 +81,8 @@ class Group:
 def on_ranks(count: int | Callable[..., int] | None = None, timeout: float | None = None) -> Callable[..., Any]:
     """Makes a test from a function that every rank of a group calls: ``function(rank, world, ...)``.
 
-    Its arguments after these two are fixtures and parameters of the test.
-
-    Args:
-        count: Number of ranks, or a function of the test's arguments that returns it. Default: the argument ``world``.
-        timeout: As for :meth:`Group.run`.
+    Its arguments after these two are fixtures and parameters of the test. ``count`` is the number of ranks, or a
+    function of the test's arguments that returns it; by default the argument ``world``.
     """
 
     def test_of(function: Callable[..., Any]) -> Callable[..., None]:

@@ -3,8 +3,6 @@
 usage: job.py FOLDER RANK REQUESTS OPTIONS: which rank dies (or -1) at which request; strategy and Trainer, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,10 +1,8 @@
-"""The laws, and the settings for which they hold; every harness calls :func:`check`.
+"""The laws, the settings for which they hold, and vectors that are hard to select from; every harness calls `check`.
 
-:func:`simulate` is the harness in memory. Harnesses on real ranks are in ``test_gloo`` (DDP), ``test_fsdp`` (FSDP2) and
-``test_features`` (a Trainer).
+`simulate` is the harness in memory. Harnesses on real ranks are in test_gloo (DDP), test_fsdp (FSDP2) and test_features
+(a Trainer).
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.endpoint import Exchange, Outcome
+from lightning_topk.core.endpoint import Codecs, Exchange, Outcome
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Begin, Begun, Request
 from lightning_topk.simulate import Cluster
@@ -54,28 +53,17 @@ def in_turn(last: Sequence, *axes: Sequence) -> list[tuple]:
 
 
 def check(
-    computed: Tensor,
-    received: Tensor,
-    left: Tensor | None,
-    sent: Sequence[dict[str, int]],
-    planned: Sequence[dict[str, int]],
-    exact: Tensor | bool = False,
-    settled: int | None = 0,
-    atol: float = 1e-6,
-    rtol: float = 1e-5,
-) -> None:
+    computed: Tensor, received: Tensor, left: Tensor | None, sent: Sequence[dict[str, int]],
+    planned: Sequence[dict[str, int]], exact: Tensor | bool = False, settled: int | None = 0,
+    atol: float = 1e-6, rtol: float = 1e-5,
+) -> None:  # fmt: skip
     """Fails if a run of some steps breaks a law.
 
-    Args:
-        computed: ``[steps, numel]``: the mean over the workers of each step's gradient.
-        received: ``[ranks, steps, numel]``: the gradient delivered to each rank.
-        left: ``[numel]``: the mean of the workers' residuals plus the servers'; None if some mass is lost on purpose.
-        sent: Measured bytes of each step, by name.
-        planned: Predicted bytes of each step, by name.
-        exact: ``[numel]`` bool, or one for all: whether an element arrives whole in every step.
-        settled: The step from which on sizes are fixed; None if a schedule changes them.
-        atol: Absolute tolerance of identity and conservation.
-        rtol: Relative tolerance.
+    Given are the mean over the workers of each step's gradient, ``computed [steps, numel]``; the gradient delivered to
+    each rank, ``received [ranks, steps, numel]``; the mean of the workers' residuals plus the servers', ``left
+    [numel]``, or None if some mass is lost on purpose; the measured and the predicted bytes of each step; whether an
+    element arrives whole in every step, ``exact [numel]``; and the step from which on sizes are fixed, ``settled``, or
+    None if a schedule changes them. The tolerances are those of identity and conservation.
     """
     for step, rows in enumerate(received.unbind(1)):
         assert all(torch.equal(row, rows[0]) for row in rows), f"agreement, step {step}"
@@ -145,28 +133,13 @@ def undelivered(cluster: Cluster) -> Tensor:
 
 
 def simulate(
-    config: TopKConfig,
-    workers: int,
-    numel: int,
-    dtype: torch.dtype = torch.float32,
-    steps: int = 4,
-    given: Callable[[int, int, int], list[Tensor]] = gradients,
-    atol: float = 2e-5,
-    rtol: float = 1e-5,
-) -> Cluster:
-    """Checks the laws on some steps of a simulated cluster.
+    config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32, steps: int = 4,
+    given: Callable[[int, int, int], list[Tensor]] = gradients, atol: float = 2e-5, rtol: float = 1e-5,
+) -> Cluster:  # fmt: skip
+    """Checks the laws on some steps of a simulated cluster of ranks, or of nodes of two.
 
     Also checks that exchanges make the predicted requests, and select no more entries than payloads have room for.
-
-    Args:
-        config: The settings.
-        workers: Ranks, or nodes of two.
-        numel: Elements of the gradient.
-        dtype: dtype of the gradient.
-        steps: Number of steps.
-        given: Makes the gradients from ``(world, numel, step)``.
-        atol: See :func:`check`.
-        rtol: See :func:`check`.
+    ``given`` makes the gradients from ``(world, numel, step)``.
     """
     cluster = cluster_of(config, workers, numel, dtype)
     ranks, before = range(len(cluster.endpoints)), {}
@@ -196,3 +169,37 @@ def simulate(
     settled = 0 if isinstance(config.ratio, float | None) else None  # no schedule
     check(torch.stack(computed), torch.stack(received, 1), left, sent, planned, exact, settled, atol, rtol)
     return cluster
+
+
+def codecs_of(config: TopKConfig, numel: int, world: int, step: int = 0) -> Codecs:
+    """The codecs of a bucket at a step."""
+    return plan_bucket(config, [numel], world).codecs(step)
+
+
+def vector(name: str, numel: int, seed: int = 0) -> Tensor:
+    """A vector that is hard to select from: ``[numel]``."""
+    generator, place = torch.Generator().manual_seed(seed), torch.arange(numel)
+    normal, uniform = torch.randn(numel, generator=generator), torch.rand(numel, generator=generator)
+    return {
+        "normal": lambda: normal,
+        "shifted": lambda: normal + 0.5,
+        "laplace": lambda: normal.sign() * -(1 - uniform).log(),
+        "heavy": lambda: normal**5,
+        "uniform": lambda: uniform - 0.5,
+        "zero": lambda: torch.zeros(numel),
+        "equal": lambda: torch.full((numel,), -2.0),
+        "signs": lambda: normal.sign(),
+        "ties": lambda: (2 * normal).round() + 0.0,  # no negative zeros
+        "spike": lambda: torch.where(place == numel // 3, -7.0, 0.0),
+        "sparse": lambda: torch.where(uniform < 0.0005, normal, 0.0),
+        "denormal": lambda: normal * 1e-40,
+        "overflowing": lambda: torch.where(place < numel // 2, 2.5e38, normal),  # two of them, in more than k entries
+        "sorted": lambda: normal.sort().values,
+        "ascending": lambda: normal.abs().sort().values,
+        "one shard": lambda: torch.where(place // 256 % 3 == 0, 100 * normal, normal),  # a sample misjudges the others
+        "not sampled": lambda: torch.where(place % 7 == 3, 100.0, normal),
+    }[name]()
+
+
+def residual_and_gradient(name: str, numel: int) -> tuple[Tensor, Tensor]:
+    return vector(name, numel), vector(name, numel, seed=1)

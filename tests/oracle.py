@@ -1,7 +1,5 @@
 """The papers' algorithms in NumPy, written from their descriptions and without the library's code."""
 
-from __future__ import annotations
-
 import numpy as np
 
 
@@ -23,13 +21,8 @@ def bfloat16(vector: np.ndarray) -> np.ndarray:
 class BidirectionalTopK:
     """Zou 2022, in gradient scale: error feedback on the workers and on the server.
 
-    Args:
-        workers: Number of workers.
-        numel: Elements of the gradient.
-        kept: Number of entries that a worker sends of each shard.
-        server_kept: Number that the server sends of each shard; None sends every nonzero entry.
-        shards: Index arrays, one for each server; one array of everything is the thesis's single server.
-        rounding: The wire's rounding of values.
+    Of each shard (an index array; one of everything is the thesis's single server) a worker sends ``kept`` entries and
+    the server ``server_kept``, or every nonzero one if that is None. ``rounding`` is the wire's.
     """
 
     def __init__(self, workers, numel, kept, server_kept, shards, rounding=lambda v: v):
@@ -65,12 +58,7 @@ def deal(numel: int, servers: int, block: int) -> list[np.ndarray]:
 class DeepGradientCompression:
     """Lin et al. 2018, algorithm 4, without sampling: momentum correction, factor masking and local clipping.
 
-    Args:
-        workers: Number of workers.
-        numel: Elements of the gradient.
-        momentum: m.
-        kept: Number of entries that a worker sends.
-        clip: Norm to which a worker clips its gradient.
+    A worker clips its gradient to the norm ``clip`` and sends ``kept`` entries.
     """
 
     def __init__(self, workers: int, numel: int, momentum: float, kept: int, clip: float) -> None:

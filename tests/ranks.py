@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-# ------------------------------------------------------------------------------------------------ nets
+from lightning_topk import attach
 
 
 class Net(nn.Module):
-    """Layers of odd sizes, a scalar, an empty parameter, and parts that can be left out.
-
-    Args:
-        empty: Whether to include the empty parameter, which FSDP2 does not support.
-    """
+    """Layers of odd sizes, a scalar, an empty parameter (FSDP2 supports none), and parts that can be left out."""
 
     def __init__(self, empty: bool = True) -> None:
         super().__init__()
@@ -53,7 +52,19 @@ def loss_of(net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
     return net(batch(rank, step).to(next(net.parameters()).device), **use).square().mean()
 
 
-# ------------------------------------------------------------------------------------------------ one flat tensor
+def attached(net: nn.Module, ddp: dict[str, Any] | None = None, **settings: Any) -> tuple[DistributedDataParallel, Any]:
+    """A net wrapped by DDP, and its state."""
+    model = DistributedDataParallel(net, **(ddp or {}))
+    return model, attach(model, **settings)
+
+
+def train(net: nn.Module, rank: int, steps: Iterable[int], optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Computes the gradients of some steps and, with an optimizer, takes the steps."""
+    for step in steps:
+        net.zero_grad()
+        loss_of(net, rank, step).backward()
+        if optimizer is not None:
+            optimizer.step()
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -113,9 +124,6 @@ def undelivered(state: Any, net: nn.Module) -> Tensor:
     return whole
 
 
-# ------------------------------------------------------------------------------------------------ between ranks
-
-
 def mean_over_ranks(x: Tensor) -> Tensor:
     """The mean over ranks, in float64 on the CPU."""
     x = x.double()
@@ -170,9 +178,6 @@ class Counted:
             patch.stop()
 
 
-# ------------------------------------------------------------------------------------------------ words
-
-
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The message of the error that a call raises; empty if it raises none."""
     try:
@@ -180,6 +185,20 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
     return ""
+
+
+def unsaid(said: Iterable[tuple[str, str]]) -> list[str]:
+    """Of pairs of expected words and a message, those whose message lacks the words."""
+    return [f"{found!r} instead of {words!r}" for words, found in said if words not in found]
+
+
+counts_threads = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+
+
+def open_now() -> list[int]:
+    """Numbers of this process's threads, file descriptors and process groups."""
+    kinds = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd"), dist.distributed_c10d._world.pg_map
+    return [*map(len, kinds)]
 
 
 @contextmanager

@@ -124,13 +124,7 @@ class Block:
 
 
 class Gpu(TorchDispatchMode):
-    """Follows the operations that are enqueued inside this context.
-
-    Attributes:
-        races: Descriptions of the races found.
-        reuses: Descriptions of the reuses found.
-        operations: Number of operations followed.
-    """
+    """Follows the operations that are enqueued inside this context, and describes the races and reuses found."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +178,8 @@ class Gpu(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _cuda(value)
         ]
-        written += _cuda((kwargs or {}).get("out")) + [
-            x for x in made if x.untyped_storage()._cdata not in self._blocks
-        ]
+        written += _cuda((kwargs or {}).get("out"))
+        written += [x for x in made if x.untyped_storage()._cdata not in self._blocks]
         self.use(given, written)
         if given and any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree_leaves(result)):
             self.current.synchronize()  # the host waits for a copy to it
@@ -236,10 +229,7 @@ class Gpu(TorchDispatchMode):
 def replace_kernels(setattr: Callable[..., None], stand_in: Callable[[str, list[str]], Any]) -> None:
     """Replaces Triton's kernels, and features that fake tensors lack: a current device, addresses and pinned memory.
 
-    Args:
-        setattr: ``setattr`` of a monkeypatch.
-        stand_in: Makes the stand-in of a kernel from its name and argument names. It is launched as
-            ``stand_in[grid](*arguments, **options)``.
+    ``stand_in`` makes the stand-in of a kernel from its name and argument names.
     """
     if torch.__version__ < "2.13":
         pytest.skip("this torch asks the driver about fake CUDA tensors")
@@ -253,11 +243,7 @@ def replace_kernels(setattr: Callable[..., None], stand_in: Callable[[str, list[
 
 
 class Kernel:
-    """Stands for a Triton kernel.
-
-    Args:
-        launch: Called with the arguments of each launch.
-    """
+    """Stands for a Triton kernel; calls ``launch`` with the arguments of each launch."""
 
     def __init__(self, launch: Callable[..., None]) -> None:
         self._launch = launch

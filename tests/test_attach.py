@@ -1,7 +1,5 @@
 """``attach`` called by hand: valid and invalid arguments, warnings, and copies of an attached model."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """Residuals survive in checkpoints, at any world size."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -12,23 +10,23 @@ from typing import Any
 
 import laws
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from groups import on_ranks
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import batch, four_layers, held, loss_of, mean_over_ranks, refusal, undelivered
+from ranks import attached, four_layers, gradient, held, loss_of, mean_over_ranks, refusal, train, undelivered
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from trainers import fit
 
-from lightning_topk import TopKStrategy, attach
+from lightning_topk import TopKStrategy
 from lightning_topk.lightning import _resume
 from lightning_topk.lightning._resume import entry_to_resume
-from lightning_topk.runtime.memory.by_parameter import Progress, Residuals
 from lightning_topk.runtime.memory.checkpoint import EMPTY, KEY, absent
 
 MODES = {
@@ -61,17 +59,14 @@ def shared(entry: Any) -> Any:
 def trained(rank: int, world: int, settings: dict, mode: str, start: int, stop: int, saved: dict | None = None):
     """Trains from step ``start`` to ``stop``; returns the undelivered parts before and after, and rank 0's entry."""
     net = MixedNet() if mode == "mixed_dtypes" else four_layers()
-    ddp = DistributedDataParallel(net, **MODES[mode])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    state = attach(ddp, optimizer=optimizer, **{"ratio": 0.05, "local_world_size": 1, **settings})
+    settings = {"ratio": 0.05, "local_world_size": 1, **settings}
+    ddp, state = attached(net, MODES[mode], optimizer=optimizer, **settings)
     if saved:
         net.load_state_dict(saved["weights"])
         state.load_state_dict(saved["residuals"])
     before = undelivered(state, net)
-    for step in range(start, stop):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
+    train(ddp, rank, range(start, stop), optimizer)
     left = undelivered(state, net)
     entry = copy.deepcopy({"weights": net.state_dict(), "residuals": state.state_dict()})
     state.close()
@@ -84,9 +79,8 @@ def test_a_run_resumes_in_every_mode_of_ddp_with_one_copy_of_the_model(groups, m
     before, *_ = groups(3).run(trained, {}, mode, 3, 5, saved)[0]
     assert abs(before - left).max() < 1e-6
     assert abs(left).max() > 1e-3
-    assert sum(part.numel() for kept in saved["residuals"]["parameters"].values() for part in kept.values()) == len(
-        left
-    )
+    parts = [part for kept in saved["residuals"]["parameters"].values() for part in kept.values()]
+    assert sum(part.numel() for part in parts) == len(left)
 
 
 def on_nodes(local: int, **more: Any) -> dict[str, Any]:
@@ -134,8 +128,8 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     entry["parameters"] = {name: {"residual": torch.full((64,), 10.0)} for name in ("a.weight", "b.weight")}
 
     def made(net: nn.Module, load: bool = True, unused: bool = False, **options: Any):
-        ddp = DistributedDataParallel(net, find_unused_parameters=unused)
-        state = attach(ddp, topology=topology, ratio=1.0, wire="fp32", local_world_size=1, **options)
+        options |= {"topology": topology, "ratio": 1.0, "wire": "fp32", "local_world_size": 1}
+        ddp, state = attached(net, {"find_unused_parameters": unused}, **options)
         if load:
             state.load_state_dict(entry)
         return ddp, state
@@ -175,26 +169,14 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     assert found == dict.fromkeys(found, 10.0)
 
 
-def test_another_model_restarts_at_the_first_step():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    residuals = Residuals()
-    residuals.keep_only(first.parameters())
-    residuals.progress.steps, residuals.progress.buckets = 7, (tuple(first.parameters()),)
-    residuals.keep_only(first.parameters())
-    assert residuals.progress.steps == 7
-    residuals.keep_only(second.parameters())
-    assert residuals.progress == Progress()
-
-
 @on_ranks(2)
 def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
-    ddp = DistributedDataParallel(four_layers())
-    state = attach(ddp, ratio=0.05)
+    ddp, state = attached(four_layers(), ratio=0.05)
     loss_of(ddp, rank, 0).backward()
     good = shared(state.state_dict())
     state.close()
     name = next(iter(good["parameters"]))
-    state = attach(DistributedDataParallel(four_layers()), ratio=0.05)
+    _, state = attached(four_layers(), ratio=0.05)
 
     def changed(**changes):
         return {**good, **changes}
@@ -234,7 +216,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     untouched = (state.residuals.progress.steps, state.residuals.held()) == (0, {})
     state.load_state_dict(good)
     state.close()
-    assert [f"{found!r} instead of {words!r}" for words, found in said if words not in found] == []
+    assert ranks.unsaid(said) == []
     assert all("residual_checkpoint=False" in found for _, found in said)
     assert untouched, "a refused entry changed the residuals"
 
@@ -246,16 +228,14 @@ def test_a_checkpoint_does_not_depend_on_the_memory_format(rank, world, formats)
     before, after = (getattr(torch, name) for name in formats)
     data = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
     net, alone = nn.Conv2d(3, 4, 2, bias=False), nn.Conv2d(3, 4, 2, bias=False)
-    model = DistributedDataParallel(net.to(memory_format=before))
+    model, state = attached(net.to(memory_format=before), ratio=0.1, wire="fp32")
     alone.load_state_dict(net.state_dict())
-    state = attach(model, ratio=0.1, wire="fp32")
     model(data).square().sum().backward()
     alone(data).square().sum().backward()
     kept = mean_over_ranks(alone.weight.grad) - net.weight.grad
     entry = shared(state.state_dict())
     state.close()
-    model = DistributedDataParallel(nn.Conv2d(3, 4, 2, bias=False).to(memory_format=after))
-    state = attach(model, ratio=1.0, wire="fp32")
+    model, state = attached(nn.Conv2d(3, 4, 2, bias=False).to(memory_format=after), ratio=1.0, wire="fp32")
     state.load_state_dict(entry)
     (0 * model(data)).sum().backward()
     state.close()
@@ -269,12 +249,12 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(rank
     for kind in ("format", "size"):
         said: list[str] = []
         net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten())
-        ddp = DistributedDataParallel(net)
-        state = attach(ddp, ratio=0.1, wire="fp32")
-        loss = ddp(batch(rank, 0, 81).view(8, 1, 9, 9)).square().sum()
+        ddp, state = attached(net, ratio=0.1, wire="fp32")
+        loss = ddp(ranks.batch(rank, 0, 81).view(8, 1, 9, 9)).square().sum()
         loss.backward()
         state.close()
-        residuals, expected = state.residuals, undelivered_of(state.residuals, [*net[0].parameters(), net[1].bias])
+        others = nn.ParameterList([*net[0].parameters(), net[1].bias])
+        residuals, expected = state.residuals, undelivered(state, others)
         del ddp, state, loss
         gc.collect()  # autograd remembers a parameter's size as long as DDP's reducer does
         net.zero_grad()
@@ -282,21 +262,13 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(rank
             net[1].to(memory_format=torch.channels_last)
         else:
             net[1].weight.data = torch.randn(8, 8, 2, 2)
-        ddp = DistributedDataParallel(net)
-        state = attach(ddp, ratio=1.0, wire="fp32", residuals=residuals, announce=said.append)
+        ddp, state = attached(net, ratio=1.0, wire="fp32", residuals=residuals, announce=said.append)
         (0 * ddp(torch.zeros(8, 1, 9, 9))).sum().backward()
         state.close()
         assert not net[1].weight.grad.any()
-        found = torch.cat([p.grad.flatten() for p in (*net[0].parameters(), net[1].bias)])
-        torch.testing.assert_close(found.double(), expected)
+        torch.testing.assert_close(gradient(others).double(), expected)
         words = "1 parameter has a different size or memory format now"
         assert [words in line for line in said if "memory format" in line] == [True] * (rank == 0)
-
-
-def undelivered_of(residuals: Residuals, parameters: list[nn.Parameter]) -> Tensor:
-    """The undelivered gradient of some parameters after their state was closed: ``[numel]``."""
-    kept = residuals.held()
-    return mean_over_ranks(torch.cat([kept[p][0] + dist.get_world_size() * kept[p][1] for p in parameters]))
 
 
 @on_ranks(2)
@@ -314,22 +286,17 @@ def test_a_checkpoint_knows_parameters_whatever_wraps_or_prunes_them(rank, world
     found, entry = [], None
     for wrap in (wrapped, copy.copy, wrapped, pruned):
         net = wrap(four_layers())
-        model = DistributedDataParallel(net)
-        state = attach(model, ratio=0.05, dense_parameters="1.bias")
+        model, state = attached(net, ratio=0.05, dense_parameters="1.bias")
         if entry is None:
             loss_of(model, rank, 0).backward()
         else:
             state.load_state_dict(entry)
         prune.l1_unstructured(net[2], "weight", 0.5)
-        names = sorted((name, p) for p, name in state.names.items())
-        found.append(undelivered_of(state.residuals, [p for _, p in names]))
+        found.append(undelivered(state, nn.ParameterList(sorted(state.names, key=state.names.get))))
         entry = shared(state.state_dict())
         state.close()
     assert found[0].any()
     torch.testing.assert_close(found, found[:1] * 4)
-
-
-# ------------------------------------------------------------------------------------------------ in a Trainer
 
 
 def test_a_run_that_starts_from_zero_says_why(monkeypatch):

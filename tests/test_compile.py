@@ -1,7 +1,5 @@
 """The Triton kernels, compiled without a GPU: registers, spills and the width of loads."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Bad settings are refused early, in the user's words."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools
@@ -12,7 +10,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from shapes import codecs_of
+from laws import codecs_of
 
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName

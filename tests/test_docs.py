@@ -1,7 +1,5 @@
 """The README and the guides are correct: commands have the documented options, calls the documented arguments."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The Fabric strategy."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

@@ -4,8 +4,6 @@ Operations that need data on the host (``.item()``, ``nonzero``, a boolean index
 tensors. Copies between host and device do not raise: :class:`Copies` finds them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Ranks that die, hang, are slow, are configured differently, or send damaged bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

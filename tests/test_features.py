@@ -1,11 +1,11 @@
 """TopKStrategy does all that Lightning's DDPStrategy does: with everything sent, the weights are the same."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import laws
@@ -26,10 +26,9 @@ from lightning_topk import CompressionMonitor, TopKStrategy, presets
 from lightning_topk.volume import volume
 
 
-class Adam(Module):
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+def adam(parameters):
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, fused=True)
+    return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
 
 class Repeated(torch.optim.SGD):
@@ -37,11 +36,6 @@ class Repeated(torch.optim.SGD):
         with torch.enable_grad():
             closure()
         return super().step(closure)
-
-
-class Closures(Module):
-    def configure_optimizers(self):
-        return Repeated(self.parameters(), lr=self.lr)
 
 
 class Branch(Module):
@@ -121,14 +115,14 @@ class SteppedLate(Module):
         optimizer.step()
 
 
-FEATURES: dict[str, tuple[type[Module], dict[str, Any], dict[str, Any]]] = {
+FEATURES: dict[str, tuple[Callable[[], Module], dict[str, Any], dict[str, Any]]] = {
     "plain": (Module, {}, {}),
-    "fused AdamW and a schedule": (Adam, {}, {}),
+    "fused AdamW and a schedule": (partial(Module, adam), {}, {}),
     "accumulation with a partial last window": (Module, {"accumulate_grad_batches": 3}, {}),
     "accumulation by a schedule": (Module, {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]}, {}),
     "clipping by norm": (Module, {"gradient_clip_val": 0.05}, {}),
     "clipping by value": (Module, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
-    "closures called more than once": (Closures, {}, {}),
+    "closures called more than once": (partial(Module, partial(Repeated, lr=0.1)), {}, {}),
     "manual optimization of two networks": (Gan, {}, {"find_unused_parameters": True}),
     "two backward passes a step": (SteppedLate, {}, {}),
     "a branch that is left out at times": (Branch, {}, {"find_unused_parameters": True}),
@@ -245,18 +239,16 @@ def test_random_states_are_those_of_ddp_with_every_topology_and_selector(rank, w
         assert drawn(strategy, callbacks=[CompressionMonitor(per_layer=True)], monitor=False) == plain, settings
 
 
-class Moving(Module):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), self.lr, 0.9, weight_decay=0.01, nesterov=True)
+MOVING = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
 
 
 @on_ranks(2, timeout=100)
 def test_momentum_is_adapted_in_every_fit_and_not_in_checkpoints(rank, world, tmp_path):
     names = {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
-    for kind in (Moving, Adam):
+    for make in (MOVING, adam):
         ends = []
         for adapts in (True, False):
-            model, strategy = kind(), TopKStrategy(saving=40, adapt_momentum=adapts)
+            model, strategy = Module(make), TopKStrategy(saving=40, adapt_momentum=adapts)
             trainer = trainer_of(rank, world, strategy, max_epochs=2, gradient_clip_val=0.5)
             for _ in range(2):  # the second fit has an optimizer of its own
                 trainer.fit(model)
@@ -271,36 +263,26 @@ def test_momentum_is_adapted_in_every_fit_and_not_in_checkpoints(rank, world, tm
 @on_ranks(2)
 def test_momentum_in_the_optimizer_and_in_the_strategy_is_refused(rank, world):
     with pytest.raises(ValueError, match=r"SGD has momentum 0.9 of its own.*momentum=0"):
-        fit(rank, world, Moving(), TopKStrategy(momentum=0.9))
-
-
-class Newton(Module):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
+        fit(rank, world, Module(MOVING), TopKStrategy(momentum=0.9))
 
 
 @on_ranks(2)
 def test_lbfgs_is_refused_unless_whole_gradients_are_sent(rank, world):
+    newton = partial(torch.optim.LBFGS, lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
     with pytest.raises(ValueError, match=r"LBFGS evaluates its closure several times.*Pass topology='dense'"):
-        fit(rank, world, Newton(), TopKStrategy())
+        fit(rank, world, Module(newton), TopKStrategy())
     ends = []
     for strategy in (DDPStrategy(), TopKStrategy(topology="dense")):
-        model = Newton()
+        model = Module(newton)
         fit(rank, world, model, strategy)
         ends.append(weights(model))
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
-class Unused(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Linear(12, 1)
-
-
 @on_ranks(2)
 def test_the_error_for_unused_parameters_names_this_strategy(rank, world):
     with pytest.raises(RuntimeError, match="parameters that were not used") as caught:
-        fit(rank, world, Unused(), TopKStrategy())
+        fit(rank, world, Branch(), TopKStrategy())
     words = str(caught.value)
     assert "strategy='topk_find_unused_parameters_true'" in words
     assert "strategy=TopKStrategy(find_unused_parameters=True)" in words

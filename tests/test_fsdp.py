@@ -1,9 +1,9 @@
 """The laws between replicas of an FSDP2 model, shard by shard, on gloo ranks; torch's own HSDP is the oracle."""
 
-from __future__ import annotations
-
-import os
+import copy
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
@@ -11,33 +11,23 @@ from typing import Any
 
 import laws
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from groups import Group, on_ranks
-from ranks import (
-    Counted,
-    Net,
-    batch,
-    every_rank,
-    gradient,
-    local_gradient,
-    loss_of,
-    mean_over_ranks,
-    refusal,
-    undelivered,
-    weights,
-)  # fmt: skip
+from ranks import Net, batch, every_rank, gradient, local_gradient, loss_of, mean_over_ranks, undelivered, weights
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_topk import attach
 from lightning_topk.schedule import ExponentialWarmup
+
+PARTS = ("first", "branch")
 
 
 @cache
@@ -45,9 +35,7 @@ def mesh_of(nodes: int, local: int, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, (nodes, local), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(
-    net: nn.Module, mesh: DeviceMesh, parts: tuple[str, ...] = ("first", "branch"), **options: Any
-) -> nn.Module:
+def sharded(net: nn.Module, mesh: DeviceMesh, parts: tuple[str, ...] = PARTS, **options: Any) -> nn.Module:
     """Wraps some layers of a net, and the net itself."""
     for name in parts:
         fully_shard(net.get_submodule(name), mesh=mesh, **options)
@@ -56,24 +44,22 @@ def sharded(
 
 def made(nodes: int, local: int, net: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, Any]:
     """A sharded net and its state."""
-    mesh, options = mesh_of(nodes, local), settings.pop("options", {})
-    net = sharded(Net(empty=False) if net is None else net, mesh["shard"], **options)
+    mesh, options, parts = mesh_of(nodes, local), settings.pop("options", {}), settings.pop("parts", PARTS)
+    net = sharded(Net(empty=False) if net is None else net, mesh["shard"], parts, **options)
     return net, attach(net, process_group=mesh["replicate"], **{"ratio": 0.05, **settings})
 
 
 def as_hybrid(
-    make: Callable[[DeviceMesh], nn.Module],
-    train: Callable[[nn.Module], Tensor],
-    mesh: DeviceMesh | None = None,
-    tolerance: float = 1e-6,
-) -> Any:
+    make: Callable[[DeviceMesh], nn.Module], train: Callable[[nn.Module], Tensor], mesh: DeviceMesh | None = None,
+    atol: float = 1e-6, rtol: float = 1e-5, **settings: Any,
+) -> Any:  # fmt: skip
     """Fails unless ``train`` returns the same with everything sent as with torch's HSDP; returns the state."""
     mesh = mesh_of(2, 2) if mesh is None else mesh
     expected = train(make(mesh["replicate", "shard"]))
     net = make(mesh["shard"])
-    state = attach(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32")
+    state = attach(net, process_group=mesh["replicate"], ratio=1.0, wire="fp32", **settings)
     found = train(net)
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=10 * tolerance)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
     return state
 
 
@@ -103,12 +89,8 @@ class Watched:
             worker, server = held[member]
             left = worker.double() / self._state.world + server.double()
             dist.all_reduce(left, group=self._state.groups.all)
-            torch.testing.assert_close(
-                self.delivered[member] + left, self.given[member], atol=tolerance, rtol=tolerance
-            )
-
-
-# ------------------------------------------------------------------------------------------------ the laws
+            found = self.delivered[member] + left
+            torch.testing.assert_close(found, self.given[member], atol=tolerance, rtol=tolerance)
 
 
 def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, Any]) -> None:
@@ -116,12 +98,10 @@ def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, A
     every, patterns = settings.pop("every", 9), settings.get("dense_parameters", ())
     net, state = made(nodes, local, **settings)
     alone, members = Net(empty=False), list(net.parameters())
-    between, inside = (
-        frozenset(dist.get_process_group_ranks(group))
-        for group in (state.groups.all, net.first.weight.device_mesh.get_group())
-    )
+    groups = state.groups.all, net.first.weight.device_mesh.get_group()
+    between, inside = (frozenset(dist.get_process_group_ranks(group)) for group in groups)
     computed, received, sent, planned = [], [], [], []
-    with Counted() as counted:
+    with ranks.Counted() as counted:
         for step in range(4):
             branch = (step + 1) % every != 0
             computed.append(mean_over_ranks(local_gradient(alone, net, rank, step, branch=branch)))
@@ -132,45 +112,45 @@ def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, A
             collectives, among = counted.bytes.get(between, 0), counted.bytes.get(inside, 0)
             seen = state.report().bytes
             received.append(gradient(net))
-            found = {"collectives": collectives, "inter_node": seen["inter_node"], "intra_node": seen["intra_node"]}
-            sent.append({"uplink": seen["uplink"], "downlink": seen["downlink"], **found})
+            names = ("uplink", "downlink", "inter_node", "intra_node")
+            sent.append({"collectives": collectives, **{name: seen[name] for name in names}})
             both = seen["uplink"] + seen["downlink"]
             planned.append({**sent[-1], "collectives": both, "inter_node": local * both, "intra_node": local * among})
             if plan is not None:
                 planned[-1] |= {name: getattr(plan, name) for name in ("uplink", "downlink", "inter_node")}
     rows, left, steps = every_rank(torch.stack(received)), undelivered(state, net), state.residuals.progress.steps
-    names = set(state.names.values())
+    known = set(state.names.values())
     state.close()
     whole = [any(fnmatch(name, each) for each in patterns) for name, _ in net.named_parameters()]
     exact = torch.cat([torch.full((p.numel(),), each) for p, each in zip(members, whole, strict=True)])
     schedule = every <= 4 or isinstance(settings.get("ratio"), ExponentialWarmup)
     laws.check(torch.stack(computed), rows, left, sent, planned, exact, None if schedule else 0)
-    assert (steps, names) == (4, {name for name, _ in net.named_parameters()})
+    assert (steps, known) == (4, {name for name, _ in net.named_parameters()})
     assert rows.any()
     assert left.any() == (nodes > 1)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 4)])
-@pytest.mark.parametrize(("topology", "bidirectional"), [way for way in laws.ROUTES if way != ("single_server", False)])
-def test_laws_hold_between_the_replicas_of_a_sharded_model(groups, nodes, local, topology, bidirectional):
-    groups(nodes * local).run(harness, nodes, local, {"topology": topology, "bidirectional": bidirectional})
-
-
 @pytest.mark.parametrize(
-    "settings",
+    ("nodes", "local", "settings"),
     [
-        {"ratio": None, "saving": 8},
-        {"ratio": None, "saving": 8, "dense_parameters": ["*.bias", "scale"]},
-        {"selector": "gaussiank", "wire": "bf16"},
-        {"selector": "randk", "wire": "fp32"},
-        {"ratio": ExponentialWarmup(0.05, steps=3), "wire": "int8"},
-        {"every": 2},
-        {"options": {"reshard_after_forward": False}},
+        *(
+            (*nodes, {"topology": topology, "bidirectional": bidirectional})
+            for topology, bidirectional in laws.ROUTES
+            if (topology, bidirectional) != ("single_server", False)
+            for nodes in [(2, 2), (3, 1), (1, 4)]
+        ),
+        (2, 2, {"ratio": None, "saving": 8}),
+        (2, 2, {"ratio": None, "saving": 8, "dense_parameters": ["*.bias", "scale"]}),
+        (2, 2, {"selector": "gaussiank", "wire": "bf16"}),
+        (2, 2, {"selector": "randk", "wire": "fp32"}),
+        (2, 2, {"ratio": ExponentialWarmup(0.05, steps=3), "wire": "int8"}),
+        (2, 2, {"every": 2}),
+        (2, 2, {"options": {"reshard_after_forward": False}}),
     ],
     ids=str,
 )
-def test_laws_hold_between_replicas_for_every_kind_of_setting(groups, settings):
-    groups(4).run(harness, 2, 2, settings)
+def test_laws_hold_between_the_replicas_of_a_sharded_model(groups, nodes, local, settings):
+    groups(nodes * local).run(harness, nodes, local, settings)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +205,6 @@ def test_modules_of_several_dtypes_and_frozen_ones_are_exchanged_separately(rank
     assert net.frozen.weight.grad is None
 
 
-# ------------------------------------------------------------------------------------------------ as torch's own
-
-
 def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimizer]) -> Tensor:
     """Weights after some steps of two backward passes each, the first of them without reduction."""
     optimizer = kind(net.parameters(), lr=0.01)
@@ -274,12 +251,9 @@ def test_layers_that_are_unfrozen_later_learn_as_with_hybrid_sharding(rank, worl
 
     def train(net: nn.Module) -> Tensor:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(5):
-            if step == 2:
-                net.requires_grad_(True).first.requires_grad_(False)
-            optimizer.zero_grad()
-            loss_of(net, rank, step).backward()
-            optimizer.step()
+        ranks.train(net, rank, (0, 1), optimizer)
+        net.requires_grad_(True).first.requires_grad_(False)
+        ranks.train(net, rank, (2, 3, 4), optimizer)
         return weights(net)
 
     state = as_hybrid(make, train)
@@ -302,39 +276,43 @@ def test_the_gradient_divide_factor_acts_as_with_hybrid_sharding(rank, world):
         return net
 
     def train(net: nn.Module) -> Tensor:
-        for step in range(2):
-            net.zero_grad()
-            loss_of(net, rank, step).backward()
+        ranks.train(net, rank, range(2))
         return gradient(net)
 
     as_hybrid(make, train).close()
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down, self.norm = nn.Linear(20, 40), nn.Linear(40, 20), nn.LayerNorm(20)
+@on_ranks(4)
+def test_small_scaled_gradients_arrive_as_with_hybrid_sharding(rank, world):
+    """Gradients of about 1e-8, which float16 represents only with a GradScaler's scale."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(self.up(x).relu()))
+    def train(net: nn.Module) -> Tensor:
+        scaler.scale(loss_of(net, rank, 0).float() * 1e-7).backward()
+        found = gradient(net)
+        assert (found / 2**24).abs().median() < 3e-8
+        assert (found != 0).float().mean() > 0.9
+        return found
+
+    make = partial(sharded, mp_policy=policy)
+    as_hybrid(lambda mesh: make(Net(empty=False), mesh), train, rtol=0.01, optimizer=list, scaler=scaler).close()
 
 
 @on_ranks(4)
 def test_tensor_parallel_halves_are_exchanged_as_shards_and_copies_whole(rank, world):
     """The two ranks of a node hold halves of a tensor and see the same rows; both hold the norms."""
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(20, 40), "relu": nn.ReLU(), "down": nn.Linear(40, 20), "norm": nn.LayerNorm(20)}
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
 
     def make(shards: DeviceMesh) -> nn.Module:
-        net = parallelize_module(Norm(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        net = copy.deepcopy(nn.Sequential(OrderedDict(layers)))
+        net = parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         return fully_shard(net, mesh=shards)
 
     def train(net: nn.Module) -> Tensor:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(net, rank // 2, step).backward()
-            optimizer.step()
+        ranks.train(net, rank // 2, range(4), torch.optim.SGD(net.parameters(), lr=0.1))
         return weights(net)
 
     as_hybrid(make, train, mesh).close()
@@ -350,9 +328,6 @@ def test_tensor_parallel_halves_are_exchanged_as_shards_and_copies_whole(rank, w
     assert all(torch.equal(row, rows[0]) for row in rows)
     assert whole == {"norm.weight", "norm.bias", "down.bias"}
     assert rank or kept["up.weight"]["residual"].shape == (800,)
-
-
-# ------------------------------------------------------------------------------------------------ passes and modules
 
 
 @on_ranks(4)
@@ -395,11 +370,9 @@ def test_two_models_may_share_a_frozen_module_that_stays_frozen(rank, world):
 @on_ranks(4)
 def test_the_residual_of_a_frozen_parameter_goes_to_no_other_of_its_size(rank, world):
     """Two parameters of one size in one module; the second trains after the first."""
-    mesh = mesh_of(2, 2)
     net = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Tanh(), nn.Linear(20, 20, bias=False))
     net[2].requires_grad_(False)
-    fully_shard(net, mesh=mesh["shard"])
-    state = attach(net, process_group=mesh["replicate"], ratio=0.1)
+    _, state = made(2, 2, net, parts=(), ratio=0.1)
     watched = Watched(state)
     for step in range(6):
         if step == 3:
@@ -421,7 +394,7 @@ def test_replicas_that_use_different_parameters_raise(rank, world):
             loss = (net.first(torch.randn(8, 20)) if rank < 2 else net.branch(torch.randn(8, 51))).square().mean()
         else:
             loss = loss_of(net, rank, 0, **{"scale" if case == "part" else "branch": rank < 2})
-        message = refusal(loss.backward)
+        message = ranks.refusal(loss.backward)
         state.close()
         assert "the ranks differ: the next gradient is" in message
         assert "set_reduce_scatter_unused_params(True)" in message
@@ -433,18 +406,15 @@ def other_modules(rank: int, world: int) -> str:
     for part in net:
         fully_shard(part, mesh=mesh["shard"])
     state = attach(net, process_group=mesh["replicate"], ratio=0.1)
-    messages = [refusal(loss_of(net[used], rank, 0).backward) for used in (0, 1, 0 if rank < 2 else 1)]
+    messages = [ranks.refusal(loss_of(net[used], rank, 0).backward) for used in (0, 1, 0 if rank < 2 else 1)]
     state.close()
     return "".join(messages)
 
 
 @pytest.mark.gloo
 def test_gradients_of_different_modules_of_equal_size_are_not_mixed_up():
-    group = Group(4)
-    try:
+    with closing(Group(4)) as group:
         assert all("is of other parameters than this rank's" in message for message in group.run(other_modules))
-    finally:
-        group.stop()
 
 
 @on_ranks(4)
@@ -478,21 +448,10 @@ def test_training_continues_after_a_failed_backward_pass(rank, world):
         net.branch(h).square().mean().backward()
     if hasattr(net, "reset_iter_state"):
         net.reset_iter_state()
-        for step in (1, 2):
-            net.zero_grad()
-            loss_of(net, rank, step).backward()
+        ranks.train(net, rank, (1, 2))
         watched.check()
         assert state.residuals.progress.steps == 4
     state.close()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(20, 40), nn.Linear(40, 20)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
 
 
 class Reentrant(nn.Module):
@@ -514,7 +473,8 @@ BEYOND = {"checkpoint inside": checkpoint_wrapper, "reentrant blocks": Reentrant
 
 def blocks(rank: int, world: int, kind: str) -> Tensor:
     torch.manual_seed(0)
-    mesh, net = mesh_of(2, 2), nn.Sequential(Block(), Block(), nn.Linear(20, 3))
+    mesh = mesh_of(2, 2)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.ReLU()) for _ in range(2)), nn.Linear(20, 3))
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offload" else {}
     for number in (0, 1):
         block = fully_shard(AROUND.get(kind, nn.Identity())(net[number]), mesh=mesh["shard"], **options)
@@ -538,9 +498,6 @@ def test_checkpointed_compiled_and_offloaded_blocks_learn_the_same_bits(groups, 
     expected = groups(4).run(blocks, "plain")[0]
     for found in groups(4).run(blocks, kind, timeout=240):  # four processes import and run torch's compiler
         assert torch.equal(found, expected)
-
-
-# ------------------------------------------------------------------------------------------------ refusals and words
 
 
 @on_ranks(4)
@@ -572,11 +529,11 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
         "process_group= applies only to models wrapped by fully_shard": (net(), {"process_group": between}),
         "the index of the shard is": (whole, {"process_group": crossed["replicate"]}),
     }
-    said = [(words, refusal(attach, model, **arguments)) for words, (model, arguments) in cases.items()]
+    said = [(words, ranks.refusal(attach, model, **arguments)) for words, (model, arguments) in cases.items()]
     taken.set_requires_all_reduce(False)
-    said.append(("use set_requires_gradient_sync(False)", refusal(loss_of(taken, rank, 0).backward)))
+    said.append(("use set_requires_gradient_sync(False)", ranks.refusal(loss_of(taken, rank, 0).backward)))
     state.close()
-    assert [f"{found!r} instead of {words!r}" for words, found in said if words not in found] == []
+    assert ranks.unsaid(said) == []
 
 
 @on_ranks(4)
@@ -598,9 +555,6 @@ def test_a_closed_state_raises_in_backward_and_a_new_state_takes_over(rank, worl
     again = attach(net, process_group=mesh_of(2, 2)["replicate"], ratio=0.1, residuals=state.residuals)
     assert torch.equal(undelivered(again, net), kept)
     again.close()
-
-
-# ------------------------------------------------------------------------------------------------ optimizers
 
 
 @on_ranks(4)
@@ -650,14 +604,10 @@ def test_momentum_of_shards_stands_still_where_nothing_is_delivered(rank, world)
     assert any((arrived == 0).any() for _, arrived, *_ in seen)
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
 def trained(rank: int, steps: int = 3, **settings: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
     """A net on two nodes of two ranks after some steps, its state, and rank 0's entry for a checkpoint file."""
     net, state = made(2, 2, **settings)
-    for step in range(steps):
-        loss_of(net, rank, step).backward()
+    ranks.train(net, rank, range(steps))
     entry = [state.full_state_dict()]
     dist.broadcast_object_list(entry)
     return net, state, entry[0]
@@ -732,13 +682,10 @@ def test_a_resumed_run_keeps_its_saving_and_residuals_in_the_reduce_dtype(rank, 
         state.close()
         assert ratios(state) == expected
     net, state = made(1, 4, options=settings["options"])
-    before = [group.later_divided_by(member) for group in state._param_groups for member in group.names]
+    members = [(group, member) for group in state._param_groups for member in group.names]
+    before = [group.later_divided_by(member) for group, member in members]
     loss_of(net, rank, 0).backward()
-    assert (
-        before
-        == [group.later_divided_by(member) for group in state._param_groups for member in group.names]
-        != [1.0] * 7
-    )
+    assert before == [group.later_divided_by(member) for group, member in members] != [1.0] * 7
     state.close()
 
 
@@ -765,10 +712,8 @@ def test_a_sharded_run_resumes_after_layers_were_frozen(rank, world, tmp_path):
 
 @on_ranks(4)
 def test_a_sharded_run_resumes_the_residuals_of_a_ddp_run(rank, world):
-    ddp = DistributedDataParallel(Net(empty=False))
-    state = attach(ddp, ratio=0.05)
-    for step in range(3):
-        loss_of(ddp, rank, step).backward()
+    ddp, state = ranks.attached(Net(empty=False), ratio=0.05)
+    ranks.train(ddp, rank, range(3))
     entry = [state.state_dict()]
     dist.broadcast_object_list(entry)
     state.close()
@@ -779,48 +724,24 @@ def test_a_sharded_run_resumes_the_residuals_of_a_ddp_run(rank, world):
     damaged = {
         "the model has no parameter 'other'": {**entry[0], "parameters": {"other": {}}},
         "it was damaged (AttributeError": {**entry[0], "parameters": {one: {"residual": None}}},
-        "its mode is 'full'": {**entry[0], "mode": "full", "world_size": 0},
         "it was damaged (JSONDecodeError": {"about": "{"},
         "it was damaged (TypeError": {"about": "[1]", "residual": {}},
         "'NoneType' object is not iterable": {"about": "{}", "residual": None},
     }
-    said = {words: refusal(state.load_state_dict, each) for words, each in damaged.items()}
+    said = {words: ranks.refusal(state.load_state_dict, each) for words, each in damaged.items()}
     state.close()
     assert all(words in message and "To start with zero residuals" in message for words, message in said.items()), said
     if rank == 0:
         torch.testing.assert_close(found, entry[0]["parameters"])
 
 
-@on_ranks(4)
-def test_small_scaled_gradients_arrive_as_with_hybrid_sharding(rank, world):
-    """Gradients of about 1e-8, which float16 represents only with a GradScaler's scale."""
-    mesh, found = mesh_of(2, 2), []
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
-    for hybrid in (True, False):
-        torch.manual_seed(0)
-        net, scaler = Net(empty=False), torch.amp.GradScaler("cpu", init_scale=2.0**24)
-        net = sharded(net, mesh if hybrid else mesh["shard"], mp_policy=policy)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        settings = {"ratio": 1.0, "wire": "fp32", "optimizer": optimizer, "scaler": scaler}
-        state = None if hybrid else attach(net, process_group=mesh["replicate"], **settings)
-        scaler.scale(loss_of(net, rank, 0).float() * 1e-7).backward()
-        found.append(gradient(net))
-    state.close()
-    ours, theirs = found[1], found[0]
-    assert (theirs / 2**24).abs().median() < 3e-8
-    assert (theirs != 0).float().mean() > 0.9
-    torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1e-6)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+@ranks.counts_threads
 @on_ranks(4)
 def test_closed_states_of_shards_leave_their_groups_to_the_next_one(rank, world):
-    """Counts this process's threads, file descriptors and groups after each closed state."""
     counts = []
     for _ in range(4):
         net, state = made(2, 2, ratio=0.1)
         loss_of(net, rank, 0).backward()
         state.close()
-        threads, files = (len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd"))
-        counts.append((threads, files, len(dist.distributed_c10d._world.pg_map)))
+        counts.append(ranks.open_now())
     assert all(now < before + 3 for now, before in zip(counts[-1], counts[0], strict=True)), "a leaked state adds 3"

@@ -1,9 +1,6 @@
 """The laws on real process groups, through DDP's reducer, in all its modes."""
 
-from __future__ import annotations
-
 import copy
-import os
 import threading
 import time
 from contextlib import nullcontext
@@ -14,12 +11,12 @@ from unittest import mock
 
 import laws
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from groups import on_ranks
-from laws import ON_NODES, ROUTES, WIRES, routes, selectors
-from ranks import Counted, Net, every_rank, gradient, local_gradient, loss_of, mean_over_ranks, undelivered
-from shapes import codecs_of, endpoint_of
+from laws import ON_NODES, ROUTES, SELECTED, WIRES, codecs_of
+from ranks import attached, every_rank, gradient, local_gradient, loss_of, mean_over_ranks, undelivered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +39,9 @@ MODES = {
 }
 SEVERAL = ("several_buckets", "find_unused_parameters")
 """Modes in which buckets differ in size and some parameters have no gradient: enough beside another axis."""
+WHOLE = {"ratio": 1.0, "wire": "fp32"}
+SAVING = {"ratio": None, "saving": 8}
+"""Each bucket has its own ratio."""
 SQUARE = [(*way, mode, (i + j) % 5, (i + 2 * j) % 5) for i, way in enumerate(ROUTES) for j, mode in enumerate(MODES)]
 """Topology, direction, mode, and two numbers below five: any two of these four (a topology with its direction) meet in
 some case, as in two orthogonal Latin squares. test_laws covers combinations of three and more in memory."""
@@ -53,25 +53,18 @@ def uses_branch(mode: str, rank: int, step: int) -> bool:
 
 
 def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str, settings: dict[str, Any]) -> None:
-    """Checks the laws on four steps of a DDP model.
+    """Checks the laws on four steps of a DDP model in a ``mode``.
 
-    Args:
-        rank: This rank.
-        world: Number of ranks.
-        topology: Topology of the exchange.
-        bidirectional: Whether servers compress.
-        mode: Mode of DDP.
-        settings: More settings; also ``local``, the ranks per node, and ``device``.
+    The settings may contain ``local``, the ranks per node, ``device``, and ``piece``, the elements in a piece.
     """
-    local, device = settings.pop("local", 1), settings.pop("device", "cpu")
-    patterns = settings.get("dense_parameters", ())
+    local, device, piece = (settings.pop(*each) for each in (("local", 1), ("device", "cpu"), ("piece", build.PIECE)))
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
-    net, alone = Net().to(device), Net().to(device)
-    ddp = DistributedDataParallel(net, **MODES[mode])
-    state = attach(ddp, config, local_world_size=local)
-    whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in patterns)}
+    net, alone = ranks.Net().to(device), ranks.Net().to(device)
+    ddp, state = attached(net, MODES[mode], config=config, local_world_size=local)
+    whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in config.dense_parameters)}
     computed, received, sent, planned = [], [], [], []
-    with Counted() as counted:
+    names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
+    with mock.patch.object(build, "PIECE", piece), ranks.Counted() as counted:
         for step in range(4):
             use = {"branch": uses_branch(mode, rank, step)}
             computed.append(local_gradient(alone, net, rank, step, **use))
@@ -86,15 +79,14 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
                 parameters=[*map(len, buckets)] if mode == "find_unused_parameters" else None,
                 uncompressed=[[n for n, p in enumerate(bucket) if p in whole] for bucket in buckets],
             )  # fmt: skip
-            names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
             planned.append({name: getattr(plan, name) for name in names} | {"": plan.uplink + plan.downlink})
             sent.append({name: bytes_[name] for name in names} | {"": collectives})
-    means, rows, left = (
-        mean_over_ranks(torch.stack(computed)),
-        every_rank(torch.stack(received)),
-        undelivered(state, net),
-    )
+        known = [[getattr(state.predicted(each), name) for name in names] for each in range(world)]
+    means, rows = mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received))
+    left, known = undelivered(state, net), every_rank(torch.tensor(known))
     state.close()
+    assert known.eq(known[0]).all(), "every rank predicts the bytes of every rank"
+    assert known[0, rank].tolist() == [planned[-1][name] for name in names]
     assert len(buckets) == 1 if mode == "one_bucket" else len(buckets) > 1
     assert rows.any()
     everything = (config.ratio, config.wire) == (1.0, "fp32") or topology == "dense"
@@ -103,74 +95,25 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
 
 
 @pytest.mark.parametrize(
-    ("topology", "bidirectional", "mode", "world", "settings"),
-    [
-        *((*way, mode, (2, 3, 4)[one % 3], {"wire": WIRES[other % 4]}) for *way, mode, one, other in SQUARE),
-        *((*way, mode, (2, 3)[one % 2], {"ratio": 1.0, "wire": "fp32"}) for *way, mode, one, _ in SQUARE),
-    ],
-    ids=str,
-)
-def test_laws_hold(groups, world, topology, bidirectional, mode, settings):
-    groups(world).run(harness, topology, bidirectional, mode, settings)
-
-
-@pytest.mark.parametrize("more", [{}, {"dense_parameters": ["scale"]}])
-@routes
-def test_laws_hold_with_a_saving(groups, topology, bidirectional, more):
-    """Each bucket has its own ratio."""
-    groups(3).run(harness, topology, bidirectional, "several_buckets", {"ratio": None, "saving": 8, **more})
-
-
-@pytest.mark.parametrize(
     ("world", "topology", "bidirectional", "mode", "settings"),
     [
-        *((3, "sharded", way, mode, {}) for way in (True, False) for mode in SEVERAL),
-        (2, "sharded", True, "one_bucket", {"ratio": None, "saving": 8, "dense_parameters": ["scale"]}),
-        (4, "hierarchical", True, "several_buckets", {"local": 2}),
+        *(((2, 3, 4)[one % 3], *way, mode, {"wire": WIRES[other % 4]}) for *way, mode, one, other in SQUARE),
+        *(((2, 3)[one % 2], *way, mode, WHOLE) for *way, mode, one, _ in SQUARE),
+        *((3, *way, SEVERAL[0], {**SAVING, **more}) for way in ROUTES for more in ({}, {"dense_parameters": "scale"})),
+        *((3, "sharded", both, mode, {"piece": 500}) for both in (True, False) for mode in SEVERAL),
+        (2, "sharded", True, "one_bucket", {"piece": 500, **SAVING, "dense_parameters": "scale"}),
+        (4, "hierarchical", True, SEVERAL[0], {"piece": 500, "local": 2}),
+        *((2, *way, SEVERAL[0], {"selector": selector}) for way in ROUTES for selector in SELECTED),
+        *((4, *way, mode, {"local": 2}) for way in ON_NODES for mode in MODES),
+        *((6, *way, SEVERAL[(i + n) % 2], {"local": 3 - n}) for i, way in enumerate(ON_NODES) for n in (0, 1)),
+        *((4, name, name != "allgather", SEVERAL[0], {"local": 2}) for name in {name: 0 for name, _ in ROUTES}),
+        *((*way, mode, {"local": local, "dense_parameters": ("*.bias", "last.weight", "scale")})
+          for *way, local in [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)]
+          for mode in MODES),
     ],
     ids=str,
-)
-def test_laws_hold_for_buckets_of_several_pieces(groups, world, topology, bidirectional, mode, settings):
-    groups(world).run(in_pieces, topology, bidirectional, mode, settings)
-
-
-def in_pieces(rank: int, world: int, *arguments: Any) -> None:
-    with mock.patch.object(build, "PIECE", 500):
-        harness(rank, world, *arguments)
-
-
-@routes
-@selectors
-def test_laws_hold_for_every_selector(groups, topology, bidirectional, selector):
-    groups(2).run(harness, topology, bidirectional, "several_buckets", {"selector": selector})
-
-
-@pytest.mark.parametrize(
-    ("topology", "bidirectional", "nodes", "local", "mode"),
-    [
-        *((*way, 2, 2, mode) for way in ON_NODES for mode in MODES),
-        *((*way, 2, 3, SEVERAL[i % 2]) for i, way in enumerate(ON_NODES)),
-        *((*way, 3, 2, SEVERAL[1 - i % 2]) for i, way in enumerate(ON_NODES)),
-        *(
-            (topology, topology != "allgather", 2, 2, SEVERAL[0])
-            for topology in ("sharded", "single_server", "allgather")
-        ),
-    ],
-)
-def test_laws_hold_on_nodes_of_several_ranks(groups, nodes, local, topology, bidirectional, mode):
-    groups(nodes * local).run(harness, topology, bidirectional, mode, {"local": local})
-
-
-@pytest.mark.parametrize(
-    ("world", "topology", "bidirectional", "local", "mode"),
-    [
-        (*way, mode)
-        for way in [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)]
-        for mode in MODES
-    ],
-)
-def test_laws_hold_with_uncompressed_parameters(groups, world, topology, bidirectional, local, mode):
-    settings = {"local": local, "dense_parameters": ("*.bias", "last.weight", "scale")}
+)  # fmt: skip
+def test_laws_hold(groups, world, topology, bidirectional, mode, settings):
     groups(world).run(harness, topology, bidirectional, mode, settings)
 
 
@@ -185,8 +128,8 @@ def test_laws_hold_with_uncompressed_parameters(groups, world, topology, bidirec
 def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional, wire, nodes, local):
     groups = Groups(dist.group.WORLD).divided(None, None, local, hierarchy=local > 1)
     config, numel = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology), 3001
-    simulated, end = Cluster(config, world, numel, local=local), endpoint_of(config, [numel], rank, world, local=local)
-    results = []
+    simulated, results = Cluster(config, world, numel, local=local), []
+    end = simulated.plan.endpoint(rank, torch.float32, torch.device("cpu"))
     for step in range(4):
         given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = given[rank].clone()
@@ -196,17 +139,6 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
     assert all(torch.equal(real, imagined) for real, imagined in results)
-
-
-@on_ranks(3)
-def test_the_bytes_of_every_rank_are_predicted_on_every_rank(rank, world):
-    ddp = DistributedDataParallel(Net())
-    state = attach(ddp, ratio=0.05, topology="single_server")
-    loss_of(ddp, rank, 0).backward()
-    mine, everyones = state.predicted().downlink, [state.predicted(each).downlink for each in range(world)]
-    state.close()
-    assert mine == everyones[rank]
-    assert [each > 0 for each in everyones] == [True, False, False]
 
 
 class Empty(nn.Module):
@@ -236,8 +168,8 @@ class Empty(nn.Module):
 def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology, bidirectional, settings):
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)], Empty(), nn.Linear(20, 20), nn.Linear(20, 20))
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001, find_unused_parameters=settings.pop("votes", False))
-    state = attach(ddp, ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional, **settings)
+    options = {"bucket_cap_mb": 0.001, "find_unused_parameters": settings.pop("votes", False)}
+    ddp, state = attached(net, options, **WHOLE, topology=topology, bidirectional=bidirectional, **settings)
     delays, alone = torch.Generator().manual_seed(rank), copy.deepcopy(net)
     for parameter in net.parameters():
         parameter.register_hook(lambda _: time.sleep(0.004 * torch.rand((), generator=delays).item()))
@@ -264,7 +196,7 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
 @on_ranks(2)
 def test_an_empty_bucket_completes_in_its_turn(rank, world):
     """Otherwise the batch after the next would start on groups in use, on some ranks earlier than on others."""
-    state = attach(DistributedDataParallel(nn.Linear(4, 4)))
+    _, state = attached(nn.Linear(4, 4))
     lane, empty = state.lane(torch.device("cpu")), nn.Parameter(torch.empty(0))
     turn = next(state._exchanger.run(torch.empty(0), Job((empty,), state.config), lane), "ended")
     state.close()
@@ -274,8 +206,7 @@ def test_an_empty_bucket_completes_in_its_turn(rank, world):
 @on_ranks(3)
 def test_buckets_travel_while_backward_runs(rank, world):
     net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(6)])
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    state = attach(ddp, ratio=0.1)
+    ddp, state = attached(net, {"bucket_cap_mb": 0.001}, ratio=0.1)
     loss_of(ddp, rank, 0).backward()  # DDP regroups its buckets after this
     promised, seen = [], []
     launch = state.launch
@@ -307,18 +238,6 @@ def test_the_registered_hook_compresses_plain_ddp(rank, world):
     assert 0 < gradient(net).count_nonzero() <= kept * world
 
 
-@on_ranks(2)
-def test_an_error_in_the_exchange_reaches_training_with_the_buckets_name(rank, world):
-    ddp = DistributedDataParallel(nn.Linear(20, 5))
-    state = attach(ddp, ratio=0.5)
-    state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
-    with pytest.raises(
-        RuntimeError, match=rf"sharded exchange of bucket 0 \(105 elements\) failed on rank {rank} of 2: out of luck"
-    ):
-        loss_of(ddp, rank, 0).backward()
-    state.close()
-
-
 @pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.01])  # clipping applies to the exchanged gradient
@@ -326,9 +245,9 @@ def test_an_error_in_the_exchange_reaches_training_with_the_buckets_name(rank, w
 def test_parameters_that_take_turns_lose_nothing_and_touch_no_other(rank, world, topology, view, clip):
     """Each of two parts zeroes only its own gradients, as the optimizers of a GAN do."""
     net = nn.ModuleList([nn.Linear(20, 50), nn.Linear(20, 5)])
-    ddp = DistributedDataParallel(net, find_unused_parameters=True, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+    alone, options = copy.deepcopy(net), {**MODES["find_unused_parameters"], "gradient_as_bucket_view": view}
     settings = {"topology": topology, "bidirectional": topology != "allgather", "clip_norm": clip}
-    state, alone = attach(ddp, ratio=0.05, wire="fp32", **settings), copy.deepcopy(net)
+    ddp, state = attached(net, options, ratio=0.05, wire="fp32", **settings)
     produced, delivered = torch.zeros(2, sum(p.numel() for p in net.parameters())).double()
     for step in range(6):
         mine, other = net[step % 2], net[1 - step % 2]
@@ -345,39 +264,18 @@ def test_parameters_that_take_turns_lose_nothing_and_touch_no_other(rank, world,
         torch.testing.assert_close(delivered + left, produced, atol=1e-7, rtol=1e-5)
 
 
-def open_now() -> tuple[int, int]:
-    """Numbers of Python's threads and of process groups."""
-    return threading.active_count(), len(dist.distributed_c10d._world.pg_map)
-
-
 @on_ranks(2)
 def test_a_closed_state_leaves_no_thread_and_no_group_and_refuses_use(rank, world):
-    before = open_now()
-    ddp = DistributedDataParallel(nn.Linear(20, 10))
-    state = attach(ddp, ratio=0.5)
+    before = threading.active_count(), ranks.open_now()[-1]
+    ddp, state = attached(nn.Linear(20, 10), ratio=0.5)
     loss_of(ddp, rank, 0).backward()
     entry = state.state_dict()
     state.close()
-    assert open_now() == before
+    assert (threading.active_count(), ranks.open_now()[-1]) == before
     uses = (lambda: loss_of(ddp, rank, 1).backward(), state.state_dict, state.measure_link)
     for use in (*uses, lambda: state.load_state_dict(entry)):
         with pytest.raises(RuntimeError, match="was closed"):
             use()
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
-@on_ranks(2)
-def test_closed_states_still_referenced_leave_no_thread_of_torch(rank, world):
-    threads, states = [], []
-    for _ in range(2):
-        for _ in range(4):
-            ddp = DistributedDataParallel(nn.Linear(20, 30))
-            states.append(attach(ddp, ratio=0.1))
-            loss_of(ddp, rank, 0).backward()
-            states[-1].close()
-        dist.barrier()
-        threads.append(len(os.listdir("/proc/self/task")))
-    assert threads[1] <= threads[0]
 
 
 @on_ranks(4)
@@ -397,8 +295,7 @@ def test_process_groups_can_be_recreated_after_closing(rank, world):
 def test_bytes_of_ddps_broadcasts_are_counted_as_broadcasts(rank, world):
     """Every other rank receives each broadcast once: the model when it is wrapped, then its buffers."""
     net = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16))
-    ddp = DistributedDataParallel(net)
-    state = attach(ddp, ratio=0.1)
+    ddp, state = attached(net, ratio=0.1)
     first, broadcast, coalesced = state.report().bytes["broadcast"], [], dist._broadcast_coalesced
 
     def counted(group, tensors, *rest):
@@ -408,10 +305,9 @@ def test_bytes_of_ddps_broadcasts_are_counted_as_broadcasts(rank, world):
     with mock.patch.object(dist, "_broadcast_coalesced", counted):
         for _ in range(3):
             loss_of(ddp, rank, 0).backward()
-        with ddp.no_sync():
-            loss_of(ddp, rank, 0).backward()
-            loss_of(ddp, rank, 0).backward()
-        loss_of(ddp, rank, 0).backward()
+        for sync in (ddp.no_sync, ddp.no_sync, nullcontext):
+            with sync():
+                loss_of(ddp, rank, 0).backward()
     sent = every_rank(torch.tensor([first, state.report().bytes["broadcast"]]))
     state.close()
     model = sum(x.nbytes for x in (*net.parameters(), *net.buffers()))
@@ -451,8 +347,7 @@ def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world)
         state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=5))
     finally:
         dist.set_debug_level(level)
-    for _ in range(4):
-        ddp(torch.randn(8, 20)).square().mean().backward()
+    ranks.train(ddp, rank, range(4))
     state.close()
 
 
@@ -470,12 +365,12 @@ class Rotated(nn.Module):
 @on_ranks(2)
 def test_parameters_that_ddp_ignores_may_be_complex_and_are_not_exchanged(rank, world):
     found = []
-    for attached in (False, True):
+    for attaches in (False, True):
         torch.manual_seed(0)
         net = Rotated()
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["turn.weight", "turn.bias"])
         ddp = DistributedDataParallel(net)
-        state = attach(ddp, ratio=1.0, wire="fp32") if attached else None
+        state = attach(ddp, ratio=1.0, wire="fp32") if attaches else None
         ddp(torch.full((2, 3), 1.0 + rank)).sum().backward()
         found.append((net.first.weight.grad, net.turn.weight.grad))
     names = set(state.names.values())
@@ -487,27 +382,26 @@ def test_parameters_that_ddp_ignores_may_be_complex_and_are_not_exchanged(rank, 
     assert not torch.equal(everyones[0], everyones[1])
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux lists them")
+@ranks.counts_threads
 @on_ranks(4)
 def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world):
-    """Counts threads, files and groups after each round of states, some of which were open at the same time."""
+    """Counts threads, files and groups after each round of states, which were open at the same time and stay known."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     whole = dist.new_group(list(range(world)))
-    counts = []
+    counts, known = [], []
     for round_ in range(4):
-        states = []
+        known.append(states := [])
         for group, settings in (
             (halves[rank // 2], {}),
             (whole, {"topology": "hierarchical", "local_world_size": 2}),
             (halves[rank // 2], {}),
         ):
-            ddp = DistributedDataParallel(nn.Linear(30, 30), process_group=group)
-            states.append(attach(ddp, ratio=0.1, **settings))
-            ddp(torch.randn(4, 30)).sum().backward()
+            ddp, state = attached(nn.Linear(20, 30), {"process_group": group}, ratio=0.1, **settings)
+            states.append(state)
+            loss_of(ddp, rank, 0).backward()
         for state in states if (rank + round_) % 2 else reversed(states):
             state.close()
-        kinds = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd"), dist.distributed_c10d._world.pg_map
-        counts.append([*map(len, kinds)])
+        counts.append(ranks.open_now())
     for group in (*halves, whole):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -516,16 +410,16 @@ def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world)
 
 @on_ranks(2)
 def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
-    """An exchange fails on one rank."""
+    """An exchange fails on one rank; the error that reaches training names the bucket."""
     whole, states = dist.new_group([0, 1]), []
     for spoilt in (True, False):
-        ddp = DistributedDataParallel(nn.Linear(10, 10), process_group=whole)
-        state = attach(ddp, ratio=0.5, timeout=timedelta(seconds=2))
+        ddp, state = attached(nn.Linear(20, 5), {"process_group": whole}, ratio=0.5, timeout=timedelta(seconds=2))
         states.append(state.groups.all)
         if spoilt and rank == 1:
             state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
-        with pytest.raises(RuntimeError, match="exchange of bucket 0") if spoilt else nullcontext():
-            ddp(torch.randn(2, 10)).sum().backward()
+        words = rf"sharded exchange of bucket 0 \(105 elements\) failed on rank {rank} of 2: {'out of luck' * rank}"
+        with pytest.raises(RuntimeError, match=words) if spoilt else nullcontext():
+            loss_of(ddp, rank, 0).backward()
         state.close()
     dist.destroy_process_group(whole)
     assert states[0] is not states[1]

@@ -1,7 +1,5 @@
 """The layers of the package, and the cost of importing it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,19 +1,17 @@
 """The Triton kernels, compared with the reference: on a GPU, and everywhere under Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from shapes import codecs_of, endpoint_of, residual_and_gradient
+from laws import residual_and_gradient
 
+from lightning_topk.build import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
-from lightning_topk.core.link import aggregate, deliver
 from lightning_topk.core.memory import MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.wire import WIRES, Codec
@@ -101,18 +99,6 @@ def test_selection_stays_exact_if_a_layers_columns_differ_in_scale(width):
         assert (found == expected).float().mean() > 0.99
 
 
-@on_a_device
-def test_a_vector_that_is_not_finite_leaves_the_residual_unchanged():
-    e, x = given("normal", 20_000)
-    before = e.clone()
-    x[77] = torch.nan
-    index, value = cuda.add_and_select(e, x, torch.tensor(False, device=DEVICE), Layout(20_000, 2), 10)
-    assert torch.equal(e, before)
-    assert not x.any()
-    assert value.isfinite().all()
-    assert index.max() < 10_240
-
-
 def sent_by_the_reference(e, x, finite, layout, codec, delivered, velocity=None):
     """The result of a link's separate steps."""
     memory = Residual(0, e.dtype, e.device)
@@ -166,41 +152,49 @@ def test_the_fused_send_equals_the_separate_steps(wire, shape):
 
 
 @on_a_device
-@pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("given_as", [torch.float32, torch.bfloat16])
-def test_the_fused_send_adds_momentum(finite, given_as):
-    layout, finite = Layout(70_001, 3), torch.tensor(finite, device=DEVICE)
-    codec = Codec(WIRES["int4"], layout.shard_size, 200)
-    e, x = given("normal", layout.numel)
-    x = x.to(given_as)
-    kept, moving = e.clone(), given("normal", layout.numel)[1].roll(7)
-    velocity, stepped = (ops.Velocity(moving.clone(), 0.9) for _ in range(2))
-    expected, _ = sent_by_the_reference(kept, x.clone(), finite, layout, codec, None, stepped)
-    payload, _ = cuda.send(e, x, finite, layout, codec.format(), None, velocity)
-    assert torch.equal(codec.read(payload, e.dtype)[1].nan_to_num(9), codec.read(expected, e.dtype)[1].nan_to_num(9))
-    assert torch.equal(e, kept)
-    assert torch.equal(velocity.kept, stepped.kept)
-    assert not x.any()
-
-
-@on_a_device
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # in NumPy, which the interpreter uses
-@pytest.mark.parametrize("momentum", [None, 0.9])
-def test_overflowing_sums_that_are_not_sent_stay_finite(momentum):
-    layout, finite, large = Layout(20_000, 2), torch.tensor(True, device=DEVICE), torch.finfo(torch.float32).max
-    codec = Codec(WIRES["fp32"], layout.shard_size, 10)
+@pytest.mark.parametrize(
+    ("case", "wire", "given_as", "momentum"),
+    [
+        *((case, "int4", dtype, 0.9) for case in ("normal", "nan") for dtype in (torch.float32, torch.bfloat16)),
+        *(("nan", wire, torch.float32, None) for wire in WIRES),
+        *(("overflowing", "fp32", torch.float32, momentum) for momentum in (None, 0.9)),
+    ],
+)
+def test_the_fused_send_adds_momentum_and_keeps_residuals_finite(case, wire, given_as, momentum):
+    """A gradient that is not finite sends NaN and leaves the residual; of sums that overflow, some are not sent."""
+    layout, finite = Layout(70_001, 3), torch.tensor(case != "nan", device=DEVICE)
+    codec = Codec(WIRES[wire], layout.shard_size, 200)
     e, x = given("normal", layout.numel)
-    e[::7], x[::7] = large, large
-    velocity, stepped = None, None
+    if case == "overflowing":
+        e[::7] = x[::7] = torch.finfo(torch.float32).max
+    velocity = stepped = None
     if momentum is not None:
-        velocity, stepped = (ops.Velocity(x.clone(), momentum) for _ in range(2))
-    kept = e.clone()
+        velocity, stepped = (ops.Velocity(x.roll(7 * (case != "overflowing")), momentum) for _ in range(2))
+    if case == "nan":
+        x[77] = torch.nan
+    x, before, kept = x.to(given_as), e.clone(), e.clone()
+    if case == "nan" and x.dtype == e.dtype:
+        index, value = cuda.add_and_select(e, x.clone(), finite, layout, codec.k)
+        assert torch.equal(e, before)
+        assert value.isfinite().all()
+        assert index.max() < layout.shard_size
     expected, _ = sent_by_the_reference(kept, x.clone(), finite, layout, codec, None, stepped)
     payload, _ = cuda.send(e, x, finite, layout, codec.format(), None, velocity)
-    assert torch.equal(payload, expected)
-    assert e.isfinite().all()
+    found, sent = (codec.read(each, e.dtype)[1] for each in (payload, expected))
+    codec.check(payload)
+    assert torch.equal(found.nan_to_num(9), sent.nan_to_num(9))
     assert torch.equal(e, kept)
-    assert velocity is None or velocity.kept.isfinite().all()
+    assert e.isfinite().all()
+    assert not x.any()
+    if case == "nan":
+        assert found.isnan().all()
+        assert torch.equal(e, before)
+    else:
+        assert torch.equal(payload, expected)
+    if velocity is not None:
+        assert torch.equal(velocity.kept, stepped.kept)
+        assert velocity.kept.isfinite().all()
 
 
 @on_a_device
@@ -232,20 +226,6 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
 
 
 @on_a_device
-def test_a_gradient_that_is_not_finite_sends_nan_and_keeps_the_residual():
-    layout = Layout(70_001, 3)
-    for wire in WIRES.values():
-        codec = Codec(wire, layout.shard_size, 200)
-        e, x = given("normal", layout.numel)
-        before, finite = e.clone(), torch.tensor(False, device=DEVICE)
-        payload, _ = cuda.send(e, x, finite, layout, codec.format(), None)
-        codec.check(payload)
-        assert codec.read(payload, torch.float32)[1].isnan().all()
-        assert torch.equal(e, before)
-        assert not x.any()
-
-
-@on_a_device
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
@@ -268,42 +248,17 @@ def test_a_momentum_buffer_catches_up_in_one_pass_like_the_reference(decay, dtyp
         assert torch.equal(found[1], waited)
 
 
-BEGIN = TopKConfig(0.12, wire="int4")
-"""A dense selection in four bits."""
-
-
-@on_a_gpu
-@pytest.mark.parametrize("config", [TopKConfig(), BEGIN])
-def test_an_exchange_on_a_gpu_never_waits_for_it(config):
-    numel, world = 1_000_000, 4
-    end, codecs = endpoint_of(config, [numel], 0, world, device="cuda"), codecs_of(config, numel, world)
-    g = torch.randn(numel, device="cuda")
-
-    def exchange() -> None:
-        received = end.uplink.send(g, codecs.uplink)[0][:1].expand(world, -1).contiguous()
-        reply, _ = end.downlink.send(aggregate(received, codecs.uplink, g.dtype, g), codecs.reply)
-        deliver(reply.expand(world, -1).contiguous(), codecs.reply, end.layout, g)
-
-    exchange()  # compiles
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        exchange()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert g.isfinite().all()
-
-
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [TopKConfig(), BEGIN])
+@pytest.mark.parametrize("config", [TopKConfig(), TopKConfig(0.12, wire="int4")])  # also a dense selection
 def test_gpu_and_cpu_exchange_the_same(config, dtype):
     numel = 200_000
     g = torch.randn(numel).to(dtype)
     payloads = []
     for device in ("cpu", "cuda"):
-        end = endpoint_of(config, [numel], 0, 4, dtype, device)
-        payload, _ = end.uplink.send(g.to(device, copy=True), codecs_of(config, numel, 4).uplink)
+        plan = plan_bucket(config, [numel], 4, itemsize=dtype.itemsize)
+        end = plan.endpoint(0, dtype, torch.device(device))
+        payload, _ = end.uplink.send(g.to(device, copy=True), plan.codecs().uplink)
         payloads.append(payload.cpu())
     assert torch.equal(*payloads)
     assert ops.is_finite(g)

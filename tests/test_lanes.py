@@ -1,7 +1,5 @@
 """CPU lanes: a thread that exchanges, in order, beside the backward pass. GPU lanes are in test_stream_order."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

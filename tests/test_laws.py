@@ -1,7 +1,5 @@
 """The laws of the exchange, on every topology, direction, wire, selector, memory and size, in memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 
@@ -13,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_turn, routes, simulate, wires
 from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, deal
-from shapes import endpoint_of
 
 from lightning_topk import build
 from lightning_topk.config import TopKConfig
@@ -393,7 +390,8 @@ def test_the_plan_splits_bytes_within_and_between_nodes():
 def test_the_residual_of_a_newly_uncompressed_parameter_is_delivered(topology):
     cluster = Cluster(TopKConfig(ratio=0.5, wire="fp32", topology=topology), 4, 20, local=2, sizes=(10, 10))
     config = cluster.plan.config
-    cluster.endpoints = [endpoint_of(config, (10, 10), rank, 4, local=2, uncompressed=[0]) for rank in range(4)]
+    plan = build.plan_bucket(config, (10, 10), 4, 2, uncompressed=[0])
+    cluster.endpoints = [plan.endpoint(rank, torch.float32, torch.device("cpu")) for rank in range(4)]
     for end in cluster.endpoints:
         end.uplink.memory.residual.fill_(100.0)
     delivered = sum(cluster.step([torch.ones(20)] * 4)[0] for _ in range(9))

@@ -1,7 +1,5 @@
 """The strategy and the callback in a Trainer: logged values, and ways to start its processes."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import math
@@ -9,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,12 +15,12 @@ from unittest import mock
 import pytest
 import torch
 from groups import on_ranks, script, torchrun
+from laws import codecs_of
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import log
-from shapes import codecs_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
@@ -179,15 +178,10 @@ def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
     assert "hidden behind backward (2 steps measured)" in words[0]
 
 
-class WithAdam(Module):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
 @on_ranks(1)
 def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
     """With Adam too, whose momentum is not adapted."""
-    ours, plain = WithAdam(), WithAdam()
+    ours, plain = (Module(partial(torch.optim.AdamW, lr=0.01)) for _ in range(2))
     with log("lightning.pytorch.utilities.rank_zero") as said:
         _, logged = fit(rank, world, ours)
     assert not any("each rank sent" in line for line in said)
@@ -331,8 +325,9 @@ if __name__ == "__main__":
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(BoringModel() if "--other" in sys.argv else model)
     assert trainer.world_size == 2 and trainer.global_step == 6, trainer.global_step
-    # The same parameters keep their residuals; another model starts without.
+    # The same parameters keep their residuals; another model starts without, and at step 0.
     assert first.at_start == ({} if "--other" in sys.argv else left), (first.at_start, left)
+    assert strategy._residuals.progress.steps == (3 if "--other" in sys.argv else 6)
     print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
 """
 

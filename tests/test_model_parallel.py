@@ -1,7 +1,5 @@
 """Strategies for sharded models, in a Trainer and with Fabric: two nodes of two ranks in one group of processes."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

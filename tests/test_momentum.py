@@ -1,7 +1,5 @@
 """Momentum adapted to when an entry was delivered: torch's optimizers, entry by entry."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

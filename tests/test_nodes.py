@@ -1,7 +1,5 @@
 """Two nodes of two ranks each, as network namespaces: launching, bytes between them, and a rank that dies."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

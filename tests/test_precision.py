@@ -1,7 +1,5 @@
 """Loss scaling, skipped steps, gradients that are not finite."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

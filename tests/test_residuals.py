@@ -1,7 +1,5 @@
 """Residuals lose nothing however buckets, settings and steps change: runs of all ranks, in memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """``saving=``: the bytes sent match the requested saving, by arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

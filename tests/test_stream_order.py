@@ -3,8 +3,6 @@
 See :mod:`streams`. Training is simulated: backward and optimizers are a few operations on the caller's stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -1,14 +1,13 @@
 """Helpers for tests of a Trainer: a small module, and Trainers of connected ranks or of ranks that they start."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -25,45 +24,29 @@ QUIET: dict[str, Any] = {
 }
 
 
-class InThisProcess(ClusterEnvironment):
+class InThisProcess(LightningEnvironment):
     """An environment of ranks that are running and connected."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
-
     creates_processes_externally = True
-    main_address = "127.0.0.1"
-    main_port = 0
 
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._world
-
-    def set_world_size(self, size: int) -> None: ...
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def set_global_rank(self, rank: int) -> None: ...
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        self._global_rank, self._world_size = rank, world
 
     def local_rank(self) -> int:
-        return self._rank
-
-    def node_rank(self) -> int:
-        return 0
+        return self._global_rank
 
 
 class Module(L.LightningModule):
-    """A small network on data that is the same for all strategies: four batches for each of two ranks."""
+    """A small network on data that is the same for all strategies: four batches for each of two ranks.
 
-    def __init__(self) -> None:
+    ``make`` makes optimizers from the parameters.
+    """
+
+    def __init__(self, make: Callable[..., Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = self.build()
-        self.batch_size, self.lr = 4, 0.1
+        self.net, self._make = self.build(), make or partial(torch.optim.SGD, lr=0.1)
 
     def build(self) -> nn.Module:
         return nn.Sequential(nn.Linear(12, 64), nn.Tanh(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 1))
@@ -84,11 +67,11 @@ class Module(L.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return self._make(self.parameters())
 
     def train_dataloader(self) -> DataLoader:
         data = torch.randn(32, 12, generator=torch.Generator().manual_seed(1))
-        return DataLoader(TensorDataset(data), batch_size=self.batch_size)
+        return DataLoader(TensorDataset(data), batch_size=4)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 

@@ -1,7 +1,5 @@
 """Imported once by the fork server: loads what a first exchange needs, so that its children need not."""
 
-from __future__ import annotations
-
 import torch
 
 from lightning_topk.config import TopKConfig
