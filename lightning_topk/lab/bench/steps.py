@@ -36,23 +36,11 @@ Measured = dict[str, dict[str, Any]]
 """Results of :func:`measured` by peer."""
 
 
-class _Given(torch.autograd.Function):
-    """Returns zero, with a given gradient."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, parameter: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return parameter.new_zeros(())
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
 class Noise(nn.Module):
-    """Matrices whose gradients are noise: a backward pass that costs next to nothing, so nothing hides an exchange."""
+    """Matrices whose gradients are noise: a backward pass that costs next to nothing, so nothing hides an exchange.
+
+    Backward starts at the weights, with ``gradients``.
+    """
 
     def __init__(self, numel: int, seed: int) -> None:
         super().__init__()
@@ -63,10 +51,9 @@ class Noise(nn.Module):
         self.gradients = [torch.randn(weight.shape, generator=generator) for weight in self.weights]
 
     @override
-    def forward(self) -> Tensor:
-        """A sum of zeros."""
-        pairs = zip(self.weights, self.gradients, strict=True)
-        return torch.stack([_Given.apply(*pair) for pair in pairs]).sum()
+    def forward(self) -> list[Tensor]:
+        """The weights."""
+        return [*self.weights]
 
 
 def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Register] = PEERS) -> Measured:
@@ -82,8 +69,8 @@ def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Re
         )
         model.require_backward_grad_sync = peer != "no exchange"
 
-        def step(model: DistributedDataParallel = model) -> None:
-            model().backward()
+        def step(model: DistributedDataParallel = model, net: Noise = net) -> None:
+            torch.autograd.backward(model(), net.gradients)
 
         state = known.get(peer, PEERS["DDP"])(model, options["settings"])
         found[peer] = measured(model, state, step, min, WARMUPS.get(peer, WARMUP), 21, options["seconds"])
