@@ -110,8 +110,8 @@ def measured(
 
     Returns:
         ``seconds`` of a step, and means over the steps: ``cpu``, seconds of this process, and ``sent``, bytes that left
-        this host's emulated interface. For ours also ``exchange``, its seconds; ``hidden``, the fraction of it that
-        overlaps with backward; and bytes ``counted``, ``predicted``, and ``leaving`` the node.
+        this host's emulated interface. For ours also ``hidden``, the fraction of the exchange that overlaps with
+        backward; and bytes ``counted``, ``predicted``, and ``leaving`` the node.
     """
     times: list[float] = []
     cpu, sent, go_on, reports, begin = 0.0, 0, torch.ones(()), [], time.perf_counter()
@@ -134,10 +134,9 @@ def measured(
     found = {"seconds": reduced(times[warmup:]), "cpu": cpu / counted, "sent": sent / counted}
     if state is not None:
         last, plan = reports[warmup:], state.predicted()
-        found["exchange"] = min(report.seconds for report in last)
         found["hidden"] = 1 - sum(r.exposed_seconds for r in last) / max(sum(r.seconds for r in last), 1e-9)
         found["counted"] = sum(r.bytes["uplink"] + r.bytes["downlink"] for r in last) / counted
-        found |= {"predicted": plan.uplink + plan.downlink, "leaving": plan.inter_node}
+        found |= {"predicted": plan.sent, "leaving": plan.inter_node}
         state.close()
     return found
 
@@ -158,9 +157,6 @@ def enter(result: Result, link: str, found: Measured) -> None:
         times = values["seconds"] / ours["seconds"] if ours else math.nan
         row = {"peer": peer, "ms a step": 1000 * values["seconds"], "over ours": times if ours else ""}
         row["CPU ms a rank"] = 1000 * values["cpu"]
-        if idle:
-            row["of them exchange"] = 1000 * (values["cpu"] - idle["cpu"])
-        row["exchange ms"] = 1000 * values["exchange"] if "exchange" in values else ""
         row["bytes a host sends"] = f"{values['sent']:,.0f}" if values["sent"] else ""
         rows.append(row | {"hidden": f"{values['hidden']:.0%}" if "hidden" in values else ""})
         if ours and not peer.startswith(("ours", "no exchange")):

@@ -124,7 +124,7 @@ def panels(found: Runs, models: Sequence[str], systems: Sequence[str] = SYSTEMS,
                 scale = 1.0 if along == "steps" else run["sent"] / 1e6
                 quality = accuracies if COURSES[model].images else losses
                 panel.curves[system] = [step * scale for step in passed], quality
-            drawn.append(panel)
+            drawn += [panel] * bool(runs)
     return drawn
 
 
