@@ -204,23 +204,22 @@ def _reproduce(name: str, given: dict[str, Any]) -> list[Result]:
     results = []
     for each in CLAIMS if whole else [name]:
         options = given if each in CLAIMS else {**given, "out": out}
-        command = f"python -m lightning_topk reproduce {each}" if whole else ""
-        results.append(finish(function_of(f"reproduce {each}"), options, command))
+        results.append(finish(function_of(f"reproduce {each}"), options))
         results[-1].write(out)
-    write_report(out)
+        write_report(out)  # now, since a later claim may fail
     print(f"report: {out / 'report.md'}")
     return results
 
 
-def finish(function: Callable[..., Result], given: Mapping[str, Any], command: str = "") -> Result:
-    """Calls a function on one thread, and prints its result, with its time and the command (default: this one)."""
+def finish(function: Callable[..., Result], given: Mapping[str, Any]) -> Result:
+    """Calls a function on one thread, and prints its result, with its time and this command."""
     import torch
 
     torch.set_num_threads(1)  # tensors are small, and every reader has one core
     begin = time.perf_counter()
     result = function(**given)
     result.seconds = time.perf_counter() - begin
-    result.command = command or f"python -m lightning_topk {shlex.join(sys.argv[1:])}"
+    result.command = f"python -m lightning_topk {shlex.join(sys.argv[1:])}"
     print(f"{result.text()}\n", flush=True)
     return result
 
