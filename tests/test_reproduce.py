@@ -47,10 +47,9 @@ def test_a_learning_rate_at_the_edge_of_its_grid_is_marked():
 
 
 def test_equal_bytes_are_not_more_bytes():
-    uni = tuning._bytes(TopKConfig(ratio=tuning.RATIO, bidirectional=False, wire="bf16"))
-    ratio = tuning.equal_bytes_ratio()
-    at, above = (tuning._bytes(TopKConfig(ratio=each, wire="bf16")) for each in (ratio, ratio + 0.001))
-    assert at <= uni < above
+    ratios = tuning.EQUAL, tuning.EQUAL + 0.001
+    at, above = (tuning._bytes(TopKConfig(ratio=each, wire="bf16")) for each in ratios)
+    assert at <= tuning._bytes(tuning.SYSTEMS["uni"]) < above
 
 
 def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
@@ -137,18 +136,16 @@ def test_every_batch_of_an_evaluation_has_all_classes(monkeypatch):
     assert means == [0.5] * 6
 
 
-@pytest.mark.slow
-def test_convergence_runs_on_a_folder_of_images(images, monkeypatch):
-    systems = ("dense", "topk", "bidirectional_topk", "randk")
-    for name, value in {"WIDE_GRID": (0.1,), "SEEDS": 1, "ALL": systems, "COMPARED": systems[1:3]}.items():
-        monkeypatch.setattr(tuning, name, value)
-    monkeypatch.setattr(tuning, "_thesis_rows", lambda result: None)
-    result = tuning.convergence(images, steps=2)
-    assert "Images, resnet20 (d = 269,722)" in result.setting
-    rows = result.tables["Every system at its best learning rate"]
-    assert [row["system"] for row in rows] == [*systems]
-    assert rows[0]["lr"] == "0.1 (edge of the grid)"
-    assert len(result.checks) == 3
+def test_convergence_and_tuning_judge_every_system(monkeypatch):
+    tried = {lr: [training.Run(lr, accuracy=90.0)] * 2 for lr in (0.1, 0.3)}
+    monkeypatch.setattr(tuning, "sweep", lambda systems, *_: dict.fromkeys(systems, tuning.Tuned(tried)))
+    systems, thesis = tuning.convergence().tables.values()
+    assert [row["system"] for row in systems] == [*tuning.ALL]
+    assert systems[0]["lr"] == "0.1 (edge of the grid)"
+    assert systems[0]["accuracy"] == "90.0 ± 0.0"
+    assert [row["N"] for row in thesis] == [20, 100]
+    (rows,) = tuning.tuning().tables.values()
+    assert [row["system"] for row in rows] == [*tuning.SYSTEMS]
 
 
 def test_opposite_workers_favour_the_second_compression():

@@ -108,7 +108,7 @@ COMMANDS = {
     "reproduce bound": ("papers.vectors:bound", "how much top-k loses, against two bounds", ""),
     "reproduce distribution": ("papers.vectors:distribution", "the shape of gradients, alone and with residuals", ""),
     "reproduce operators": ("papers.operators:run", "the time of the selectors, and how much they keep", ""),
-    "reproduce convergence": ("papers.tuning:convergence", "every system, with tuned learning rates", "data steps"),
+    "reproduce convergence": ("papers.tuning:convergence", "every system, with tuned learning rates", ""),
     "reproduce tuning": ("papers.tuning:tuning", "one-way against two-way, at equal k and at equal bytes", ""),
     "reproduce speedup": ("papers.speedup:run", "the time of an exchange on links of three speeds", ""),
     "reproduce saving-curves": (
