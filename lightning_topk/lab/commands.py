@@ -43,17 +43,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "inter": {"help": "speed of the links between nodes (default: 1gbit)"},
     "saving": {"type": float, "help": "how many times fewer bytes than all-reduce to send (default: 50)"},
     "ratio": {"type": float, "help": "fraction of the entries to send, instead of --saving"},
-    "wire": {"help": "format of the values (default: int4)"},
-    "bucket_cap_mb": {"type": float, "help": "size of DDP's buckets, MiB (default: 25)"},
     "device": {"choices": ("cpu", "cuda"), "help": "device to compute on (default: cpu)"},
     "numel": {"type": count, "help": "elements of the gradient (default: 25e6)"},
     "ratios": {"type": float, "nargs": "+", "help": "fractions of the entries to send (default: 0.001 0.01)"},
     "hosts": {"type": count, "help": "emulated hosts (default: 4; race: 2)"},
     "ranks": {"type": count, "help": "processes per host (default: 1)"},
     "rates": {"nargs": "+", "help": "link speeds, such as 100mbit, or 1gbit/20ms with a round trip (default: three)"},
-    "rate": {
-        "help": "link speed of emulated hosts, such as 1gbit/20ms (default: the workers share this host)"
-    },
+    "rate": {"help": "link speed of emulated hosts, such as 1gbit/20ms (default: the workers share this host)"},
     "seconds": {"type": float, "help": "time per peer; slow peers take longer (default: 10)"},
     "peers": {"nargs": "+", "help": "peers to time (default: all that apply)"},
     "workers": {"type": count, "help": "processes, or emulated hosts of one process (default: 2)"},
@@ -84,7 +80,7 @@ COMMANDS = {
     "plan": (
         "plan:run",
         "the bytes and the approximate time of a step with each topology",
-        "nodes gpus_per_node model module params inter saving ratio wire bucket_cap_mb device",
+        "nodes gpus_per_node model module params inter saving ratio device",
     ),
     "bench select": ("bench.select:run", "the compress step in passes over memory; peak memory", "numel device ratios"),
     "bench wire": ("bench.wire:run", "bits and bytes of payloads against the entropy of positions", "numel ratios"),

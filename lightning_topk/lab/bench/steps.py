@@ -186,7 +186,7 @@ def hosts(
 ) -> Result:
     """Times DDP steps with each of the peers on emulated hosts, and counts bytes at their interfaces."""
     settings, chosen, words = prepared(hosts * ranks, ratio, saving, peers, ranks > 1)
-    bits = [emulated.bits_per_second(rate) for rate in rates]
+    bits = [emulated.link(rate)[0] for rate in rates]
     result = Result(
         "hosts",
         "a step is faster than with what a user would pick instead, at any speed of link",
