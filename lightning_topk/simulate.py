@@ -125,15 +125,13 @@ def answer(requests: Sequence[Request]) -> list[Tensor | None]:
     kinds = {(type(request).__name__, request.among, request.payload.shape) for request in requests}
     if len(kinds) > 1:
         raise RuntimeError(f"the ranks take different branches: {sorted(map(str, kinds))}")
-    world = len(requests)
-    if isinstance(requests[0], AllToAll):
-        return list(torch.stack([request.payload for request in requests]).unbind(1))
-    if isinstance(requests[0], Broadcast):
-        return [requests[0].payload] * world
+    first, world = requests[0], len(requests)
+    if isinstance(first, Broadcast):
+        return [first.payload] * world
     stacked = torch.stack([request.payload for request in requests])
-    if isinstance(requests[0], AllReduce):
+    if isinstance(first, AllToAll):
+        return list(stacked.unbind(1))
+    if isinstance(first, AllReduce):
         return [stacked.sum(dim=0)] * world
-    if isinstance(requests[0], Gather):
-        return [stacked, *[None] * (world - 1)]
-    assert isinstance(requests[0], AllGather)
-    return [stacked] * world
+    assert isinstance(first, Gather | AllGather)
+    return [stacked, *[None] * (world - 1)] if isinstance(first, Gather) else [stacked] * world

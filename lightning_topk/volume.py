@@ -34,10 +34,14 @@ class Volume:
         return Volume(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @property
+    def sent(self) -> int:
+        """All that this rank sends."""
+        return self.uplink + self.downlink
+
+    @property
     def saving(self) -> float:
         """Dense bytes over bytes sent; 1 where nothing is sent."""
-        sent = self.uplink + self.downlink
-        return self.dense / sent if sent else 1.0
+        return self.dense / self.sent if self.sent else 1.0
 
     @property
     def node_saving(self) -> float:

@@ -142,9 +142,11 @@ def test_the_options_of_a_command_are_arguments_of_its_function(name):
         assert commands.OPTIONS[option].get("required", False) == required
 
 
-@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("64Kbit/20ms", 64e3)])
-def test_rates_use_the_notation_of_tc(rate, bits):
-    assert hosts.bits_per_second(rate) == bits
+@pytest.mark.parametrize(
+    ("rate", "link"), [("100mbit", (1e8, 0)), ("2.5gbit", (2.5e9, 0)), ("64Kbit/20ms", (64e3, 0.02))]
+)
+def test_rates_use_the_notation_of_tc(rate, link):
+    assert hosts.link(rate) == link
 
 
 def alone(value: torch.Tensor, reduce_op: str) -> torch.Tensor:

@@ -7,8 +7,10 @@ import math
 import os
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from PIL import Image
 from lightning_topk import __main__
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
-from lightning_topk.lab import data, hosts, training
+from lightning_topk.lab import commands, data, hosts, report, training
 from lightning_topk.lab.bench import steps
 from lightning_topk.lab.papers import at_size, counterexample, saving, saving_curves, speedup, tuning, vectors
 from lightning_topk.lab.report import Panel, Result, write_report
@@ -45,10 +47,9 @@ def test_a_learning_rate_at_the_edge_of_its_grid_is_marked():
 
 
 def test_equal_bytes_are_not_more_bytes():
-    uni = tuning._bytes(TopKConfig(ratio=tuning.RATIO, bidirectional=False, wire="bf16"))
-    ratio = tuning.equal_bytes_ratio()
-    at, above = (tuning._bytes(TopKConfig(ratio=each, wire="bf16")) for each in (ratio, ratio + 0.001))
-    assert at <= uni < above
+    ratios = tuning.EQUAL, tuning.EQUAL + 0.001
+    at, above = (tuning._bytes(TopKConfig(ratio=each, wire="bf16")) for each in ratios)
+    assert at <= tuning._bytes(tuning.SYSTEMS["uni"]) < above
 
 
 def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
@@ -135,18 +136,16 @@ def test_every_batch_of_an_evaluation_has_all_classes(monkeypatch):
     assert means == [0.5] * 6
 
 
-@pytest.mark.slow
-def test_convergence_runs_on_a_folder_of_images(images, monkeypatch):
-    systems = ("dense", "topk", "bidirectional_topk", "randk")
-    for name, value in {"WIDE_GRID": (0.1,), "SEEDS": 1, "ALL": systems, "COMPARED": systems[1:3]}.items():
-        monkeypatch.setattr(tuning, name, value)
-    monkeypatch.setattr(tuning, "_thesis_rows", lambda result: None)
-    result = tuning.convergence(images, steps=2)
-    assert "Images, resnet20 (d = 269,722)" in result.setting
-    rows = result.tables["Every system at its best learning rate"]
-    assert [row["system"] for row in rows] == [*systems]
-    assert rows[0]["lr"] == "0.1 (edge of the grid)"
-    assert len(result.checks) == 3
+def test_convergence_and_tuning_judge_every_system(monkeypatch):
+    tried = {lr: [training.Run(lr, accuracy=90.0)] * 2 for lr in (0.1, 0.3)}
+    monkeypatch.setattr(tuning, "sweep", lambda systems, *_: dict.fromkeys(systems, tuning.Tuned(tried)))
+    systems, thesis = tuning.convergence().tables.values()
+    assert [row["system"] for row in systems] == [*tuning.ALL]
+    assert systems[0]["lr"] == "0.1 (edge of the grid)"
+    assert systems[0]["accuracy"] == "90.0 ± 0.0"
+    assert [row["N"] for row in thesis] == [20, 100]
+    (rows,) = tuning.tuning().tables.values()
+    assert [row["system"] for row in rows] == [*tuning.SYSTEMS]
 
 
 def test_opposite_workers_favour_the_second_compression():
@@ -184,29 +183,33 @@ def test_the_shape_of_known_vectors():
     assert signs["π² below the line"] < 0.01
 
 
-def test_speedups_are_modelled_where_hosts_cannot_be_made(monkeypatch):
-    monkeypatch.setattr(hosts, "available", lambda: False)
-    monkeypatch.setattr(speedup, "NUMEL", 100_000)
-    result = speedup.run()
-    assert "MODELLED" in result.setting
-    assert all(
-        isinstance(value, float) for row in result.tables["Seconds of a step"] for value in list(row.values())[1:]
-    )
-
-
 def timed(rank: int, world: int) -> dict[str, dict[str, float]]:
-    return speedup.timed(
-        {"numel": 100_000, "peers": [*speedup.DENSE, *speedup.SYSTEMS], "settings": {}, "seconds": 0}, rank, world
-    )
+    return speedup.timed({"numel": 100_000, "peers": speedup.NAMES, "settings": {}, "seconds": 0}, rank, world)
 
 
 @pytest.mark.gloo
-def test_an_exchange_of_every_system_is_timed_and_sends_what_is_predicted(groups):
-    found = steps.worst(groups(2).run(timed))
-    assert [*found] == [*speedup.DENSE, *speedup.SYSTEMS]
+def test_an_exchange_of_every_system_is_timed_and_sends_what_is_predicted(groups, monkeypatch):
+    ranks = groups(2).run(timed)
+    found = steps.worst(ranks)
+    assert [*found] == speedup.NAMES
     for name in speedup.SYSTEMS:
         assert found[name]["counted"] == found[name]["predicted"] > 0
-    assert all(each["seconds"] > 0 for each in found.values())
+    monkeypatch.setattr(hosts, "emulate", lambda *_: nullcontext(SimpleNamespace(run=lambda *_, timeout: ranks)))
+    rows = speedup.run().tables["Seconds of a step"]
+    assert [row["system"] for row in rows] == speedup.NAMES
+    assert all(row[rate] > 0 for row in rows for rate in speedup.RATES)
+
+
+def test_a_claim_that_fails_leaves_the_report_of_the_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "available", lambda: False)
+    monkeypatch.setattr(commands, "CLAIMS", ("first", "speedup"))
+    monkeypatch.setattr(report, "CLAIMS", ("first", "speedup"))
+    monkeypatch.setitem(commands.COMMANDS, "reproduce first", ("papers.saving:first", "", ""))
+    monkeypatch.setattr(saving, "first", lambda: Result("first", "one holds", "a setting"), raising=False)
+    monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce", "--all", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="Emulated hosts need root and iproute2"):
+        __main__.main()
+    assert "## first: one holds" in (tmp_path / "report.md").read_text()
 
 
 def test_saving_curves_resume_and_show_finished_runs(monkeypatch, tmp_path):

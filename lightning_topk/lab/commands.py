@@ -43,8 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "inter": {"help": "speed of the links between nodes (default: 1gbit)"},
     "saving": {"type": float, "help": "how many times fewer bytes than all-reduce to send (default: 50)"},
     "ratio": {"type": float, "help": "fraction of the entries to send, instead of --saving"},
-    "wire": {"help": "format of the values (default: int4)"},
-    "bucket_cap_mb": {"type": float, "help": "size of DDP's buckets, MiB (default: 25)"},
     "device": {"choices": ("cpu", "cuda"), "help": "device to compute on (default: cpu)"},
     "numel": {"type": count, "help": "elements of the gradient (default: 25e6)"},
     "ratios": {"type": float, "nargs": "+", "help": "fractions of the entries to send (default: 0.001 0.01)"},
@@ -82,7 +80,7 @@ COMMANDS = {
     "plan": (
         "plan:run",
         "the bytes and the approximate time of a step with each topology",
-        "nodes gpus_per_node model module params inter saving ratio wire bucket_cap_mb device",
+        "nodes gpus_per_node model module params inter saving ratio device",
     ),
     "bench select": ("bench.select:run", "the compress step in passes over memory; peak memory", "numel device ratios"),
     "bench wire": ("bench.wire:run", "bits and bytes of payloads against the entropy of positions", "numel ratios"),
@@ -106,7 +104,7 @@ COMMANDS = {
     "reproduce bound": ("papers.vectors:bound", "how much top-k loses, against two bounds", ""),
     "reproduce distribution": ("papers.vectors:distribution", "the shape of gradients, alone and with residuals", ""),
     "reproduce operators": ("papers.operators:run", "the time of the selectors, and how much they keep", ""),
-    "reproduce convergence": ("papers.tuning:convergence", "every system, with tuned learning rates", "data steps"),
+    "reproduce convergence": ("papers.tuning:convergence", "every system, with tuned learning rates", ""),
     "reproduce tuning": ("papers.tuning:tuning", "one-way against two-way, at equal k and at equal bytes", ""),
     "reproduce speedup": ("papers.speedup:run", "the time of an exchange on links of three speeds", ""),
     "reproduce saving-curves": (
@@ -202,23 +200,22 @@ def _reproduce(name: str, given: dict[str, Any]) -> list[Result]:
     results = []
     for each in CLAIMS if whole else [name]:
         options = given if each in CLAIMS else {**given, "out": out}
-        command = f"python -m lightning_topk reproduce {each}" if whole else ""
-        results.append(finish(function_of(f"reproduce {each}"), options, command))
+        results.append(finish(function_of(f"reproduce {each}"), options))
         results[-1].write(out)
-    write_report(out)
+        write_report(out)  # now, since a later claim may fail
     print(f"report: {out / 'report.md'}")
     return results
 
 
-def finish(function: Callable[..., Result], given: Mapping[str, Any], command: str = "") -> Result:
-    """Calls a function on one thread, and prints its result, with its time and the command (default: this one)."""
+def finish(function: Callable[..., Result], given: Mapping[str, Any]) -> Result:
+    """Calls a function on one thread, and prints its result, with its time and this command."""
     import torch
 
     torch.set_num_threads(1)  # tensors are small, and every reader has one core
     begin = time.perf_counter()
     result = function(**given)
     result.seconds = time.perf_counter() - begin
-    result.command = command or f"python -m lightning_topk {shlex.join(sys.argv[1:])}"
+    result.command = f"python -m lightning_topk {shlex.join(sys.argv[1:])}"
     print(f"{result.text()}\n", flush=True)
     return result
 

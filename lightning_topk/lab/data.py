@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from sysconfig import get_path
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from lightning_topk.lab.commands import need
 
 CHARACTERS, LENGTH, LONG = 128, 64, 128
 """Size of the alphabet, and T, the length of the pieces of :func:`documentation` and of :func:`source_code`."""
@@ -33,23 +35,27 @@ class Data:
 
     def to(self, device: torch.device | str) -> Data:
         """Copies the data to a device."""
-        parts = (self.examples, self.labels, self.held_examples, self.held_labels)
-        examples, labels, held_examples, held_labels = (part.to(device) for part in parts)
-        return Data(examples, labels, held_examples, held_labels, self.augment)
+        parts: dict[str, Any] = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **{name: part.to(device) for name, part in parts.items()})
 
 
 @cache
 def digits() -> Data:
     """scikit-learn's 1,797 digits of 8 x 8 pixels in ten classes; every fifth is held out."""
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ModuleNotFoundError as error:
-        raise SystemExit("The digits need scikit-learn: pip install scikit-learn.") from error
+    need("sklearn", "scikit-learn")
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
     out = torch.arange(len(labels)) % 5 == 0
     return Data(images[~out], labels[~out], images[out], labels[out])
+
+
+def _pieces(codes: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Cuts characters ``[M]`` into pieces ``[N, length]``; also returns the characters that follow, ``[N, length]``."""
+    windows = codes.unfold(0, length + 1, length)
+    return windows[:, :-1], windows[:, 1:]
 
 
 @cache
@@ -59,10 +65,8 @@ def documentation() -> Data:
 
     text = "".join(topics[name] for name in sorted(topics))
     known = {character: number for number, character in enumerate(sorted(set(text))[:CHARACTERS])}
-    codes = torch.tensor([known.get(character, 0) for character in text])
-    count = (len(codes) - 1) // LENGTH
-    examples, labels = (codes[first : first + count * LENGTH].view(count, LENGTH) for first in (0, 1))
-    out = torch.arange(count) % 10 == 0
+    examples, labels = _pieces(torch.tensor([known.get(character, 0) for character in text]), LENGTH)
+    out = torch.arange(len(labels)) % 10 == 0
     return Data(examples[~out], labels[~out], examples[out], labels[out])
 
 
@@ -77,9 +81,7 @@ def source_code() -> Data:
     parts: list[Tensor] = []
     for which in ([path for number, path in enumerate(files) if (number % 20 == 0) == out] for out in (False, True)):
         text = bytearray(b"".join(path.read_bytes() for path in which))
-        codes = torch.frombuffer(text, dtype=torch.uint8).clamp(max=CHARACTERS - 1).long()
-        count = (len(codes) - 1) // LONG
-        parts += [codes[first : first + count * LONG].view(count, LONG) for first in (0, 1)]
+        parts += _pieces(torch.frombuffer(text, dtype=torch.uint8).clamp(max=CHARACTERS - 1).long(), LONG)
     some = slice(None, None, max(1, len(parts[2]) // 2000))
     return Data(parts[0], parts[1], parts[2][some], parts[3][some])
 

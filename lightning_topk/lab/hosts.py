@@ -36,18 +36,13 @@ def check_available() -> None:
         raise RuntimeError("Emulated hosts need root and iproute2 (ip, tc). Only bench train runs without them.")
 
 
-def bits_per_second(rate: str) -> float:
-    """Converts a rate in tc's notation to bits per second.
+def link(rate: str) -> tuple[float, float]:
+    """Bits per second and seconds of a round trip of a link such as ``100mbit``, or ``100mbit/20ms``.
 
     Raises:
         ValueError: The rate is not a number with ``kbit``, ``mbit`` or ``gbit``, and perhaps ``/`` and a number with
-            ``ms``, the round trip of :func:`emulate`.
+            ``ms``.
     """
-    return _link(rate)[0]
-
-
-def _link(rate: str) -> tuple[float, float]:
-    """Bits per second, and seconds of a round trip."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit(?:/(\d+(?:\.\d+)?)ms)?", rate.lower())
     if not found or float(found[1]) == 0:
         raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit or 2.5gbit, or 1gbit/20ms with a round trip.")
@@ -142,7 +137,7 @@ def emulate(count: int, rate: str, ranks: int = 1) -> Iterator[Hosts]:
     check_available()
     if not 1 <= count <= 200:
         raise ValueError(f"Invalid number of hosts {count}; emulate 1 to 200.")
-    bits, round_trip = _link(rate)
+    bits, round_trip = link(rate)
     tag = f"ltk{os.getpid() % 100000}"
     names = [f"{tag}h{number}" for number in range(count)]
     with ExitStack() as stack:

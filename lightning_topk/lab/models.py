@@ -152,10 +152,9 @@ class GPT2(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        try:
-            from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore[import-not-found, unused-ignore]
-        except ModuleNotFoundError as error:
-            raise SystemExit("This model needs Transformers: pip install transformers.") from error
+        need("transformers")
+        from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore[import-not-found, unused-ignore]
+
         sizes = {"vocab_size": CHARACTERS, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 4}
         others = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
         config: Any = GPT2Config(**sizes, **others)  # type: ignore[arg-type, unused-ignore]

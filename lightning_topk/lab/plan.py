@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
 
-from lightning_topk.config import SAVING, TopKConfig
-from lightning_topk.core.wire import WireName
+from lightning_topk.config import TopKConfig
 from lightning_topk.lab.bench.select import step_seconds
-from lightning_topk.lab.hosts import bits_per_second
+from lightning_topk.lab.hosts import link
 from lightning_topk.lab.models import torchvision_model
 from lightning_topk.lab.report import Row, markdown
 from lightning_topk.volume import format_bytes, volume
@@ -29,32 +29,26 @@ def run(
     inter: str = "1gbit",
     saving: float | None = None,
     ratio: float | None = None,
-    wire: WireName | None = None,
-    bucket_cap_mb: float = 25,
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> str:
     """Tabulates the bytes of a step with each topology, and its approximate time on a link."""
     sizes, world = parameter_sizes(model, module, params), nodes * gpus_per_node
     if world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"--bucket-cap-mb {bucket_cap_mb:g} must be positive.")
-    speed, buckets = bits_per_second(inter) / 8, ddp_buckets(sizes, bucket_cap_mb)
-    saving = SAVING if saving is None and ratio is None else saving
-    amount: dict[str, Any] = {"saving": saving, "ratio": ratio, "wire": wire}
-    numel = min(sum(sizes), MEASURED)
-    second = step_seconds(TopKConfig(**amount), numel, torch.device(device)) / numel  # per element
+    speed, buckets, numel = link(inter)[0] / 8, ddp_buckets(sizes), min(sum(sizes), MEASURED)
+    given = TopKConfig(saving=saving, ratio=ratio)
+    second = step_seconds(given, numel, torch.device(device)) / numel  # per element
     rows = []
     for topology in ("dense", "sharded", "hierarchical", "single_server", "allgather"):
         if topology == "hierarchical" and not 1 < gpus_per_node < world:
             continue
-        config = TopKConfig(**amount, topology=topology, bidirectional=topology != "allgather")
+        config = replace(given, topology=topology, bidirectional=topology != "allgather")
         sent = volume(config, buckets, world, local=gpus_per_node)  # of rank 0, the busiest
         elements = sum(sizes) / (gpus_per_node if topology == "hierarchical" else 1)
         computing = second * elements if config.compresses else 0.0
         row: Row = {"topology": "dense (DDP)" if topology == "dense" else topology}
         row |= {
-            "a rank sends": format_bytes(sent.uplink + sent.downlink),
+            "a rank sends": format_bytes(sent.sent),
             "a node sends": format_bytes(sent.inter_node),
         }
         row |= {"saving": f"{sent.node_saving:.1f}x", "ms a step": 1000 * (computing + sent.inter_node / speed)}
@@ -63,7 +57,7 @@ def run(
         rows.append(row | {"pays below": words if computing else ""})
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between them; "
-        f"{'saving' if ratio is None else 'ratio'} {ratio or saving:g}.\n\n{markdown(rows)}\n\n"
+        f"{'saving' if ratio is None else 'ratio'} {ratio or given.saving:g}.\n\n{markdown(rows)}\n\n"
         "Bytes are exact. Times are the time to compress and decompress, measured just now on this machine's "
         f"{device.upper()}, plus the time to send a node's bytes over its link; nothing overlaps with backward."
     )

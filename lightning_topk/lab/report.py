@@ -107,8 +107,9 @@ class Result:
         return Result(**data)
 
     def json(self) -> str:
-        """The result as JSON."""
-        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False) + "\n"
+        """The result as JSON, with infinity and NaN, which JSON lacks, as strings."""
+        plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda word: str(float(word)))
+        return json.dumps(plain, indent=1) + "\n"
 
     def write(self, folder: Path) -> None:
         """Writes ``NAME.json`` and ``NAME.svg`` into a folder."""
@@ -129,11 +130,6 @@ def write_report(folder: Path) -> None:
     (folder / "report.md").write_text("\n\n".join(head + pages) + "\n")
 
 
-def spread(values: Sequence[float], style: str) -> str:
-    """Mean ± half the range."""
-    return f"{mean(values):{style}} ± {(max(values) - min(values)) / 2:{style}}"
-
-
 def in_words(values: Sequence[float], style: str, unit: str = "") -> str:
     """Mean ± standard error over several seeds, or the value of one; empty if there is none."""
     if len(values) < 2:
@@ -144,15 +140,6 @@ def in_words(values: Sequence[float], style: str, unit: str = "") -> str:
 def standard_error(values: Sequence[float]) -> float:
     """The standard error of the mean; zero for a single value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-def _finite(value: Any) -> Any:
-    """Replaces infinity and NaN, which JSON lacks, by strings."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -163,19 +163,9 @@ class Optimizer:
         made.step()
 
 
-class Ranks(Protocol):
-    """Simulated workers with the interface of :class:`lightning_topk.simulate.Cluster`."""
-
-    sent_bytes: dict[str, list[int]]
-
-    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
-        """Exchanges one gradient of each worker."""
-        ...
-
-
 def train(
     model: str,
-    config: TopKConfig | Callable[[int, Sequence[torch.Size]], Ranks],
+    config: TopKConfig | Callable[[int, Sequence[torch.Size]], Any],
     workers: int,
     steps: int,
     optimizer: Optimizer,
@@ -190,7 +180,8 @@ def train(
 
     Args:
         model: Name of the model.
-        config: Settings of our exchange, or a function that makes another one for workers and parameter shapes.
+        config: Settings of our exchange, or a function of workers and parameter shapes that makes another one, with
+            ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them.
         workers: Number of simulated workers.
         steps: Number of steps.
         optimizer: The optimizer.
@@ -205,12 +196,11 @@ def train(
     theta = problem.start
     stepped = optimizer.make([theta])
     shapes = [parameter.shape for parameter in problem.parameters]
-    ranks: Ranks
     if isinstance(config, TopKConfig):
         sizes = tuple(shape.numel() for shape in shapes)
-        ranks = cluster = Cluster(config, workers, len(theta), sizes=sizes, device=theta.device)
+        ranks = Cluster(config, workers, len(theta), sizes=sizes, device=theta.device)
         if config.adapts_momentum:
-            adapt_momentum([stepped], cluster)
+            adapt_momentum([stepped], ranks)
     else:
         ranks = config(workers, shapes)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)

@@ -90,10 +90,7 @@ def prepared(
     """Returns the given settings, the peers to time and the settings in words; rejects invalid arguments."""
     if ranks < 2:
         raise ValueError("it takes 2 ranks or more: one exchanges nothing.")
-    settings: dict[str, Any] = {
-        name: value for name, value in (("ratio", ratio), ("saving", saving)) if value is not None
-    }
-    TopKConfig(**settings)
+    settings = TopKConfig(ratio=ratio, saving=saving).changed
     for peer in peers:
         check_name("peer", peer, PEERS)
     words = ", ".join(f"{name}={value}" for name, value in settings.items()) or f"saving={SAVING:g}"

@@ -89,7 +89,7 @@ def run(
     for racer in racers:
         check_name("racer", racer, RACERS)
     for rate in rates:
-        emulated.bits_per_second(rate)
+        emulated.link(rate)
     emulated.check_available()
     found, given = Runs(out), {"course": course, "images": str(data) if data else None}
     bar, aims = tqdm(total=seeds * (1 + len(rates) * len(racers)), desc="race", unit="run"), []

@@ -125,7 +125,6 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
     """Times a worker's whole compress step, and a server's."""
     rank, g = Rank(config, x), x.clone()
     sent = copies(rank.uplink.send(g, rank.up)[0])
-    average = best(partial(aggregate, sent, rank.up, x.dtype, g), x.device, g.zero_)
     serve = best(partial(rank.serve, sent, g), x.device, g.zero_)
     g.zero_()
     replies = copies(rank.serve(sent, g))
@@ -138,9 +137,9 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
         g.copy_(x)
         worker()
     whole = best(worker, x.device, lambda: g.copy_(x), repeats=12)
-    parts = {"worker: all": whole, "server: decode and aggregate": average, "server: all": serve}
     result.tables[f"Compress step at {where}"] = [
-        {"part": part, "ms": 1000 * took, "of add_ + zero_": took / floor} for part, took in parts.items()
+        {"part": part, "ms": 1000 * took, "of add_ + zero_": took / floor}
+        for part, took in (("worker", whole), ("server", serve))
     ]
     if x.device.type == "cuda" and config.ratio == 0.001:
         copy = best(lambda: g.copy_(x), x.device)  # reads and writes 8 B per element

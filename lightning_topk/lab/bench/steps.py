@@ -36,23 +36,11 @@ Measured = dict[str, dict[str, Any]]
 """Results of :func:`measured` by peer."""
 
 
-class _Given(torch.autograd.Function):
-    """Returns zero, with a given gradient."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, parameter: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return parameter.new_zeros(())
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
 class Noise(nn.Module):
-    """Matrices whose gradients are noise: a backward pass that costs next to nothing, so nothing hides an exchange."""
+    """Matrices whose gradients are noise: a backward pass that costs next to nothing, so nothing hides an exchange.
+
+    Backward starts at the weights, with ``gradients``.
+    """
 
     def __init__(self, numel: int, seed: int) -> None:
         super().__init__()
@@ -63,10 +51,9 @@ class Noise(nn.Module):
         self.gradients = [torch.randn(weight.shape, generator=generator) for weight in self.weights]
 
     @override
-    def forward(self) -> Tensor:
-        """A sum of zeros."""
-        pairs = zip(self.weights, self.gradients, strict=True)
-        return torch.stack([_Given.apply(*pair) for pair in pairs]).sum()
+    def forward(self) -> list[Tensor]:
+        """The weights."""
+        return [*self.weights]
 
 
 def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Register] = PEERS) -> Measured:
@@ -82,8 +69,8 @@ def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Re
         )
         model.require_backward_grad_sync = peer != "no exchange"
 
-        def step(model: DistributedDataParallel = model) -> None:
-            model().backward()
+        def step(model: DistributedDataParallel = model, net: Noise = net) -> None:
+            torch.autograd.backward(model(), net.gradients)
 
         state = known.get(peer, PEERS["DDP"])(model, options["settings"])
         found[peer] = measured(model, state, step, min, WARMUPS.get(peer, WARMUP), 21, options["seconds"])
@@ -123,8 +110,8 @@ def measured(
 
     Returns:
         ``seconds`` of a step, and means over the steps: ``cpu``, seconds of this process, and ``sent``, bytes that left
-        this host's emulated interface. For ours also ``exchange``, its seconds; ``hidden``, the fraction of it that
-        overlaps with backward; and bytes ``counted``, ``predicted``, and ``leaving`` the node.
+        this host's emulated interface. For ours also ``hidden``, the fraction of the exchange that overlaps with
+        backward; and bytes ``counted``, ``predicted``, and ``leaving`` the node.
     """
     times: list[float] = []
     cpu, sent, go_on, reports, begin = 0.0, 0, torch.ones(()), [], time.perf_counter()
@@ -147,10 +134,9 @@ def measured(
     found = {"seconds": reduced(times[warmup:]), "cpu": cpu / counted, "sent": sent / counted}
     if state is not None:
         last, plan = reports[warmup:], state.predicted()
-        found["exchange"] = min(report.seconds for report in last)
         found["hidden"] = 1 - sum(r.exposed_seconds for r in last) / max(sum(r.seconds for r in last), 1e-9)
         found["counted"] = sum(r.bytes["uplink"] + r.bytes["downlink"] for r in last) / counted
-        found |= {"predicted": plan.uplink + plan.downlink, "leaving": plan.inter_node}
+        found |= {"predicted": plan.sent, "leaving": plan.inter_node}
         state.close()
     return found
 
@@ -171,9 +157,6 @@ def enter(result: Result, link: str, found: Measured) -> None:
         times = values["seconds"] / ours["seconds"] if ours else math.nan
         row = {"peer": peer, "ms a step": 1000 * values["seconds"], "over ours": times if ours else ""}
         row["CPU ms a rank"] = 1000 * values["cpu"]
-        if idle:
-            row["of them exchange"] = 1000 * (values["cpu"] - idle["cpu"])
-        row["exchange ms"] = 1000 * values["exchange"] if "exchange" in values else ""
         row["bytes a host sends"] = f"{values['sent']:,.0f}" if values["sent"] else ""
         rows.append(row | {"hidden": f"{values['hidden']:.0%}" if "hidden" in values else ""})
         if ours and not peer.startswith(("ours", "no exchange")):
@@ -203,7 +186,7 @@ def hosts(
 ) -> Result:
     """Times DDP steps with each of the peers on emulated hosts, and counts bytes at their interfaces."""
     settings, chosen, words = prepared(hosts * ranks, ratio, saving, peers, ranks > 1)
-    bits = [emulated.bits_per_second(rate) for rate in rates]
+    bits = [emulated.link(rate)[0] for rate in rates]
     result = Result(
         "hosts",
         "a step is faster than with what a user would pick instead, at any speed of link",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab.report import Panel, Result, Row, in_words
-from lightning_topk.lab.training import Optimizer, Ranks, Runs, train
+from lightning_topk.lab.training import Optimizer, Runs, train
 
 _adamw = partial(Optimizer, momentum=0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=100)
 WORKERS = 8
@@ -93,7 +93,7 @@ def quality_of(model: str) -> str:
     return "held-out accuracy %" if COURSES[model].images else "held-out loss"
 
 
-def exchange_of(model: str, system: str) -> TopKConfig | Callable[[int, Sequence[torch.Size]], Ranks]:
+def exchange_of(model: str, system: str) -> TopKConfig | Callable[[int, Sequence[torch.Size]], PowerSGD]:
     """The exchange of one of the :data:`SYSTEMS`."""
     name, _, amount = system.partition(" ")
     if name == "PowerSGD":
@@ -124,7 +124,7 @@ def panels(found: Runs, models: Sequence[str], systems: Sequence[str] = SYSTEMS,
                 scale = 1.0 if along == "steps" else run["sent"] / 1e6
                 quality = accuracies if COURSES[model].images else losses
                 panel.curves[system] = [step * scale for step in passed], quality
-            drawn.append(panel)
+            drawn += [panel] * bool(runs)
     return drawn
 
 

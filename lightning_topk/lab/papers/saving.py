@@ -75,8 +75,7 @@ def _union(model: str, ratio: float, workers: int) -> float:
 
 def _sent(numel: int, workers: int, **settings: Any) -> int:
     """Predicted bytes of rank 0, the busiest rank with a single server."""
-    sent = volume(TopKConfig(wire="bf16", **settings), [numel], workers)
-    return sent.uplink + sent.downlink
+    return volume(TopKConfig(wire="bf16", **settings), [numel], workers).sent
 
 
 def _bytes(numel: int, ratio: float, workers: int) -> dict[str, str]:

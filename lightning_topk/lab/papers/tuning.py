@@ -5,21 +5,20 @@ The first is the thesis's central claim. Systems are compared over one grid of l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.report import Result, Row, spread
-from lightning_topk.lab.training import Optimizer, Problem, Run, run_all, train
+from lightning_topk.lab.report import Result, Row, in_words
+from lightning_topk.lab.training import Optimizer, Run, run_all, train
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.systems import presets
 from lightning_topk.volume import volume
 
-S = TypeVar("S", bound=Hashable)
-SEEDS = 3
+WORKERS, STEPS, SEEDS, RATIO, NUMEL = 8, 200, 3, 0.01, 4810
 
 
 class Tuned:
@@ -36,14 +35,13 @@ class Tuned:
         self.cells: Row = {f"lr {lr:g}": loss for lr, loss in self.losses.items()}
 
 
-def sweep(systems: Mapping[S, Callable[..., Run]], grid: Sequence[float], title: str) -> dict[S, Tuned]:
-    """Trains every system by SGD at every learning rate with every seed, on all cores.
-
-    A system is a ``partial`` of :func:`lightning_topk.lab.training.train` that lacks only optimizer and seed.
-    """
+def sweep(
+    systems: Mapping[str, TopKConfig], grid: Sequence[float], title: str, workers: int = WORKERS, steps: int = STEPS
+) -> dict[str, Tuned]:
+    """Trains the MLP by SGD with every system, learning rate and seed, on all cores."""
     jobs = {
-        (name, lr, seed): partial(system, optimizer=Optimizer(lr), seed=seed)
-        for name, system in systems.items()
+        (name, lr, seed): partial(train, "mlp", config, workers, steps, Optimizer(lr), seed)
+        for name, config in systems.items()
         for lr in grid
         for seed in range(SEEDS)
     }
@@ -59,35 +57,31 @@ def draw_losses(result: Result, tuned: Mapping[str, Tuned]) -> None:
 
 
 GRID = (0.3, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
-WORKERS, STEPS, RATIO, NUMEL = 8, 200, 0.01, 4810
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "uni": {"bidirectional": False},
-    "bi": {},
-    "bi, server ratio x2": {"server_ratio": 2 * RATIO},
-    "bi, server ratio x4": {"server_ratio": 4 * RATIO},
-    "bi, server ratio x8": {"server_ratio": 8 * RATIO},
-    "dense": {"ratio": 1.0, "bidirectional": False, "error_feedback": False},
+EQUAL = 0.043
+"""The largest ratio, in thousandths, at which bi sends no more than uni does at :data:`RATIO`."""
+BI = TopKConfig(ratio=RATIO, wire="bf16")
+SYSTEMS = {
+    "uni": replace(BI, bidirectional=False),
+    "bi": BI,
+    **{f"bi, server ratio x{times}": replace(BI, server_ratio=times * RATIO) for times in (2, 4, 8)},
+    "dense": replace(BI, ratio=1.0, bidirectional=False, error_feedback=False),
+    "bi, equal bytes": replace(BI, ratio=EQUAL),
 }
 
 
 def tuning() -> Result:
     """Compares unidirectional and bidirectional TopK at equal k and at equal bytes, with tuned learning rates."""
-    equal = equal_bytes_ratio()
-    systems = SYSTEMS | {"bi, equal bytes": {"ratio": equal}}
     result = Result(
         "tuning",
         "with a tuned learning rate, bidirectional TopK is as good as unidirectional",
         f"Digits MLP 64-64-10 (d = {NUMEL:,}), {WORKERS} workers, batch 10 each, plain SGD, {STEPS} steps, {SEEDS} "
-        f"seeds, ratio {RATIO:g}; final training loss. Equal bytes: bi at ratio {equal:g}, the largest at which it "
+        f"seeds, ratio {RATIO:g}; final training loss. Equal bytes: bi at ratio {EQUAL:g}, the largest at which it "
         "sends no more than uni, whose servers have room for all that the workers can send them (N k entries, whether "
         "or not they overlap).",
     )
-    common: dict[str, Any] = {"ratio": RATIO, "wire": "bf16"}
-    configs = {system: TopKConfig(**common | settings) for system, settings in systems.items()}
-    runs = {system: partial(train, "mlp", config, WORKERS, STEPS) for system, config in configs.items()}
-    tuned = sweep(runs, GRID, "tuning")
+    tuned = sweep(SYSTEMS, GRID, "tuning")
     result.tables["Final training loss by learning rate; accuracy in percent at the best"] = [
-        {"system": system, "bytes": f"{_bytes(configs[system]):,}"}
+        {"system": system, "bytes": f"{_bytes(SYSTEMS[system]):,}"}
         | each.cells
         | {"best lr": each.lr_in_words, "accuracy": each.accuracy}
         for system, each in tuned.items()
@@ -107,16 +101,9 @@ def tuning() -> Result:
     return result
 
 
-def equal_bytes_ratio() -> float:
-    """The largest ratio, in thousandths, at which bi sends no more than uni does at :data:`RATIO`."""
-    room = _bytes(TopKConfig(ratio=RATIO, bidirectional=False, wire="bf16"))
-    return max(r / 1000 for r in range(1, 1000) if _bytes(TopKConfig(ratio=r / 1000, wire="bf16")) <= room)
-
-
 def _bytes(config: TopKConfig) -> int:
     """Bytes that a rank sends in a step."""
-    sent = volume(config, [NUMEL], WORKERS)
-    return sent.uplink + sent.downlink
+    return volume(config, [NUMEL], WORKERS).sent
 
 
 WIDE_GRID = (0.03, 0.1, 0.3, 0.7, 1.0, 1.4, 2.0, 2.8)
@@ -125,10 +112,9 @@ COMPARED = ("topk", "bidirectional_topk", "gaussiank", "dgc", "trimmed")
 ALL = ("dense", "topk", "bidirectional_topk", "randk", "gaussiank", "dgc", "trimmed")
 
 THESIS_GRID = (0.7, 1.0, 1.4, 2.0, 2.8)
-THESIS: dict[str, dict[str, Any]] = {
-    "SGD": dict(presets["dense"]),
-    "uni": {"ratio": RATIO, "bidirectional": False, "topology": "single_server", "wire": "bf16"},
-    "bi": {"ratio": RATIO, "topology": "single_server", "wire": "bf16"},
+THESIS = {
+    "SGD": TopKConfig(**presets["dense"]),
+    **{name: replace(SYSTEMS[name], topology="single_server") for name in ("uni", "bi")},
 }
 """The thesis's systems, through one server."""
 LENGTHS = {20: 150, 100: 100}
@@ -137,40 +123,24 @@ PUBLISHED = {20: "97.56 and 97.67", 100: "97.55 and 97.43"}
 """The thesis's accuracies on MNIST, uni and bi, by workers."""
 
 
-def settings_of(system: str, ratio: float, steps: int) -> dict[str, Any]:
-    """A preset at a ratio; DGC's warm-up takes a fifth of the run."""
-    ratios = {"dense": 1.0, "dgc": ExponentialWarmup(ratio, start=0.25, steps=max(1, steps // 5))}
-    return {**presets[system], "ratio": ratios.get(system, ratio)}
-
-
-def convergence(data: Path | None = None, steps: int | None = None) -> Result:
-    """Compares every system with dense SGD, with tuned learning rates and three seeds.
-
-    With ``data``, a folder of images, ResNet-20 learns these images instead of digits, which takes days.
-    """
-    model, batch = ("mlp", 10) if data is None else ("resnet20", 32)
-    workers, steps = 8, steps or (200 if data is None else 1000)
-    numel = len(Problem(model, 0, data).start)
-    configs = {system: TopKConfig(**settings_of(system, RATIO, steps)) for system in ALL}
-    more: dict[str, Any] = {"batch": batch, "data": data}
-    tuned = sweep(
-        {system: partial(train, model, config, workers, steps, **more) for system, config in configs.items()},
-        WIDE_GRID,
-        "convergence",
-    )
+def convergence() -> Result:
+    """Compares every system with dense SGD, with tuned learning rates and three seeds."""
+    ratios: dict[str, Any] = {"dense": 1.0, "dgc": ExponentialWarmup(RATIO, start=0.25, steps=STEPS // 5)}
+    configs = {system: TopKConfig(**{**presets[system], "ratio": ratios.get(system, RATIO)}) for system in ALL}
+    tuned = sweep(configs, WIDE_GRID, "convergence")
     result = Result(
         "convergence",
         "sparsified SGD reaches the quality of dense SGD",
-        f"{'Digits' if data is None else 'Images'}, {model} (d = {numel:,}), {workers} simulated workers, batch "
-        f"{batch} each, SGD without momentum (DGC: 0.9 on the workers), ratio {RATIO:g}, {steps} steps, {SEEDS} seeds "
-        f"(mean ± half the range), learning rate tuned for each system over {WIDE_GRID} by final training loss (in the "
-        "last columns). Where at least k entries pass a threshold, trimmed and gaussiank send exactly what topk does, "
-        "since the cap takes the k largest: equal rows are no mistake.",
+        f"Digits, mlp (d = {NUMEL:,}), {WORKERS} simulated workers, batch 10 each, SGD without momentum (DGC: 0.9 on "
+        f"the workers), ratio {RATIO:g}, {STEPS} steps, {SEEDS} seeds (mean ± standard error), learning rate tuned for "
+        f"each system over {WIDE_GRID} by final training loss (in the last columns). Where at least k entries pass a "
+        "threshold, trimmed and gaussiank send exactly what topk does, since the cap takes the k largest: equal rows "
+        "are no mistake.",
     )
     rows = result.tables["Every system at its best learning rate"] = []
     for system, each in tuned.items():
-        row = {"system": system, "lr": each.lr_in_words, "loss": spread([run.loss for run in each.best], ".4f")}
-        row |= {"accuracy": spread(each.accuracies, ".1f"), "bytes up a step": f"{each.best[0].uplink_bytes:,.0f}"}
+        row = {"system": system, "lr": each.lr_in_words, "loss": in_words([run.loss for run in each.best], ".4f")}
+        row |= {"accuracy": in_words(each.accuracies, ".1f"), "bytes up a step": f"{each.best[0].uplink_bytes:,.0f}"}
         rows.append(row | {"bytes down a step": f"{each.best[0].downlink_bytes:,.0f}"} | each.cells)
     behind = tuned["topk"].accuracy - tuned["randk"].accuracy
     result.check("RandK falls behind TopK", "far (figure 1)", f"{-behind:+.1f} points", behind > 2)
@@ -184,22 +154,16 @@ def convergence(data: Path | None = None, steps: int | None = None) -> Result:
 
 def _thesis_rows(result: Result) -> None:
     """Adds the rows and verdicts of SGD, uni and bi with 20 and 100 workers."""
-    systems = {
-        (workers, name): partial(train, "mlp", TopKConfig(**each), workers, steps)
-        for workers, steps in LENGTHS.items()
-        for name, each in THESIS.items()
-    }
-    found = sweep(systems, THESIS_GRID, "the thesis's rows")
     title = (
         f"The thesis's MLP rows at this size: 64-64-10 on digits, ratio {RATIO:g}, {SEEDS} seeds, learning rate tuned "
         f"over {THESIS_GRID}; accuracy in percent"
     )
     rows = result.tables[title] = []
     for workers, steps in LENGTHS.items():
+        found = sweep(THESIS, THESIS_GRID, f"the thesis's rows, N = {workers}", workers, steps)
         rows.append({"N": workers, "steps": steps})
-        for name in THESIS:
-            each = found[workers, name]
-            rows[-1] |= {name: spread(each.accuracies, ".2f"), f"lr {name}": each.lr_in_words}
-        uni, bi = (found[workers, name].accuracy for name in ("uni", "bi"))
+        for name, each in found.items():
+            rows[-1] |= {name: in_words(each.accuracies, ".2f"), f"lr {name}": each.lr_in_words}
+        uni, bi = (found[name].accuracy for name in ("uni", "bi"))
         statement, measured = f"uni and bi alike at N = {workers}", f"{uni:.1f} and {bi:.1f}"
         result.check(statement, PUBLISHED[workers], measured, abs(uni - bi) <= 1.0)
