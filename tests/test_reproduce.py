@@ -19,7 +19,7 @@ from PIL import Image
 from lightning_topk import __main__
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
-from lightning_topk.lab import commands, data, hosts, report, training
+from lightning_topk.lab import commands, data, hosts, training
 from lightning_topk.lab.bench import steps
 from lightning_topk.lab.papers import at_size, counterexample, saving, saving_curves, speedup, tuning, vectors
 from lightning_topk.lab.report import Panel, Result, write_report
@@ -202,14 +202,13 @@ def test_an_exchange_of_every_system_is_timed_and_sends_what_is_predicted(groups
 
 def test_a_claim_that_fails_leaves_the_report_of_the_others(monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "available", lambda: False)
-    monkeypatch.setattr(commands, "CLAIMS", ("first", "speedup"))
-    monkeypatch.setattr(report, "CLAIMS", ("first", "speedup"))
-    monkeypatch.setitem(commands.COMMANDS, "reproduce first", ("papers.saving:first", "", ""))
-    monkeypatch.setattr(saving, "first", lambda: Result("first", "one holds", "a setting"), raising=False)
+    claims = {"saving": lambda: Result("saving", "it holds", "a setting"), "speedup": speedup.run}
+    monkeypatch.setattr(commands, "CLAIMS", [*claims])
+    monkeypatch.setattr(commands, "function_of", lambda name: claims[name.removeprefix("reproduce ")])
     monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce", "--all", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="Emulated hosts need root and iproute2"):
         __main__.main()
-    assert "## first: one holds" in (tmp_path / "report.md").read_text()
+    assert "## saving: it holds" in (tmp_path / "report.md").read_text()
 
 
 def test_saving_curves_resume_and_show_finished_runs(monkeypatch, tmp_path):

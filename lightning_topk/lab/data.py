@@ -52,12 +52,6 @@ def digits() -> Data:
     return Data(images[~out], labels[~out], images[out], labels[out])
 
 
-def _pieces(codes: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cuts characters ``[M]`` into pieces ``[N, length]``; also returns the characters that follow, ``[N, length]``."""
-    windows = codes.unfold(0, length + 1, length)
-    return windows[:, :-1], windows[:, 1:]
-
-
 @cache
 def documentation() -> Data:
     """The topics of Python's own ``help()``, 0.46 million characters in Python 3.11; every tenth piece is held out."""
@@ -65,9 +59,9 @@ def documentation() -> Data:
 
     text = "".join(topics[name] for name in sorted(topics))
     known = {character: number for number, character in enumerate(sorted(set(text))[:CHARACTERS])}
-    examples, labels = _pieces(torch.tensor([known.get(character, 0) for character in text]), LENGTH)
-    out = torch.arange(len(labels)) % 10 == 0
-    return Data(examples[~out], labels[~out], examples[out], labels[out])
+    pieces = torch.tensor([known.get(character, 0) for character in text]).unfold(0, LENGTH + 1, LENGTH)
+    out = torch.arange(len(pieces)) % 10 == 0
+    return Data(pieces[~out, :-1], pieces[~out, 1:], pieces[out, :-1], pieces[out, 1:])
 
 
 @cache
@@ -79,11 +73,12 @@ def source_code() -> Data:
     library = Path(get_path("stdlib"))
     files = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
     parts: list[Tensor] = []
-    for which in ([path for number, path in enumerate(files) if (number % 20 == 0) == out] for out in (False, True)):
+    for which in ([path for number, path in enumerate(files) if number % 20], files[::20]):
         text = bytearray(b"".join(path.read_bytes() for path in which))
-        parts += _pieces(torch.frombuffer(text, dtype=torch.uint8).clamp(max=CHARACTERS - 1).long(), LONG)
-    some = slice(None, None, max(1, len(parts[2]) // 2000))
-    return Data(parts[0], parts[1], parts[2][some], parts[3][some])
+        codes = torch.frombuffer(text, dtype=torch.uint8).clamp(max=CHARACTERS - 1).long()
+        parts.append(codes.unfold(0, LONG + 1, LONG))
+    pieces, out = parts[0], parts[1][:: max(1, len(parts[1]) // 2000)]
+    return Data(pieces[:, :-1], pieces[:, 1:], out[:, :-1], out[:, 1:])
 
 
 @cache

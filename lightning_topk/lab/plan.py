@@ -47,10 +47,7 @@ def run(
         elements = sum(sizes) / (gpus_per_node if topology == "hierarchical" else 1)
         computing = second * elements if config.compresses else 0.0
         row: Row = {"topology": "dense (DDP)" if topology == "dense" else topology}
-        row |= {
-            "a rank sends": format_bytes(sent.sent),
-            "a node sends": format_bytes(sent.inter_node),
-        }
+        row |= {"a rank sends": format_bytes(sent.sent), "a node sends": format_bytes(sent.inter_node)}
         row |= {"saving": f"{sent.node_saving:.1f}x", "ms a step": 1000 * (computing + sent.inter_node / speed)}
         pays = 8 * (sent.dense_inter_node - sent.inter_node) / computing if computing else 0.0  # bits per second
         words = f"{pays / 1e9:.3g} Gbit/s" if pays >= 1e9 else f"{pays / 1e6:.3g} Mbit/s" if pays > 0 else "never"

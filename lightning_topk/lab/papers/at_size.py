@@ -7,7 +7,7 @@ it ends, so an interrupted command resumes where it stopped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,18 +93,13 @@ def quality_of(model: str) -> str:
     return "held-out accuracy %" if COURSES[model].images else "held-out loss"
 
 
-def exchange_of(model: str, system: str) -> TopKConfig | Callable[[int, Sequence[torch.Size]], PowerSGD]:
-    """The exchange of one of the :data:`SYSTEMS`."""
-    name, _, amount = system.partition(" ")
-    if name == "PowerSGD":
-        return partial(PowerSGD, COURSES[model].powersgd)
-    return TopKConfig(**{name: float(amount)}) if amount else TopKConfig().dense  # type: ignore[arg-type]
-
-
 def _train(
     model: str, system: str, steps: int, seed: int, every: int, data: Path | None, device: str = "cpu"
 ) -> dict[str, Any]:
-    course, exchanged = COURSES[model], exchange_of(model, system)
+    course, (name, _, amount) = COURSES[model], system.partition(" ")
+    setting: dict[str, Any] = {name: float(amount)} if amount else {}
+    config = TopKConfig(**setting) if amount else TopKConfig().dense
+    exchanged = partial(PowerSGD, course.powersgd) if name == "PowerSGD" else config
     given: dict[str, Any] = {"data": data if course.images else None, "every": every, "device": device}
     ended = train(model, exchanged, WORKERS, steps, course.optimizer, seed, course.batch, **given)
     sent = ended.uplink_bytes + ended.downlink_bytes
