@@ -10,29 +10,18 @@ from unittest import mock
 
 import laws
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from groups import on_ranks
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import (
-    every_rank,
-    four_layers,
-    gradient,
-    held,
-    local_gradient,
-    loss_of,
-    mean_over_ranks,
-    undelivered,
-    weights,
-    without,
-)
+from ranks import every_rank, four_layers, gradient, held, loss_of, mean_over_ranks, undelivered, weights
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from trainers import Module, fit
 
-from lightning_topk import TopKStrategy, attach, build
+from lightning_topk import TopKStrategy, build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.simulate import Cluster
@@ -41,27 +30,19 @@ from lightning_topk.simulate import Cluster
 class Run:
     """A net of four layers that trains with a GradScaler.
 
-    Args:
-        rank: This rank.
-        optimizers: Makes the optimizers that the scaler steps.
-        given: Makes the argument of ``attach`` from the first optimizer. Default: all optimizers.
-        ddp: Options of DDP.
-        **settings: Arguments of ``attach``.
+    ``optimizers`` makes the optimizers that the scaler steps; ``given`` makes the argument of ``attach`` from the first
+    optimizer (default: all of them).
     """
 
     def __init__(
-        self,
-        rank: int,
-        optimizers: Callable[[nn.Module], list] = lambda net: [SGD(net.parameters(), lr=0.1)],
-        given: Any = None,
-        ddp: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
+        self, rank: int, optimizers: Callable[[nn.Module], list] = lambda net: [SGD(net.parameters(), lr=0.1)],
+        given: Any = None, ddp: dict[str, Any] | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         self.rank, self.net, self.alone = rank, four_layers(), four_layers()
-        self.ddp = DistributedDataParallel(self.net, **{"bucket_cap_mb": 0.001, **(ddp or {})})
         self.optimizers, self.scaler = optimizers(self.net), torch.amp.GradScaler("cpu", init_scale=1024.0)
         given = (lambda: self.optimizers) if given is None else given(self.optimizers[0])
-        self.state = attach(self.ddp, optimizer=given, scaler=self.scaler, **{"ratio": 0.05, **settings})
+        settings = {"ratio": 0.05, **settings, "optimizer": given, "scaler": self.scaler}
+        self.ddp, self.state = ranks.attached(self.net, {"bucket_cap_mb": 0.001, **(ddp or {})}, **settings)
         self.computed: list[torch.Tensor] = []
         self.received: list[torch.Tensor] = []
 
@@ -87,7 +68,7 @@ class Run:
 
     def own(self, number: int, lost: Collection[str] = ()) -> torch.Tensor:
         """This rank's own gradient of a pass, except for parameters whose gradient a skipped step loses."""
-        return without(local_gradient(self.alone, self.net, self.rank, number), self.net, lost)
+        return ranks.without(ranks.local_gradient(self.alone, self.net, self.rank, number), self.net, lost)
 
     def note(self, computed: torch.Tensor, received: torch.Tensor | float) -> None:
         """Records a step's computed gradient, and the received one (zero if its optimizers skip the step)."""
@@ -134,26 +115,22 @@ MEMORIES = [{"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire"
 @on_ranks()
 def test_a_skipped_step_returns_its_gradients_to_residuals(rank, world, topology, bidirectional, how, fused, settings):
     """The step's own gradients stay in the residuals, except if uncompressed or not finite on a node."""
-    settings = {"topology": topology, "bidirectional": bidirectional, **settings}
-    with mock.patch.object(build, "PIECE", settings.pop("piece", build.PIECE)):
-        skip_some_steps(rank, world, topology, how, fused, settings)
-
-
-def skip_some_steps(rank, world, topology, how, fused, settings):
+    piece = settings.pop("piece", build.PIECE)
+    settings |= {"topology": topology, "bidirectional": bidirectional}
     run = Run(rank, lambda net: [SGD(net.parameters(), lr=0.1, fused=fused)], **settings)
     seen, names, node = [], [name for name, _ in run.net.named_parameters()], settings.get("local_world_size", 1)
-    for step in range(7):
-        bad, before, lost = step in (2, 3, 5), weights(run.net), set()
-        if bad:
-            lost |= {
-                name for name in names if topology == "dense" or ("dense_parameters" in settings and "bias" in name)
-            }
-            lost |= {"1.weight", "1.bias"} if rank // node == step % world // node else set()
-        computed = run.own(step, lost)
-        g = run.backward(step, how if bad and rank == step % world else "")
-        run.note(computed, 0.0 if bad else g)
-        run.take()
-        seen.append((bad, before, (run.look(), weights(run.net)), g))
+    with mock.patch.object(build, "PIECE", piece):
+        for step in range(7):
+            bad, before, lost = step in (2, 3, 5), weights(run.net), set()
+            if bad:
+                whole = "" if topology == "dense" else settings.get("dense_parameters", "none").strip("*")
+                lost |= {name for name in names if whole in name}
+                lost |= {"1.weight", "1.bias"} if rank // node == step % world // node else set()
+            computed = run.own(step, lost)
+            g = run.backward(step, how if bad and rank == step % world else "")
+            run.note(computed, 0.0 if bad else g)
+            run.take()
+            seen.append((bad, before, (run.look(), weights(run.net)), g))
     everyones, count = every_rank(torch.stack([g for *_, g in seen])), run.state.nonfinite_steps
     run.check(conserves="momentum" not in settings)
     for step, (bad, before, after, _) in enumerate(seen):
@@ -189,7 +166,7 @@ def test_a_first_step_of_several_passes_is_undone_as_a_whole(rank, world, static
 
 
 class Hookless(torch.optim.Optimizer):
-    """Wraps an optimizer as some libraries do, without calling the constructor that gives ``step`` its hooks."""
+    """Wraps an optimizer as some libraries do, ranks.without calling the constructor that gives ``step`` its hooks."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, inner.defaults, {}
@@ -227,60 +204,32 @@ def test_a_scaler_can_be_copied_and_pickled_and_the_copy_steps_by_itself(rank, w
     run.state.close()
 
 
-def halves(net: nn.Sequential) -> list[SGD]:
-    """Two optimizers that share a bucket."""
-    return [SGD(half.parameters(), lr=0.1) for half in (net[:2], net[2:])]
-
-
-ONE_BUCKET = {"bucket_cap_mb": 25}
-
-
+@pytest.mark.parametrize("case", ["one skips", "one skips that a layer has joined", "both skip"])
 @on_ranks(2)
-def test_a_step_skipped_by_one_of_two_optimizers_restores_its_parameters_only(rank, world):
-    run = Run(rank, halves, ddp=ONE_BUCKET)
+def test_a_skipped_step_restores_the_parameters_of_its_optimizer_only(rank, world, case):
+    """Two optimizers share a bucket. Both skip if it is spoilt, and one if its gradients are after the exchange."""
+    joined, both = "joined" in case, case == "both skip"
+
+    def halves(net: nn.Sequential) -> list[SGD]:
+        return [SGD(half.parameters(), lr=0.1) for half in (net[:2], net[2] if joined else net[2:])]
+
+    run = Run(rank, halves, ddp={"bucket_cap_mb": 25})
     for step in range(4):
-        if step == 2:
+        if step == 2 and joined:
+            run.optimizers[1].add_param_group({"params": [*run.net[3].parameters()]})
+        elif step == 2:
             run.optimizers[0] = SGD(run.net[:2].parameters(), lr=0.1)  # its steps count as the old one's did
-        before, own = run.left(), mean_over_ranks(run.own(step))
-        run.backward(step)
-        if step == 3:
-            run.net[2].weight.grad.view(-1)[0] = torch.inf  # after the exchange: only the second optimizer skips
+        before, own = run.left(), mean_over_ranks(run.own(step) * (not both or rank > 0))
+        run.backward(step, "inf" if both and step == 3 and rank == 0 else "")
+        if step == 3 and not both:
+            run.net[2 + joined].weight.grad.view(-1)[0] = torch.inf
         sent = run.left()
         run.take()
-    after, first = run.left(), 2 * 420
+    after, first = run.left(), 0 if both else 2 * 420
     run.state.close()
     assert torch.equal(after[:first], sent[:first])
     assert not torch.equal(after[first:], sent[first:])
     torch.testing.assert_close(after[first:], (before + own)[first:], atol=1e-6, rtol=1e-4)
-
-
-@on_ranks(2)
-def test_a_layer_that_joins_an_optimizer_later_is_undone_with_it(rank, world):
-    run = Run(rank, lambda net: [SGD(part.parameters(), lr=0.1) for part in (net[:2], net[2])], ddp=ONE_BUCKET)
-    for step in range(4):
-        if step == 2:
-            run.optimizers[1].add_param_group({"params": [*run.net[3].parameters()]})
-        before, own = run.left(), mean_over_ranks(run.own(step))
-        run.backward(step)
-        if step == 3:
-            run.net[3].weight.grad.view(-1)[0] = torch.inf  # after the exchange
-        run.take()
-    back = torch.isclose(run.left(), before + own, atol=1e-6, rtol=1e-4)
-    run.state.close()
-    assert back[-420:].all()
-    assert not back[: 2 * 420].all()
-
-
-@on_ranks(2)
-def test_both_optimizers_of_a_spoilt_bucket_skip(rank, world):
-    run = Run(rank, halves, ddp=ONE_BUCKET)
-    for step in range(4):
-        before, own = run.left(), mean_over_ranks(run.own(step) * (rank != 0))
-        run.backward(step, "inf" if step == 3 and rank == 0 else "")
-        run.take()
-    after = run.left()
-    run.state.close()
-    torch.testing.assert_close(after, before + own, atol=1e-6, rtol=1e-4)  # the whole bucket is spoilt
 
 
 @laws.routes
