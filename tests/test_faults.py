@@ -131,7 +131,7 @@ def test_if_one_rank_fails_the_others_end_in_time_and_name_the_bucket(blow):
     for rank in (0, 1, 2) if blow == "raises" else (0, 2):
         assert group._pipes[rank].poll(60), f"rank {rank} hangs"
         answers[rank] = pickle.loads(group._pipes[rank].recv_bytes())
-    group.stop()
+    group.close()
     for error, answer, _ in answers.values():
         assert error is None, error
         message, took, closing = answer

@@ -162,7 +162,7 @@ def test_an_exception_on_one_rank_ends_every_rank_in_seconds():
     try:
         assert max(group.run(failing)) < 15
     finally:
-        group.stop()
+        group.close()
 
 
 def subset(rank: int, world: int) -> None:
@@ -183,7 +183,7 @@ def test_a_model_on_some_of_the_ranks_does_not_wait_for_the_others():
     try:
         group.run(subset)
     finally:
-        group.stop()
+        group.close()
 
 
 @pytest.fixture
