@@ -3,10 +3,7 @@
 import csv
 import itertools
 import math
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -347,21 +344,20 @@ def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, l
 CLI = ROOT / "examples/cli"
 
 
-def test_lightning_cli_configures_the_strategy_by_yaml(tmp_path):
-    options = "--trainer.max_steps=3", "--trainer.devices=1", "--trainer.strategy.init_args.start_method=popen"
-    output = script(CLI / "main.py", "fit", "--config", "config.yaml", *options, log=tmp_path / "log", folder=CLI)
-    assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
-
-
-@pytest.mark.slow
-def test_lightning_cli_takes_the_strategy_from_the_command_line():
-    options = ["max_steps=2", "strategy=TopKStrategy", "strategy.ratio=0.5", "strategy.start_method=spawn"]
-    done = subprocess.run(
-        [sys.executable, "main.py", "fit", "--config", "config.yaml", *[f"--trainer.{each}" for each in options]],
-        capture_output=True, text=True, timeout=200, check=False, cwd=CLI, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "TopKConfig(ratio=0.5" in done.stdout
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("max_steps=3 devices=1 strategy.init_args.start_method=popen",
+         "ratio=0.01, bidirectional=True, server_ratio=0.02"),
+        pytest.param("max_steps=2 strategy=TopKStrategy strategy.ratio=0.5 strategy.start_method=spawn", "ratio=0.5",
+                     marks=pytest.mark.slow),
+    ],
+    ids=["by YAML", "by the command line"],
+)  # fmt: skip
+def test_lightning_cli_configures_the_strategy(tmp_path, options, words):
+    given = [f"--trainer.{each}" for each in options.split()]
+    output = script(CLI / "main.py", "fit", "--config", "config.yaml", *given, log=tmp_path / "log", folder=CLI)
+    assert f"TopKConfig({words}" in output
 
 
 @pytest.mark.unit
