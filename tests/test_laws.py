@@ -377,10 +377,8 @@ def test_the_plan_splits_bytes_within_and_between_nodes():
 
 @pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
 def test_the_residual_of_a_newly_uncompressed_parameter_is_delivered(topology):
-    cluster = Cluster(TopKConfig(ratio=0.5, wire="fp32", topology=topology), 4, 20, local=2, sizes=(10, 10))
-    config = cluster.plan.config
-    plan = build.plan_bucket(config, (10, 10), 4, 2, uncompressed=[0])
-    cluster.endpoints = [plan.endpoint(rank, torch.float32, torch.device("cpu")) for rank in range(4)]
+    config = TopKConfig(ratio=0.5, wire="fp32", topology=topology)
+    cluster = Cluster(config, 4, 20, local=2, sizes=(10, 10), uncompressed=(0,))
     for end in cluster.endpoints:
         end.uplink.memory.residual.fill_(100.0)
     delivered = sum(cluster.step([torch.ones(20)] * 4)[0] for _ in range(9))
