@@ -31,7 +31,6 @@ FILES = {
     "test_gpu.py": "process",
     "test_lightning.py": "trainer",
     "test_model_parallel.py": "trainer",
-    "test_nodes.py": "trainer",
     "test_reproduce.py": "process",
 }
 if os.path.exists("/dev/nvidiactl"):
