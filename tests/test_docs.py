@@ -31,6 +31,8 @@ CALLS = {
     "lightning_topk.attach": lightning_topk.attach,
 }
 
+PASSED_ON = ["bucket_cap_mb", "static_graph", "find_unused_parameters", "timeout", "accelerator", "cluster_environment"]
+
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -75,16 +77,8 @@ def test_documented_calls_have_their_arguments(page):
             if name not in CALLS:
                 continue
             known = inspect.signature(CALLS[name]).parameters
-            known = {*known, *(inspect.signature(TopKConfig).parameters if "settings" in known else ())}
-            passed_on = {
-                "bucket_cap_mb",
-                "static_graph",
-                "find_unused_parameters",
-                "timeout",
-                "accelerator",
-                "cluster_environment",
-            }
-            wrong += [f"{name}({key.arg}=)" for key in call.keywords if key.arg and key.arg not in {*known, *passed_on}]
+            known = {*known, *PASSED_ON, *(inspect.signature(TopKConfig).parameters if "settings" in known else ())}
+            wrong += [f"{name}({key.arg}=)" for key in call.keywords if key.arg and key.arg not in known]
     assert wrong == []
 
 
