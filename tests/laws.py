@@ -35,7 +35,6 @@ LOCAL = 2
 
 routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
 everywhere = pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES])
-selectors = pytest.mark.parametrize("selector", SELECTED)
 wires = pytest.mark.parametrize("wire", WIRES)
 
 

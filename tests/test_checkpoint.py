@@ -5,6 +5,7 @@ import gc
 import itertools
 import multiprocessing
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -371,16 +372,12 @@ def test_checkpoints_go_from_and_to_plain_ddp_and_other_world_sizes(groups, tmp_
     assert run("none", 3, {"residual_checkpoint": False}, last) == [0, 0]
     assert entry_of(tmp_path / "none/step=9.ckpt") is None
     epochs(None, 1, tmp_path / "single", 3, "auto", last)  # a Trainer without this package ignores the entry
-    groups(2).run(only_weights, tmp_path / "weights")
+    groups(2).run(partial(epochs, save_weights_only=True), tmp_path / "weights", 1)
     assert entry_of(tmp_path / "weights/step=3.ckpt") is None
 
 
 def linked(rank: int, world: int, folder: Path, ckpt: Path) -> float:
     return epochs(rank, world, folder, 2, "topk", ckpt, {"plugins": AsyncCheckpointIO()}, save_last="link")
-
-
-def only_weights(rank: int, world: int, folder: Path) -> float:
-    return epochs(rank, world, folder, 1, save_weights_only=True)
 
 
 @pytest.mark.trainer
@@ -394,20 +391,19 @@ def test_a_run_whose_layers_are_pruned_resumes(rank, world, tmp_path):
     assert resumed > 0
 
 
-class Raise(Callback):
+def fail(trainer: Any, *_: Any) -> None:
     """Raises on one rank in the middle of an epoch."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 2 and trainer.global_rank == 0:
-            raise ValueError("out of luck")
+    if trainer.global_step == 2 and trainer.global_rank == 0:
+        raise ValueError("out of luck")
 
 
 @pytest.mark.trainer
 def test_a_failing_ranks_own_checkpoint_neither_hangs_nor_holds_residuals(groups, tmp_path):
     threads, children = threading.active_count(), set(multiprocessing.active_children())
     failing = TopKStrategy(ratio=0.05, start_method="forkserver")
+    callbacks = [OnExceptionCheckpoint(tmp_path), LambdaCallback(on_train_batch_start=fail)]
     with pytest.raises(Exception, match="out of luck"):
-        fit(None, 2, strategy=failing, callbacks=[OnExceptionCheckpoint(tmp_path), Raise()], enable_checkpointing=True)
+        fit(None, 2, strategy=failing, callbacks=callbacks, enable_checkpointing=True)
     assert threading.active_count() <= threads
     assert set(multiprocessing.active_children()) <= children
     (path,) = tmp_path.glob("*.ckpt")

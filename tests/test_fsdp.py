@@ -334,9 +334,7 @@ def test_tensor_parallel_halves_are_exchanged_as_shards_and_copies_whole(rank, w
 def test_a_pass_ends_with_fsdps_root_outside_the_model(rank, world):
     """The root is a module around the model, whose parts train in turn, with most elements uncompressed at times."""
     mesh = mesh_of(2, 2)
-    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
-    for part in (*net, net):
-        fully_shard(part, mesh=mesh["shard"])
+    net = sharded(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)), mesh["shard"], ("0", "1"))
     outer = fully_shard(nn.Sequential(net, nn.Tanh()), mesh=mesh["shard"])
     state = attach(net, process_group=mesh["replicate"], saving=20, dense_parameters="1.bias", optimizer=list)
     watched, steps = Watched(state), []

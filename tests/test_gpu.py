@@ -32,7 +32,6 @@ from lightning_topk.core.requests import AllGather
 from lightning_topk.runtime import collectives as drive
 
 COUNT = torch.cuda.device_count()
-WORLDS = sorted({1, COUNT})
 TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT == 0, reason="needs a GPU")]
 several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
@@ -127,7 +126,7 @@ def normalised(rank: int, world: int) -> None:
     assert every_rank(gradient).eq(gradient).all()
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sorted({1, COUNT}))
 def test_synchronised_batch_norm_runs_beside_the_lane(groups, world):
     groups(world, "cuda").run(normalised)
 
