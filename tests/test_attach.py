@@ -9,9 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from groups import on_ranks
-from ranks import Net, attached, four_layers, log, loss_of, refusal, train, unsaid, weights
+from ranks import Net, attached, four_layers, log, loss_of, refusal, shared, train, unsaid, weights
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -299,8 +298,7 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
 def test_resuming_with_other_settings_is_announced(rank, world):
     net, said = nn.Linear(40, 40), []
     state = attach(ddp(net), ratio=0.1)
-    box = [state.state_dict()]
-    dist.broadcast_object_list(box)
+    entry = shared(state.state_dict())
     state.close()
     for config in (
         TopKConfig(0.1),
@@ -310,7 +308,7 @@ def test_resuming_with_other_settings_is_announced(rank, world):
         TopKConfig(lambda step: 0.1),
     ):
         state = attach(ddp(net), config, announce=said.append)
-        state.load_state_dict(box[0])
+        state.load_state_dict(entry)
         state.close()
     begin = "lightning_topk: resuming with "
     first, second, third = [words.removeprefix(begin) for words in said if words.startswith(begin)] or [""] * 3

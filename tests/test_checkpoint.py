@@ -13,7 +13,6 @@ import laws
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from groups import on_ranks
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -48,13 +47,6 @@ class MixedNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).double()) + self.empty.sum()
-
-
-def shared(entry: Any) -> Any:
-    """Rank 0's entry."""
-    box = [entry]
-    dist.broadcast_object_list(box)
-    return box[0]
 
 
 def trained(rank: int, world: int, settings: dict, mode: str, start: int, stop: int, saved: dict | None = None):
@@ -174,7 +166,7 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
 def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     ddp, state = attached(four_layers(), ratio=0.05)
     loss_of(ddp, rank, 0).backward()
-    good = shared(state.state_dict())
+    good = ranks.shared(state.state_dict())
     state.close()
     name = next(iter(good["parameters"]))
     _, state = attached(four_layers(), ratio=0.05)
@@ -234,7 +226,7 @@ def test_a_checkpoint_does_not_depend_on_the_memory_format(rank, world, formats)
     model(data).square().sum().backward()
     alone(data).square().sum().backward()
     kept = mean_over_ranks(alone.weight.grad) - net.weight.grad
-    entry = shared(state.state_dict())
+    entry = ranks.shared(state.state_dict())
     state.close()
     model, state = attached(nn.Conv2d(3, 4, 2, bias=False).to(memory_format=after), ratio=1.0, wire="fp32")
     state.load_state_dict(entry)
@@ -294,7 +286,7 @@ def test_a_checkpoint_knows_parameters_whatever_wraps_or_prunes_them(rank, world
             state.load_state_dict(entry)
         prune.l1_unstructured(net[2], "weight", 0.5)
         found.append(undelivered(state, nn.ParameterList(sorted(state.names, key=state.names.get))))
-        entry = shared(state.state_dict())
+        entry = ranks.shared(state.state_dict())
         state.close()
     assert found[0].any()
     torch.testing.assert_close(found, found[:1] * 4)

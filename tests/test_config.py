@@ -90,12 +90,8 @@ BAD_SCHEDULES = [
     ({"ratio": 0.1, "steps": "3"}, ValueError, r"a whole number of at least 1; got steps='3'"),
     ({"ratio": "x", "steps": 3}, ValueError, r"ratio='x' must be a number in"),
 ]
-REFUSED = {
-    TopKConfig: BAD,
-    TopKStrategy: [*BAD, *BAD_FOR_DDP],
-    TopKModelParallelStrategy: BAD_FOR_SHARDS,
-    ExponentialWarmup: BAD_SCHEDULES,
-}
+REFUSED = {TopKConfig: BAD, TopKStrategy: [*BAD, *BAD_FOR_DDP], TopKModelParallelStrategy: BAD_FOR_SHARDS}
+REFUSED[ExponentialWarmup] = BAD_SCHEDULES
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.mark.process
 @pytest.mark.skipif(INTERPRETED, reason="it is the interpreter's process")
 def test_the_kernels_agree_with_the_reference_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 

@@ -1,6 +1,7 @@
 """Strategies for sharded models, in a Trainer and with Fabric: two nodes of two ranks in one group of processes."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,9 +25,7 @@ class Model(trainers.Module):
     """A net whose layers are sharded on its node's mesh; trains on 64 rows."""
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.net = self.build()
+        super().__init__(partial(torch.optim.Adam, lr=0.01), seed)
         self.options, self.seen = options, []
 
     def configure_model(self):
@@ -39,9 +38,6 @@ class Model(trainers.Module):
         (x,) = batch
         self.seen.append(x.clone())
         return nn.functional.mse_loss(self.net(x).float(), x[:, :3].sum(1, keepdim=True))
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
 
     def train_dataloader(self):
         data = torch.randn(64, 12, generator=torch.Generator().manual_seed(3))

@@ -173,10 +173,7 @@ CASES = [
 
 PLAYED = [
     *(("sharded", case, {}) for case in CASES),
-    ("hierarchical", CASES[2], {}),
-    ("single_server", CASES[3], {}),
-    ("allgather", CASES[4], {}),
-    ("hierarchical", CASES[5], {}),
+    *((name, CASES[i], {}) for i, name in enumerate(("hierarchical", "single_server", "allgather", "hierarchical"), 2)),
     ("hierarchical", CASES[1], {"dense_parameters": ("p0",)}),
     ("single_server", CASES[2], {"error_feedback": False}),
     ("sharded", CASES[0], {"momentum": 0.9}),
@@ -265,9 +262,7 @@ def test_a_caller_that_does_not_wait_for_the_lane_is_detected(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("forgets", "case"),
-    [("skipped_steps.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))],
-    ids=str,
+    ("forgets", "case"), [("skipped_steps.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))], ids=str
 )
 def test_memory_freed_while_another_stream_uses_it_is_detected(gpu, monkeypatch, forgets, case):
     """A scaler's verdict that the lane reads, and residuals of a checkpoint, without ``record_stream``."""
