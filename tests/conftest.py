@@ -1,13 +1,7 @@
 """Kinds of tests, the order in which they run, and the gloo groups that they share.
 
-Every test has one kind, by which ``pytest -m`` selects it: the processes that it starts.
-
-- ``unit``: no process.
-- ``gloo``: a group of gloo processes, forked from a server that has imported everything (the fixture ``groups``).
-- ``trainer``: a Trainer with processes of its own, or in those of a group.
-- ``process``: another Python process: a command, an import in a fresh interpreter, Triton's interpreter.
-
-A test's own mark takes precedence, then its file's entry below, then its fixtures.
+Every test has one kind, by which ``pytest -m`` selects it: the processes that it starts (CONTRIBUTING.md). A test's own
+mark takes precedence, then its file's entry below, then its fixtures.
 """
 
 import os
@@ -31,7 +25,6 @@ FILES = {
     "test_gpu.py": "process",
     "test_lightning.py": "trainer",
     "test_model_parallel.py": "trainer",
-    "test_nodes.py": "trainer",
     "test_reproduce.py": "process",
 }
 if os.path.exists("/dev/nvidiactl"):
@@ -41,23 +34,11 @@ FIXTURES = {"groups": "gloo"}
 # Spawned processes spend seconds on imports. A fork server imports once; it is as clean as a spawned process. It finds
 # this folder's modules through the environment only (and skips modules that it does not find).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-multiprocessing.set_forkserver_preload(
-    [
-        "lightning_topk.lightning.strategy",
-        "lightning_topk.lightning.callback",
-        "warm",
-        "ranks",
-        "trainers",
-        "test_attach",
-        "test_lightning",
-        "test_gloo",
-        "test_precision",
-        "test_checkpoint",
-        "test_features",
-        "test_fsdp",
-        "test_model_parallel",
-    ]
+PRELOADED = (
+    "lightning_topk.lightning.strategy lightning_topk.lightning.callback warm ranks trainers test_attach test_gloo "
+    "test_lightning test_precision test_checkpoint test_features test_fsdp test_model_parallel"
 )
+multiprocessing.set_forkserver_preload(PRELOADED.split())
 
 
 def kind_of(item: pytest.Item) -> str:

@@ -59,7 +59,7 @@ class Group:
         for rank in ranks or range(self.world):
             if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
                 self.close()
-                raise TimeoutError(f"{function.__name__}{args}: rank {rank} of {self.world} did not end in {timeout} s")
+                raise TimeoutError(f"{function}{args}: rank {rank} of {self.world} did not end in {timeout} s")
             results.append(pickle.loads(self._pipes[rank].recv_bytes()))
         if max(count for *_, count in results) > MESHES:
             self.close()

@@ -19,13 +19,7 @@ from lightning_topk.core.requests import Begin, Begun, Request
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
-ROUTES = [
-    ("sharded", True),
-    ("sharded", False),
-    ("single_server", True),
-    ("single_server", False),
-    ("allgather", False),
-]
+ROUTES = [(name, way) for name in ("sharded", "single_server") for way in (True, False)] + [("allgather", False)]
 ON_NODES = [("hierarchical", True), ("hierarchical", False), ("dense", True)]
 """Topologies for nodes of several ranks."""
 WIRES = ["fp32", "bf16", "int8", "int4"]
@@ -35,7 +29,6 @@ LOCAL = 2
 
 routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
 everywhere = pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES])
-selectors = pytest.mark.parametrize("selector", SELECTED)
 wires = pytest.mark.parametrize("wire", WIRES)
 
 

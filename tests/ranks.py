@@ -138,6 +138,13 @@ def every_rank(x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def shared(entry: Any) -> Any:
+    """Rank 0's entry for a checkpoint."""
+    box = [entry]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
 class Counted:
     """Counts the bytes that collectives send to other ranks, by patching torch.distributed's functions."""
 

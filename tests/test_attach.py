@@ -9,9 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from groups import on_ranks
-from ranks import Net, four_layers, log, loss_of, refusal, weights
+from ranks import Net, attached, four_layers, log, loss_of, refusal, shared, train, unsaid, weights
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -67,9 +66,8 @@ def test_mistaken_arguments_are_named_with_the_remedy(arguments, settings, messa
 
 def test_models_that_cannot_be_exchanged_are_refused_with_the_remedy():
     two_devices = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    assert "parameters are on cpu, meta: the exchange runs on one device per" in refusal(
-        check_parameters, names_of(two_devices)
-    )
+    message = refusal(check_parameters, names_of(two_devices))
+    assert "parameters are on cpu, meta: the exchange runs on one device per" in message
     two_devices[1].requires_grad_(False)
     check_parameters(names_of(two_devices))
     stepping = nn.Linear(3, 3)
@@ -132,7 +130,7 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     for ratio in (halving, short):  # equal functions of different processes are equal
         attach(ddp(), ratio=ratio).close()
     state.close()
-    assert [f"{found!r} instead of {words!r}" for words, found in said if words not in found] == []
+    assert unsaid(said) == []
 
 
 @on_ranks(2)
@@ -140,15 +138,11 @@ def test_functions_of_the_step_are_refused_before_they_differ_between_ranks(rank
     """Each is checked some steps ahead, in a resumed run too; payloads of different sizes abort gloo."""
     said = []
     for differs, start in ((3, 0), (6, 0), (103, 100)):
-        model = ddp(four_layers())
-        state = attach(model, ratio=lambda step, at=differs: 0.2 if (step, rank) == (at, 1) else 0.1)
+        model, state = attached(four_layers(), ratio=lambda step, at=differs: 0.2 if (step, rank) == (at, 1) else 0.1)
         state.residuals.progress.steps = start
         with mock.patch.object(agreement, "AHEAD", 5):
-            for step in range(7):
-                message = refusal(loss_of(model, rank, step).backward)
-                if message:
-                    said.append((step, message))
-                    break
+            found = ((step, refusal(loss_of(model, rank, step).backward)) for step in range(7))
+            said.append(next((step, message) for step, message in found if message))
         state.close()
     assert [step for step, _ in said] == [0, 5, 0]
     for at, (_, message) in zip((3, 6, 103), said, strict=True):
@@ -171,21 +165,17 @@ def test_warnings_are_announced_once_and_on_one_rank(rank, world):
     """For missing numba, momentum that is adapted or not, and momentum that a scheduler sets later."""
     said: list[str] = []
     with mock.patch.object(ops, "fast", return_value=None):
-        model = ddp(Net())
-        state = attach(model, ratio=0.1, announce=said.append)
-        for step in range(3):
-            loss_of(model, rank, step).backward()
+        model, state = attached(Net(), ratio=0.1, announce=said.append)
+        train(model, rank, range(3))
         state.close()
     attach(ddp(), adapt_momentum=False, announce=said.append).close()
     net = four_layers()
     pair = [AdamW(part.parameters()) for part in (net[:2], net[2:])]
-    model = ddp(net)
-    state = attach(model, saving=20, optimizer=pair, announce=said.append)
+    model, state = attached(net, saving=20, optimizer=pair, announce=said.append)
     loss_of(model, rank, 0).backward()
     state.close()
     optimizer = SGD(net.parameters(), lr=0.1)
-    model = ddp(net)
-    state = attach(model, ratio=0.1, momentum=0.9, optimizer=optimizer)
+    model, state = attached(net, ratio=0.1, momentum=0.9, optimizer=optimizer)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
     later = refusal(loss_of(model, rank, 0).backward)
     state.close()
@@ -208,14 +198,11 @@ def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
         said: list[str] = []
         net = four_layers()
         model, optimizer = ddp(net), SGD(net.parameters(), lr=0.1, momentum=0.9)
-        attached = ddp(net) if wrapped_twice else model
-        state = attach(attached, ratio=0.1, optimizer=optimizer, announce=said.append)
+        exchanged = ddp(net) if wrapped_twice else model
+        state = attach(exchanged, ratio=0.1, optimizer=optimizer, announce=said.append)
         optimizer.step()  # without gradients, as some users do before they make a scheduler
-        for step in range(2):
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        loss_of(attached, rank, 2).backward()
-        optimizer.step()
+        train(model, rank, (0, 1), optimizer)
+        train(exchanged, rank, (2,), optimizer)
         state.close()
         found = [line for line in said if "SGD took a step, but no gradient was exchanged since attach" in line]
         assert len(found) == wrapped_twice * (rank == 0)
@@ -225,8 +212,9 @@ def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
 @on_ranks(2)
 def test_sparse_gradients_warn_that_their_saving_counts_dense_bytes(rank, world):
     said: list[str] = []
-    model = ddp(nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1)), bucket_cap_mb=0.0001)
-    state = attach(model, saving=5, adapt_momentum=False, announce=said.append)
+    net = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1))
+    options = {"saving": 5, "adapt_momentum": False, "announce": said.append}
+    model, state = attached(net, {"bucket_cap_mb": 0.0001}, **options)
     for _ in range(3):
         model(torch.tensor([rank, 7])).sum().backward()
     state.close()
@@ -237,9 +225,9 @@ def gan(rank: int, way: str) -> list[str]:
     """Warnings of three steps of two networks in one DDP model; the first one's loss goes through the second."""
     said: list[str] = []
     made, judged = nets = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 1)])
-    model = ddp(nets, find_unused_parameters=True)
     both = [SGD(net.parameters(), lr=0.1) for net in nets]
-    state = attach(model, ratio=0.2, optimizer=both, announce=said.append)
+    options = {"ratio": 0.2, "optimizer": both, "announce": said.append}
+    model, state = attached(nets, {"find_unused_parameters": True}, **options)
     for step in range(3):
         for net, optimizer in zip(nets, both, strict=True):
             judged.requires_grad_(net is judged or way in ("adding up", "throwing away"))
@@ -296,12 +284,8 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
     for compressed in (False, True):
         model = ddp(four_layers())
         state = attach(model, ratio=1.0, wire="fp32") if compressed else None
-        optimizer = SGD(model.parameters(), lr=0.1)
         with model.join():
-            for step in range(3 + 2 * rank):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
+            train(model, rank, range(3 + 2 * rank), SGD(model.parameters(), lr=0.1))
         ends.append(weights(model))
     with model.join(divide_by_initial_world_size=False):
         message = refusal(loss_of, model, rank, 0)
@@ -314,8 +298,7 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
 def test_resuming_with_other_settings_is_announced(rank, world):
     net, said = nn.Linear(40, 40), []
     state = attach(ddp(net), ratio=0.1)
-    box = [state.state_dict()]
-    dist.broadcast_object_list(box)
+    entry = shared(state.state_dict())
     state.close()
     for config in (
         TopKConfig(0.1),
@@ -325,7 +308,7 @@ def test_resuming_with_other_settings_is_announced(rank, world):
         TopKConfig(lambda step: 0.1),
     ):
         state = attach(ddp(net), config, announce=said.append)
-        state.load_state_dict(box[0])
+        state.load_state_dict(entry)
         state.close()
     begin = "lightning_topk: resuming with "
     first, second, third = [words.removeprefix(begin) for words in said if words.startswith(begin)] or [""] * 3

@@ -5,6 +5,7 @@ import gc
 import itertools
 import multiprocessing
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import laws
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from groups import on_ranks
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -47,13 +47,6 @@ class MixedNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).double()) + self.empty.sum()
-
-
-def shared(entry: Any) -> Any:
-    """Rank 0's entry."""
-    box = [entry]
-    dist.broadcast_object_list(box)
-    return box[0]
 
 
 def trained(rank: int, world: int, settings: dict, mode: str, start: int, stop: int, saved: dict | None = None):
@@ -173,7 +166,7 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
 def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     ddp, state = attached(four_layers(), ratio=0.05)
     loss_of(ddp, rank, 0).backward()
-    good = shared(state.state_dict())
+    good = ranks.shared(state.state_dict())
     state.close()
     name = next(iter(good["parameters"]))
     _, state = attached(four_layers(), ratio=0.05)
@@ -233,7 +226,7 @@ def test_a_checkpoint_does_not_depend_on_the_memory_format(rank, world, formats)
     model(data).square().sum().backward()
     alone(data).square().sum().backward()
     kept = mean_over_ranks(alone.weight.grad) - net.weight.grad
-    entry = shared(state.state_dict())
+    entry = ranks.shared(state.state_dict())
     state.close()
     model, state = attached(nn.Conv2d(3, 4, 2, bias=False).to(memory_format=after), ratio=1.0, wire="fp32")
     state.load_state_dict(entry)
@@ -293,7 +286,7 @@ def test_a_checkpoint_knows_parameters_whatever_wraps_or_prunes_them(rank, world
             state.load_state_dict(entry)
         prune.l1_unstructured(net[2], "weight", 0.5)
         found.append(undelivered(state, nn.ParameterList(sorted(state.names, key=state.names.get))))
-        entry = shared(state.state_dict())
+        entry = ranks.shared(state.state_dict())
         state.close()
     assert found[0].any()
     torch.testing.assert_close(found, found[:1] * 4)
@@ -371,16 +364,12 @@ def test_checkpoints_go_from_and_to_plain_ddp_and_other_world_sizes(groups, tmp_
     assert run("none", 3, {"residual_checkpoint": False}, last) == [0, 0]
     assert entry_of(tmp_path / "none/step=9.ckpt") is None
     epochs(None, 1, tmp_path / "single", 3, "auto", last)  # a Trainer without this package ignores the entry
-    groups(2).run(only_weights, tmp_path / "weights")
+    groups(2).run(partial(epochs, save_weights_only=True), tmp_path / "weights", 1)
     assert entry_of(tmp_path / "weights/step=3.ckpt") is None
 
 
 def linked(rank: int, world: int, folder: Path, ckpt: Path) -> float:
     return epochs(rank, world, folder, 2, "topk", ckpt, {"plugins": AsyncCheckpointIO()}, save_last="link")
-
-
-def only_weights(rank: int, world: int, folder: Path) -> float:
-    return epochs(rank, world, folder, 1, save_weights_only=True)
 
 
 @pytest.mark.trainer
@@ -394,20 +383,19 @@ def test_a_run_whose_layers_are_pruned_resumes(rank, world, tmp_path):
     assert resumed > 0
 
 
-class Raise(Callback):
+def fail(trainer: Any, *_: Any) -> None:
     """Raises on one rank in the middle of an epoch."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 2 and trainer.global_rank == 0:
-            raise ValueError("out of luck")
+    if trainer.global_step == 2 and trainer.global_rank == 0:
+        raise ValueError("out of luck")
 
 
 @pytest.mark.trainer
 def test_a_failing_ranks_own_checkpoint_neither_hangs_nor_holds_residuals(groups, tmp_path):
     threads, children = threading.active_count(), set(multiprocessing.active_children())
     failing = TopKStrategy(ratio=0.05, start_method="forkserver")
+    callbacks = [OnExceptionCheckpoint(tmp_path), LambdaCallback(on_train_batch_start=fail)]
     with pytest.raises(Exception, match="out of luck"):
-        fit(None, 2, strategy=failing, callbacks=[OnExceptionCheckpoint(tmp_path), Raise()], enable_checkpointing=True)
+        fit(None, 2, strategy=failing, callbacks=callbacks, enable_checkpointing=True)
     assert threading.active_count() <= threads
     assert set(multiprocessing.active_children()) <= children
     (path,) = tmp_path.glob("*.ckpt")

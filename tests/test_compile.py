@@ -20,13 +20,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel with its arguments.
-
-    Attributes:
-        kinds: Types of its arguments, except constants.
-        constants: Values of the constants.
-        warps: Number of warps of a launch.
-    """
+    """A kernel with the types of its arguments, values of its constants and the number of warps of a launch."""
 
     kinds: str
     constants: dict[str, int]
@@ -80,13 +74,9 @@ pytestmark = [
 
 
 def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, str]:
-    """The assembler's report on a kernel, and its instructions.
+    """The assembler's report on a kernel, and its instructions, for a compute capability.
 
-    Args:
-        name: The kernel.
-        arch: The compute capability.
-        aligned: Whether the number of shards is a multiple of 16, for which Triton makes a variant.
-        folder: Where to write files.
+    The number of shards may be ``aligned``, a multiple of 16, for which Triton makes a variant.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -95,16 +85,9 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
     kinds, constants = given.kinds.split(), given.constants
     assert function.arg_names[len(kinds) :] == list(constants)
     signature = dict(zip(function.arg_names, [*kinds, *["constexpr"] * len(constants)], strict=True))
-    source = ASTSource(
-        fn=function,
-        signature=signature,
-        constexprs={(function.arg_names.index(constant),): value for constant, value in constants.items()},
-        attrs={
-            (n,): [["tt.divisibility", 16]]
-            for n, kind in enumerate(kinds)
-            if kind[0] == "*" or (aligned and function.arg_names[n] == "shards")
-        },
-    )
+    values = {(function.arg_names.index(constant),): value for constant, value in constants.items()}
+    even = [n for n, kind in enumerate(kinds) if kind[0] == "*" or (aligned and function.arg_names[n] == "shards")]
+    source = ASTSource(function, signature, values, {(n,): [["tt.divisibility", 16]] for n in even})
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": given.warps, **cuda.EXACT})
     binary = folder / "kernel.cubin"
     binary.write_bytes(made.asm["cubin"])
@@ -131,11 +114,7 @@ def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(t
 
 
 class Variants:
-    """Stands for a kernel, and records the variants that Triton would compile.
-
-    Args:
-        kernel: The kernel.
-    """
+    """Stands for a kernel, and records the variants that Triton would compile."""
 
     def __init__(self, kernel) -> None:
         self._params = kernel.params

@@ -21,15 +21,14 @@ PAGES = [
     *sorted((ROOT / "examples" / "guides").glob("*.md")),
 ]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+NAMES = ("TopKStrategy", "TopKModelParallelStrategy", "CompressionMonitor", "TopKConfig", "attach")
 CALLS = {
-    "TopKStrategy": lightning_topk.TopKStrategy,
+    **{name: getattr(lightning_topk, name) for name in NAMES},
     "lightning_topk.fabric.TopKStrategy": lightning_topk.fabric.TopKStrategy,
-    "TopKModelParallelStrategy": lightning_topk.TopKModelParallelStrategy,
-    "CompressionMonitor": lightning_topk.CompressionMonitor,
-    "TopKConfig": TopKConfig,
-    "attach": lightning_topk.attach,
     "lightning_topk.attach": lightning_topk.attach,
 }
+
+PASSED_ON = ["bucket_cap_mb", "static_graph", "find_unused_parameters", "timeout", "accelerator", "cluster_environment"]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -75,16 +74,8 @@ def test_documented_calls_have_their_arguments(page):
             if name not in CALLS:
                 continue
             known = inspect.signature(CALLS[name]).parameters
-            known = {*known, *(inspect.signature(TopKConfig).parameters if "settings" in known else ())}
-            passed_on = {
-                "bucket_cap_mb",
-                "static_graph",
-                "find_unused_parameters",
-                "timeout",
-                "accelerator",
-                "cluster_environment",
-            }
-            wrong += [f"{name}({key.arg}=)" for key in call.keywords if key.arg and key.arg not in {*known, *passed_on}]
+            known = {*known, *PASSED_ON, *(inspect.signature(TopKConfig).parameters if "settings" in known else ())}
+            wrong += [f"{name}({key.arg}=)" for key in call.keywords if key.arg and key.arg not in known]
     assert wrong == []
 
 
@@ -128,21 +119,11 @@ def test_tables_are_those_of_the_committed_runs():
 
 
 MODEL = """
-import lightning as L, torch
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(20, 2)
-
-    def training_step(self, batch, index):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-model, data = Model(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 20)), 4)
-before = model.net.weight.clone()
+model, data = BoringModel(), torch.utils.data.DataLoader(RandomDataset(32, 8), 4)
+before = model.layer.weight.clone()
 """
 
 
@@ -153,5 +134,7 @@ def test_the_first_lines_of_the_readme_train(tmp_path):
     assert "num_nodes=4" in code
     quick = "devices=1, accelerator='cpu', max_steps=2, logger=False, enable_checkpointing=False"
     path = tmp_path / "first.py"
-    path.write_text(f"{MODEL}\n{code.replace('num_nodes=4', quick)}\nprint((model.net.weight != before).any().item())")
+    path.write_text(
+        f"{MODEL}\n{code.replace('num_nodes=4', quick)}\nprint((model.layer.weight != before).any().item())"
+    )
     assert script(path, log=tmp_path / "log", folder=tmp_path).rstrip().endswith("True")

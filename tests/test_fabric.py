@@ -7,23 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from groups import on_ranks
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from ranks import (
-    beside,
-    every_rank,
-    four_layers,
-    local_gradient,
-    loss_of,
-    mean_over_ranks,
-    refusal,
-    undelivered,
-    weights,
-    without,
-)  # fmt: skip
+from ranks import every_rank, four_layers, local_gradient, loss_of, mean_over_ranks, undelivered, weights
 from torch import Tensor, nn
 from torch.optim import SGD
 from trainers import InThisProcess
@@ -177,8 +167,8 @@ def test_a_step_that_the_scaler_skips_returns_its_gradients_to_the_residuals(ran
     seen = [look()]
     for step in range(4):
         bad = step == 2 and rank == 0
-        lost = [beside(states[0], "1.weight") if bad else [], []]
-        own = [without(local_gradient(four_layers(), net, rank, step), net, lost.pop(0)) for net in made]
+        lost = [ranks.beside(states[0], "1.weight") if bad else [], []]
+        own = [ranks.without(local_gradient(four_layers(), net, rank, step), net, lost.pop(0)) for net in made]
         if step == 2:
             kept = mean_over_ranks(torch.stack(own))
         hook = made[0][1].weight.register_hook(lambda g: g * torch.inf) if bad else mock.Mock()
@@ -204,10 +194,10 @@ def test_a_step_that_the_scaler_skips_returns_its_gradients_to_the_residuals(ran
 @on_ranks(2)
 def test_fabric_refuses_unknown_arguments_and_momentum_twice(rank, world):
     assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
-    assert "unknown argument ratoi=0.1; did you mean 'ratio'" in refusal(TopKStrategy, ratoi=0.1)
-    assert "either config or the settings" in refusal(TopKStrategy, TopKConfig(saving=20), wire="fp32")
+    assert "unknown argument ratoi=0.1; did you mean 'ratio'" in ranks.refusal(TopKStrategy, ratoi=0.1)
+    assert "either config or the settings" in ranks.refusal(TopKStrategy, TopKConfig(saving=20), wire="fp32")
     fabric, net = fabric_of(rank, world, ratio=0.1, momentum=0.9), four_layers()
-    twice = refusal(fabric.setup, net, SGD(net.parameters(), lr=0.1, momentum=0.5))
+    twice = ranks.refusal(fabric.setup, net, SGD(net.parameters(), lr=0.1, momentum=0.5))
     assert "SGD has momentum 0.5 of its own" in twice
 
 

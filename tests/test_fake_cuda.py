@@ -151,15 +151,9 @@ def fake(monkeypatch):
 
 
 def copies_of(
-    config: TopKConfig,
-    *,
-    rank: int = 0,
-    dtype: torch.dtype = torch.float32,
-    scaled: bool = False,
-    voted: bool = False,
-    uncompressed: bool = False,
-    measure: Measure = NOTHING,
-) -> list[str]:
+    config: TopKConfig, *, rank: int = 0, dtype: torch.dtype = torch.float32, scaled: bool = False,
+    voted: bool = False, uncompressed: bool = False, measure: Measure = NOTHING,
+) -> list[str]:  # fmt: skip
     """The copies between host and device in a step, except those of the first step."""
     local = LOCAL if config.by_node else 1
     plan = plan_bucket(config, SIZES, WORLD, local, dtype.itemsize, (0,) if uncompressed else ())
@@ -262,16 +256,12 @@ STEPS = {
 }
 
 
-class Exchange:
-    """Stands for the owner of an exchange."""
-
-
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("with_triton", [True, False])
 def test_adapted_momentum_waits_for_nothing_and_moves_at_most_22_bytes_an_entry(fake, monkeypatch, name, with_triton):
     """14 bytes per entry, 4 for a parameter with weight decay, and 4 for the buffers of delivered entries."""
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
-    numel, (kind, options), exchange = 1_000_000, STEPS[name], Exchange()
+    numel, (kind, options), exchange = 1_000_000, STEPS[name], torch.nn.Module()
     parameter = torch.nn.Parameter(torch.empty(numel, device=CUDA))
     parameter.grad = torch.empty(numel, device=CUDA)
     optimizer = kind([parameter], lr=0.1, **options)

@@ -1,11 +1,13 @@
-"""Ranks that die, hang, are slow, are configured differently, or send damaged bytes."""
+"""Ranks that die, hang, are slow or send damaged bytes, also on two nodes, as network namespaces, of two ranks each."""
 
 import json
 import os
-import pickle
 import re
 import signal
+import subprocess
+import sys
 import time
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -14,14 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import Group, on_ranks, torchrun
-from ranks import every_rank, four_layers, gradient, loss_of
-from torch.nn.parallel import DistributedDataParallel
+from ranks import attached, every_rank, four_layers, gradient, loss_of, refusal
 
-from lightning_topk import attach
+from lightning_topk.config import TopKConfig
 from lightning_topk.ddp import TopKState
+from lightning_topk.lab import hosts
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups as process_groups
 from lightning_topk.runtime.groups import Groups
+from lightning_topk.volume import volume
 
 JOB = Path(__file__).with_name("job.py")
 
@@ -76,8 +79,7 @@ def test_a_rank_that_failed_alone_does_not_wait_to_destroy_an_nccl_group(tmp_pat
 
 @on_ranks(2)
 def test_a_slow_rank_is_waited_for(rank, world):
-    ddp = DistributedDataParallel(four_layers())
-    state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=20))
+    ddp, state = attached(four_layers(), ratio=0.1, timeout=timedelta(seconds=20))
     time.sleep(2 * rank)
     loss_of(ddp, rank, 0).backward()
     state.close()
@@ -88,8 +90,7 @@ def test_a_slow_rank_is_waited_for(rank, world):
 
 def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
     """Fails rank 1 in the third step's exchange; returns the error message, seconds to it, and seconds to close."""
-    ddp = DistributedDataParallel(four_layers(), bucket_cap_mb=0.001)
-    state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=4))
+    ddp, state = attached(four_layers(), {"bucket_cap_mb": 0.001}, ratio=0.1, timeout=timedelta(seconds=4))
     perform, count = drive.perform, [0]
 
     def striking(request, *args):
@@ -106,17 +107,11 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
         return perform(request, *args)
 
     drive.perform = striking
-    message = ""
-    begin = time.monotonic()
-    for step in range(4):
+    message, step = "", 0
+    while not message and step < 4:
         begin = time.monotonic()
-        try:
-            loss_of(ddp, rank, step).backward()
-        except RuntimeError as error:
-            message = str(error)
-            break
-    took = time.monotonic() - begin
-    begin = time.monotonic()
+        message, step = refusal(loss_of(ddp, rank, step).backward), step + 1
+    took, begin = time.monotonic() - begin, time.monotonic()
     state.close()
     return message, took, time.monotonic() - begin
 
@@ -124,23 +119,15 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("blow", ["killed", "hangs", "raises", "damages"])
 def test_if_one_rank_fails_the_others_end_in_time_and_name_the_bucket(blow):
-    group = Group(3)
-    for pipe in group._pipes:
-        pipe.send_bytes(pickle.dumps((struck, (blow,))))
-    answers = {}
-    for rank in (0, 1, 2) if blow == "raises" else (0, 2):
-        assert group._pipes[rank].poll(60), f"rank {rank} hangs"
-        answers[rank] = pickle.loads(group._pipes[rank].recv_bytes())
-    group.close()
-    for error, answer, _ in answers.values():
-        assert error is None, error
-        message, took, closing = answer
+    with closing(Group(3)) as group:
+        answers = group.run(struck, blow, ranks=(0, 1, 2) if blow == "raises" else (0, 2))
+    for message, took, seconds in answers:
         assert re.search(r"sharded exchange of bucket \d+ \(\d+ elements\) failed on rank [012] of 3", message)
         assert "timeout of 0:00:04" in message
         assert took < 4 + 6
-        assert closing < 3
+        assert seconds < 3
     if blow == "damages":
-        assert any("payload from rank 1 was damaged" in message for _, (message, *_), _ in answers.values())
+        assert any("payload from rank 1 was damaged" in message for message, *_ in answers)
 
 
 @pytest.mark.trainer
@@ -184,3 +171,91 @@ def test_fabric_reconnects_after_torchrun_restarts_it(tmp_path):
     script.write_text(FABRIC)
     said = torchrun(script, logs=tmp_path / "logs", restarts=1)
     assert said.count("done") == 2
+
+
+on_hosts = pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
+STRATEGY = {"ratio": 0.05, "topology": "hierarchical", "process_group_backend": "gloo"}
+OPTIONS = {"strategy": STRATEGY, "devices": 2, "num_nodes": 2, "max_epochs": 3, "limit_train_batches": 4}
+TORCHRUN = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --max-restarts=2 --rdzv-backend=c10d --rdzv-id=1"
+
+
+def launched(group: hosts.Hosts, way: str, folder: Path) -> list[tuple[int, str, str]]:
+    """Launches the job in one way; returns exit codes and outputs of the started processes."""
+    address, port = group.address.split(":")
+    started, base = [], {"MASTER_ADDR": address, "MASTER_PORT": port}
+    victim = "3" if way == "torchrun" else "-1"  # between nodes, in the sixth step: four requests per step
+    job = [str(JOB), str(folder), victim, str(4 * 5 + 2), json.dumps(OPTIONS)]
+    for node in range(2):
+        if way == "torchrun":
+            rendezvous = [f"--rdzv-endpoint={group.address}", f"--rdzv-conf=is_host={1 - node}"]
+            options = [*TORCHRUN.split(), f"--local-addr=10.77.0.{node + 1}", *rendezvous]
+            started.append(group.start(node, [sys.executable, *options, *job], {}))
+        elif way == "lightning":
+            started.append(group.start(node, [sys.executable, *job], {**base, "NODE_RANK": str(node)}))
+        else:
+            for local in range(2):
+                task = {"NTASKS": 4, "NTASKS_PER_NODE": 2, "PROCID": 2 * node + local, "LOCALID": local, "NODEID": node}
+                names = {"JOB_ID": 1, "JOB_NAME": "train", "NODELIST": "emulated"}
+                slurm = {f"SLURM_{key}": str(value) for key, value in {**task, **names}.items()}
+                started.append(group.start(node, [sys.executable, *job], {**base, **slurm}))
+    try:
+        outputs = [process.communicate(timeout=400) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+
+
+@on_hosts
+@pytest.mark.trainer
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_way_to_launch_two_nodes_trains_alike_and_a_rank_may_die(tmp_path):
+    ends, said = {}, {}
+    try:
+        with hosts.emulate(2, "1gbit", 2) as group:
+            for way in ("slurm", "lightning", "torchrun"):
+                found = launched(group, way, tmp_path / way)
+                assert all(code == 0 for code, *_ in found), "\n".join(str(each) for each in found)
+                end = torch.load(tmp_path / way / "epoch=2.ckpt", weights_only=True)
+                assert end["lightning_topk"]["steps"] == 12
+                ends[way] = torch.cat([weight.flatten() for weight in end["state_dict"].values()])
+                said[way] = found[0][1:]
+    except RuntimeError as error:  # a container may be root without the right to make namespaces
+        pytest.skip(f"no network namespaces here: {error}")
+    assert torch.equal(ends["lightning"], ends["slurm"])
+    # The run in which a rank dies resumes with the mean of the residuals, so its bits differ.
+    assert (ends["torchrun"] - ends["slurm"]).norm() < 0.05 * ends["slurm"].norm()
+    plan = volume(TopKConfig(ratio=0.05, topology="hierarchical"), [[2, 64]], 4, local=2, step=11)
+    told = json.loads(said["slurm"][0].splitlines()[-1])
+    assert told["topk/inter_node_bytes"] == plan.inter_node
+    assert told["topk/intra_node_bytes"] == plan.intra_node
+    assert re.search(r"hierarchical exchange of bucket \d+ .* failed on rank \d of 4", said["torchrun"][1])
+    left = subprocess.run(["pgrep", "-f", str(JOB)], capture_output=True, text=True, check=False).stdout
+    assert left == "", "orphaned processes"
+
+
+SERVER = "import socket; print(len(socket.create_server(('', 9)).accept()[0].makefile('rb').read()))"
+CLIENT = """
+import socket, time
+start = time.perf_counter()
+with socket.create_connection(("10.77.0.1", 9)) as link:
+    print(time.perf_counter() - start)
+    link.sendall(bytes(300_000))
+"""
+
+
+@on_hosts
+@pytest.mark.process
+def test_a_delayed_link_takes_its_round_trip_and_delivers_all_bytes():
+    try:
+        with hosts.emulate(2, "1gbit/100ms") as group:
+            server = group.start(0, [sys.executable, "-c", SERVER], {})
+            while not group.start(0, ["ss", "-Hltn", "sport = :9"], {}).communicate()[0]:
+                assert server.poll() is None
+            connected, _ = group.start(1, [sys.executable, "-c", CLIENT], {}).communicate(timeout=60)
+            arrived, _ = server.communicate(timeout=60)
+    except (RuntimeError, OSError) as error:  # no namespaces, or no /dev/net/tun
+        pytest.skip(f"no delayed links here: {error}")
+    assert float(connected) >= 0.1
+    assert int(arrived) == 300_000

@@ -334,9 +334,7 @@ def test_tensor_parallel_halves_are_exchanged_as_shards_and_copies_whole(rank, w
 def test_a_pass_ends_with_fsdps_root_outside_the_model(rank, world):
     """The root is a module around the model, whose parts train in turn, with most elements uncompressed at times."""
     mesh = mesh_of(2, 2)
-    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
-    for part in (*net, net):
-        fully_shard(part, mesh=mesh["shard"])
+    net = sharded(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)), mesh["shard"], ("0", "1"))
     outer = fully_shard(nn.Sequential(net, nn.Tanh()), mesh=mesh["shard"])
     state = attach(net, process_group=mesh["replicate"], saving=20, dense_parameters="1.bias", optimizer=list)
     watched, steps = Watched(state), []
@@ -608,9 +606,7 @@ def trained(rank: int, steps: int = 3, **settings: Any) -> tuple[nn.Module, Any,
     """A net on two nodes of two ranks after some steps, its state, and rank 0's entry for a checkpoint file."""
     net, state = made(2, 2, **settings)
     ranks.train(net, rank, range(steps))
-    entry = [state.full_state_dict()]
-    dist.broadcast_object_list(entry)
-    return net, state, entry[0]
+    return net, state, ranks.shared(state.full_state_dict())
 
 
 def saved(rank: int, world: int, folder: Path, momentum: float) -> None:
@@ -714,16 +710,15 @@ def test_a_sharded_run_resumes_after_layers_were_frozen(rank, world, tmp_path):
 def test_a_sharded_run_resumes_the_residuals_of_a_ddp_run(rank, world):
     ddp, state = ranks.attached(Net(empty=False), ratio=0.05)
     ranks.train(ddp, rank, range(3))
-    entry = [state.state_dict()]
-    dist.broadcast_object_list(entry)
+    entry = ranks.shared(state.state_dict())
     state.close()
     _, state = made(2, 2)
-    state.load_state_dict(entry[0])
+    state.load_state_dict(entry)
     found = state.full_state_dict()["parameters"]
-    one = next(iter(entry[0]["parameters"]))
+    one = next(iter(entry["parameters"]))
     damaged = {
-        "the model has no parameter 'other'": {**entry[0], "parameters": {"other": {}}},
-        "it was damaged (AttributeError": {**entry[0], "parameters": {one: {"residual": None}}},
+        "the model has no parameter 'other'": {**entry, "parameters": {"other": {}}},
+        "it was damaged (AttributeError": {**entry, "parameters": {one: {"residual": None}}},
         "it was damaged (JSONDecodeError": {"about": "{"},
         "it was damaged (TypeError": {"about": "[1]", "residual": {}},
         "'NoneType' object is not iterable": {"about": "{}", "residual": None},
@@ -732,7 +727,7 @@ def test_a_sharded_run_resumes_the_residuals_of_a_ddp_run(rank, world):
     state.close()
     assert all(words in message and "To start with zero residuals" in message for words, message in said.items()), said
     if rank == 0:
-        torch.testing.assert_close(found, entry[0]["parameters"])
+        torch.testing.assert_close(found, entry["parameters"])
 
 
 @ranks.counts_threads

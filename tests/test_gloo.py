@@ -47,11 +47,6 @@ SQUARE = [(*way, mode, (i + j) % 5, (i + 2 * j) % 5) for i, way in enumerate(ROU
 some case, as in two orthogonal Latin squares. test_laws covers combinations of three and more in memory."""
 
 
-def uses_branch(mode: str, rank: int, step: int) -> bool:
-    """With find_unused_parameters, all ranks, one rank and no rank use it in turn."""
-    return mode != "find_unused_parameters" or step % 3 == 0 or (step % 3 == 1 and rank == 0)
-
-
 def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str, settings: dict[str, Any]) -> None:
     """Checks the laws on four steps of a DDP model in a ``mode``.
 
@@ -66,7 +61,8 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
     with mock.patch.object(build, "PIECE", piece), ranks.Counted() as counted:
         for step in range(4):
-            use = {"branch": uses_branch(mode, rank, step)}
+            some = mode == "find_unused_parameters"  # all ranks, one rank and no rank use the branch in turn
+            use = {"branch": not some or step % 3 == 0 or (step % 3 == 1 and rank == 0)}
             computed.append(local_gradient(alone, net, rank, step, **use))
             ddp.zero_grad()
             counted.bytes.clear()
@@ -76,7 +72,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
             buckets = state.residuals.progress.buckets
             plan = volume(
                 config, [[p.numel() for p in bucket] for bucket in buckets], world, rank, local=local,
-                parameters=[*map(len, buckets)] if mode == "find_unused_parameters" else None,
+                parameters=[*map(len, buckets)] if some else None,
                 uncompressed=[[n for n, p in enumerate(bucket) if p in whole] for bucket in buckets],
             )  # fmt: skip
             planned.append({name: getattr(plan, name) for name in names} | {"": plan.uplink + plan.downlink})

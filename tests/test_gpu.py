@@ -6,6 +6,7 @@ for the network, so one GPU is enough.
 
 import os
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -15,7 +16,7 @@ import test_fsdp
 import torch
 import torch.distributed as dist
 from groups import Group
-from ranks import Net, every_rank, loss_of, undelivered, weights
+from ranks import Net, attached, every_rank, loss_of, undelivered, weights
 from test_gloo import harness
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +32,6 @@ from lightning_topk.core.requests import AllGather
 from lightning_topk.runtime import collectives as drive
 
 COUNT = torch.cuda.device_count()
-WORLDS = sorted({1, COUNT})
 TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT == 0, reason="needs a GPU")]
 several = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
@@ -67,24 +67,18 @@ def test_a_model_trains_on_a_gpu(tmp_path, precision, sync_batchnorm):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_laws_hold_on_ranks_that_share_a_gpu_over_gloo(groups, topology):
-    settings = {"device": "cuda", "local": 2}
-    groups(4, "cuda", "gloo").run(harness, topology, topology != "allgather", "several_buckets", settings)
-
-
-@several
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_laws_hold_over_nccl(groups, topology):
-    settings = {"device": "cuda", "local": 2 - COUNT % 2}
-    groups(COUNT, "cuda").run(harness, topology, topology != "allgather", "several_buckets", settings)
+@pytest.mark.parametrize(("world", "backend"), [(4, "gloo"), pytest.param(COUNT, None, marks=several)])
+def test_laws_hold_on_ranks_that_share_a_gpu_over_gloo_and_over_nccl(groups, topology, world, backend):
+    settings = {"device": "cuda", "local": 2 - world % 2}
+    groups(world, "cuda", backend).run(harness, topology, topology != "allgather", "several_buckets", settings)
 
 
 def scaled(rank: int, world: int, device: str = "cuda") -> None:
     """16-mixed in int4 with votes and a fused optimizer; the third step overflows on rank 0."""
     net = Net().to(device)
-    ddp = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.01, fused=True), torch.amp.GradScaler(device)
-    state, seen = attach(ddp, ratio=0.05, optimizer=optimizer, scaler=scaler), []
+    options, seen = {"find_unused_parameters": True}, []
+    ddp, state = attached(net, options, ratio=0.05, optimizer=optimizer, scaler=scaler)
     for step in range(6):
         with torch.autocast(device, torch.float16):
             loss = loss_of(ddp, rank, step, branch=step % 2 == 0 or rank == 0)
@@ -101,13 +95,9 @@ def scaled(rank: int, world: int, device: str = "cuda") -> None:
     assert all(left.isfinite().all() for _, left in seen)
 
 
-def test_two_ranks_of_one_gpu_skip_a_step_that_overflows(groups):
-    groups(2, "cuda", "gloo").run(scaled)
-
-
-@several
-def test_all_gpus_skip_a_step_that_overflows(groups):
-    groups(COUNT, "cuda").run(scaled)
+@pytest.mark.parametrize(("world", "backend"), [(2, "gloo"), pytest.param(COUNT, None, marks=several)])
+def test_ranks_of_one_gpu_and_of_all_skip_a_step_that_overflows(groups, world, backend):
+    groups(world, "cuda", backend).run(scaled)
 
 
 def normalised(rank: int, world: int) -> None:
@@ -132,21 +122,18 @@ def normalised(rank: int, world: int) -> None:
             ddp(torch.randn(8, 1000, device="cuda")).square().mean().backward()
         gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()]).cpu()
     state.close()
-    rows = [None] * world
-    dist.all_gather_object(rows, gradient)
     assert gradient.isfinite().all()
-    assert all(torch.equal(row, gradient) for row in rows)
+    assert every_rank(gradient).eq(gradient).all()
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", sorted({1, COUNT}))
 def test_synchronised_batch_norm_runs_beside_the_lane(groups, world):
     groups(world, "cuda").run(normalised)
 
 
 def failing(rank: int, world: int) -> float:
     """Seconds of the teardown after an exception on rank 0, while the others exchange."""
-    ddp = DistributedDataParallel(nn.Linear(1000, 1000).cuda())
-    state = attach(ddp, ratio=0.01)
+    ddp, state = attached(nn.Linear(1000, 1000).cuda(), ratio=0.01)
     for step in range(3):
         if step == 2 and rank == 0:
             break
@@ -158,19 +145,15 @@ def failing(rank: int, world: int) -> float:
 
 @several
 def test_an_exception_on_one_rank_ends_every_rank_in_seconds():
-    group = Group(COUNT, "cuda")
-    try:
+    with closing(Group(COUNT, "cuda")) as group:
         assert max(group.run(failing)) < 15
-    finally:
-        group.close()
 
 
 def subset(rank: int, world: int) -> None:
     members = list(range(max(1, world - 1)))
     some = dist.new_group(members)
     if rank in members:
-        ddp = DistributedDataParallel(nn.Linear(1000, 1000).cuda(), process_group=some)
-        state = attach(ddp, ratio=0.01)
+        ddp, state = attached(nn.Linear(1000, 1000).cuda(), {"process_group": some}, ratio=0.01)
         for _ in range(3):
             ddp(torch.randn(8, 1000, device="cuda")).square().mean().backward()
         state.close()
@@ -179,11 +162,8 @@ def subset(rank: int, world: int) -> None:
 
 @several
 def test_a_model_on_some_of_the_ranks_does_not_wait_for_the_others():
-    group = Group(COUNT, "cuda")
-    try:
+    with closing(Group(COUNT, "cuda")) as group:
         group.run(subset)
-    finally:
-        group.close()
 
 
 @pytest.fixture
@@ -206,8 +186,7 @@ def trained(steps: int = 4):
     """A model trained on ``loopback``, its state, and a function that takes a step."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(6)]).cuda()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=16)
-    state, x = attach(ddp), torch.randn(64, 2000, device="cuda")
+    (ddp, state), x = attached(net, {"bucket_cap_mb": 16}), torch.randn(64, 2000, device="cuda")
 
     def step() -> None:
         ddp(x).square().mean().backward()

@@ -23,21 +23,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_a_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="no GPU; the interpreter runs in a process of its own"
 )
-on_a_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.mark.process
 @pytest.mark.skipif(INTERPRETED, reason="it is the interpreter's process")
 def test_the_kernels_agree_with_the_reference_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 
@@ -248,7 +242,7 @@ def test_a_momentum_buffer_catches_up_in_one_pass_like_the_reference(decay, dtyp
         assert torch.equal(found[1], waited)
 
 
-@on_a_gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [TopKConfig(), TopKConfig(0.12, wire="int4")])  # also a dense selection
 def test_gpu_and_cpu_exchange_the_same(config, dtype):

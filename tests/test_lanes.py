@@ -4,12 +4,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Generator
 from unittest import mock
 
 import pytest
 import torch
 
 from lightning_topk.runtime import lanes
+
+
+def submitted(lane: lanes.ThreadLane, job: Generator) -> torch.futures.Future:
+    """What a lane promises for a job."""
+    promised, future = lane.promise()
+    lane.submit(job, promised)
+    return future
 
 
 def result_of(future: torch.futures.Future) -> torch.Tensor:
@@ -24,13 +32,12 @@ def result_of(future: torch.futures.Future) -> torch.Tensor:
 def test_closing_a_cpu_lane_returns_whether_its_work_has_ended(monkeypatch):
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
     lane, go = lanes.ThreadLane(), threading.Event()
-    promised, future = lane.promise()
 
     def wait():
         yield
         return torch.tensor(float(go.wait(20)))
 
-    lane.submit(wait(), promised)
+    future = submitted(lane, wait())
     assert not lane.close()
     go.set()
     assert result_of(future) == 1
@@ -48,11 +55,7 @@ def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(max_in_flight)
             yield
         return torch.tensor(float(ord(name)))
 
-    futures = []
-    for name in "abc":
-        promised, future = lane.promise()
-        lane.submit(job(name), promised)
-        futures.append(future)
+    futures = [submitted(lane, job(name)) for name in "abc"]
     all_there.set()
     assert [int(result_of(future)) for future in futures] == [97, 98, 99]
     assert lane.close()
@@ -72,11 +75,9 @@ def test_closing_a_failed_lane_reports_a_collective_in_progress():
             raise ValueError("first")
         return torch.zeros(1)
 
-    promises = [lane.promise() for _ in range(2)]
-    for (promised, _), fails in zip(promises, (True, False), strict=True):
-        lane.submit(job(fails), promised)
+    futures = [submitted(lane, job(fails)) for fails in (True, False)]
     both_there.set()
-    for _, future in promises:
+    for future in futures:
         with pytest.raises(RuntimeError, match="ValueError: first"):
             result_of(future)
     assert not lane.close()
@@ -96,8 +97,7 @@ def test_a_lane_runs_no_job_after_a_failed_one_and_an_idle_one_has_no_thread(mon
         return torch.tensor(number)
 
     for number in range(6):
-        promised, future = lane.promise()
-        lane.submit(job(number), promised)
+        future = submitted(lane, job(number))
         if number < 3:
             assert result_of(future) == number
             end = time.monotonic() + 20
@@ -143,9 +143,7 @@ def test_the_thread_of_a_lane_left_open_can_be_stopped_and_starts_again():
         return torch.tensor(number)
 
     for number in range(3):
-        promised, future = lane.promise()
-        lane.submit(give(number), promised)
-        assert int(future.wait()) == number
+        assert int(submitted(lane, give(number)).wait()) == number
         (thread,) = set(threading.enumerate()) - before
         assert thread.daemon
         thread.stop()

@@ -3,10 +3,7 @@
 import csv
 import itertools
 import math
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +13,12 @@ import pytest
 import torch
 from groups import on_ranks, script, torchrun
 from laws import codecs_of
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import log
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from trainers import ELEMENTS, Gan, Module, Normed, fit
 
@@ -33,22 +29,15 @@ from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.volume import format_bytes, volume
 
 ROOT = Path(__file__).parent.parent
-KEYS = {
-    "topk/uplink_bytes", "topk/downlink_bytes", "topk/dense_bytes", "topk/saving", "topk/uplink_error",
-    "topk/downlink_error", "topk/bound", "topk/worker_residual_norm", "topk/server_residual_norm", "topk/total_bytes",
-    "topk/broadcast_bytes", "topk/density", "topk/selected_density", "topk/total_uplink_bytes",
-    "topk/total_downlink_bytes", "topk/total_dense_bytes",
-    "topk/total_broadcast_bytes", "topk/nonfinite_steps",
-    "topk/exchange_seconds", "topk/hidden_share",
-}  # fmt: skip
+NAMES = (
+    "uplink_bytes downlink_bytes dense_bytes saving uplink_error downlink_error bound worker_residual_norm "
+    "server_residual_norm total_bytes broadcast_bytes density selected_density total_uplink_bytes total_downlink_bytes "
+    "total_dense_bytes total_broadcast_bytes nonfinite_steps exchange_seconds hidden_share"
+)
+KEYS = {f"topk/{name}" for name in NAMES.split()}
 PLAN = volume(TopKConfig(), [ELEMENTS], world=2)
 SENT = PLAN.uplink + PLAN.downlink
 """Bytes per step."""
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    """The rows that a CSVLogger wrote."""
-    return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
 
 
 def test_a_registered_name_trains_and_every_key_returns_after_spawn():
@@ -101,7 +90,7 @@ def test_loggers_and_early_stopping_see_the_keys(rank, world, tmp_path):
     trainer, _ = fit(rank, world, callbacks=[stop], logger=logger, log_every_n_steps=2, max_epochs=5)
     assert trainer.global_step == 4, "stopped after the first epoch"
     if rank == 0:
-        rows = rows_of(tmp_path)
+        rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
         assert {int(row["step"]) for row in rows} == {1, 3}
         assert all(row[key] for row in rows for key in KEYS)
 
@@ -192,17 +181,15 @@ def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
         assert torch.equal(one, other)
 
 
-class SharesNothing(Callback):
+def share_nothing(trainer, module):
     """Fails if ranks share weights, as torch does between processes of a fork server."""
-
-    def on_train_start(self, trainer, pl_module):
-        assert not any(tensor.is_shared() for tensor in (*pl_module.parameters(), *pl_module.buffers()))
+    assert not any(tensor.is_shared() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def test_ranks_of_a_fork_server_have_own_weights_that_are_restored(tmp_path):
     """The main process restores a checkpoint after its module has lost its Trainer."""
-    strategy = TopKStrategy(start_method="forkserver")
-    trainer, _ = fit(None, 2, Normed(), strategy, [SharesNothing()], default_root_dir=tmp_path)
+    strategy, look = TopKStrategy(start_method="forkserver"), LambdaCallback(on_train_start=share_nothing)
+    trainer, _ = fit(None, 2, Normed(), strategy, [look], default_root_dir=tmp_path)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     saved = strategy.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]
     weight = strategy.lightning_module.net[0].weight
@@ -255,14 +242,9 @@ def test_two_optimizers_that_step_in_turn_log_the_bytes_of_a_batch(rank, world):
     assert logged["topk/total_dense_bytes"] == 6 * plan.dense
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        return itertools.cycle([(each,) for each in torch.ones(10, 12)])
-
-
 class OnEndless(Module):
     def train_dataloader(self):
-        return DataLoader(Endless())
+        return itertools.repeat([torch.ones(1, 12)])
 
 
 FORMS = {
@@ -347,21 +329,20 @@ def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, l
 CLI = ROOT / "examples/cli"
 
 
-def test_lightning_cli_configures_the_strategy_by_yaml(tmp_path):
-    options = "--trainer.max_steps=3", "--trainer.devices=1", "--trainer.strategy.init_args.start_method=popen"
-    output = script(CLI / "main.py", "fit", "--config", "config.yaml", *options, log=tmp_path / "log", folder=CLI)
-    assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
-
-
-@pytest.mark.slow
-def test_lightning_cli_takes_the_strategy_from_the_command_line():
-    options = ["max_steps=2", "strategy=TopKStrategy", "strategy.ratio=0.5", "strategy.start_method=spawn"]
-    done = subprocess.run(
-        [sys.executable, "main.py", "fit", "--config", "config.yaml", *[f"--trainer.{each}" for each in options]],
-        capture_output=True, text=True, timeout=200, check=False, cwd=CLI, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "TopKConfig(ratio=0.5" in done.stdout
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("max_steps=3 devices=1 strategy.init_args.start_method=popen",
+         "ratio=0.01, bidirectional=True, server_ratio=0.02"),
+        pytest.param("max_steps=2 strategy=TopKStrategy strategy.ratio=0.5 strategy.start_method=spawn", "ratio=0.5",
+                     marks=pytest.mark.slow),
+    ],
+    ids=["by YAML", "by the command line"],
+)  # fmt: skip
+def test_lightning_cli_configures_the_strategy(tmp_path, options, words):
+    given = [f"--trainer.{each}" for each in options.split()]
+    output = script(CLI / "main.py", "fit", "--config", "config.yaml", *given, log=tmp_path / "log", folder=CLI)
+    assert f"TopKConfig({words}" in output
 
 
 @pytest.mark.unit

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from groups import on_ranks
-from ranks import every_rank, loss_of, weights
+from ranks import every_rank, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
@@ -20,15 +20,11 @@ from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_mom
 SIZE, STEPS = 64, 40
 
 
-class Exchange:
-    """Stands for the owner of an exchange."""
-
-
 def adapted(kind, like: torch.Tensor | int = SIZE, adapts: bool = True, **options) -> tuple:
-    """A parameter (ones, if a size is given) and its optimizer, adapted as long as the optimizer lives."""
+    """An optimizer and its parameter (ones, if a size is given), adapted as long as the optimizer lives."""
     parameter = nn.Parameter(torch.ones(like) if isinstance(like, int) else like)
     optimizer = kind([parameter], **{"lr": 0.1, **options})
-    optimizer.exchange = Exchange()
+    optimizer.exchange = nn.Module()
     if adapts:
         adapt_momentum([optimizer], optimizer.exchange)
     return optimizer, parameter
@@ -114,6 +110,15 @@ def test_a_delivered_entry_takes_all_the_steps_that_it_waited(kind, options, for
     torch.testing.assert_close(found, literal(kind, delivered(), 0.1, **options).float(), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
+    options = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.99), "eps": 1e-4}
+    optimizer, parameter = adapted(kind, torch.ones(SIZE, dtype=dtype), lr=0.01, **options)
+    found = stepped(optimizer, parameter, [gradient.to(dtype) for gradient in delivered()])
+    torch.testing.assert_close(found.double(), literal(kind, delivered(), 0.01, **options), rtol=0.02, atol=0.03)
+
+
 @pytest.mark.parametrize(("kind", "options"), [*KINDS, (NAdam, {"betas": (0.9, 0.99), "weight_decay": 0.1})])
 @pytest.mark.parametrize("way", ["bare", "closure", "keyword"])
 def test_with_everything_delivered_the_users_optimizer_is_unchanged(kind, options, way):
@@ -175,7 +180,7 @@ def test_one_pass_on_the_cpu_equals_the_optimizers_own_step(kind, options, monke
 def test_steps_in_threads_have_the_same_bits(kind, options, monkeypatch):
     def trained() -> torch.Tensor:
         parameters = [nn.Parameter(torch.ones(SIZE)) for _ in range(9)]
-        optimizer, owner = kind(parameters, lr=0.1, **options), Exchange()
+        optimizer, owner = kind(parameters, lr=0.1, **options), nn.Module()
         adapt_momentum([optimizer], owner)
         for gradients in zip(*[iter(delivered(steps=9 * 10))] * 9, strict=True):
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -193,16 +198,6 @@ def test_steps_in_threads_have_the_same_bits(kind, options, monkeypatch):
     assert started == [3] * 10
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("kind", [SGD, AdamW])
-def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
-    options = {"momentum": 0.9} if kind is SGD else {"betas": (0.9, 0.99), "eps": 1e-4}
-    optimizer, parameter = adapted(kind, torch.ones(SIZE, dtype=dtype), lr=0.01, **options)
-    found = stepped(optimizer, parameter, [gradient.to(dtype) for gradient in delivered()])
-    wanted = literal(kind, delivered(), 0.01, **options)
-    torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.03)
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_sparse_gradient_steps_like_its_dense_form(nesterov):
     found = []
@@ -217,8 +212,7 @@ def test_a_sparse_gradient_steps_like_its_dense_form(nesterov):
 
 def test_an_entry_that_waits_for_very_long_takes_all_its_steps():
     optimizer, parameter = adapted(SGD, torch.zeros(2), lr=1.0, momentum=0.5)
-    gradients = [torch.ones(2), *[torch.tensor([0.0, 1.0])] * 400, torch.ones(2)]
-    found = stepped(optimizer, parameter, gradients)
+    found = stepped(optimizer, parameter, [torch.ones(2), *[torch.tensor([0.0, 1.0])] * 400, torch.ones(2)])
     assert found[0] == pytest.approx(-1 - 2 * 1.5), "two deliveries: the first step, then all the rest"
     assert optimizer.state[parameter]["momentum_buffer"][0] == pytest.approx(0, abs=1e-6)
 
@@ -247,7 +241,7 @@ def test_each_exchange_adapts_its_own_parameters_as_long_as_it_lives():
     first, second, idle = parameters = [nn.Parameter(torch.ones(SIZE)) for _ in range(3)]
     optimizer = SGD([{"params": [first]}, {"params": [second, idle]}], lr=0.1, momentum=0.9)
     plain = SGD([other := nn.Parameter(torch.ones(SIZE))], lr=0.1, momentum=0.9)
-    one, two = Exchange(), Exchange()
+    one, two = nn.Module(), nn.Module()
     adapt_momentum([optimizer], one, {first})
     adapt_momentum([optimizer], two, {second})
 
@@ -280,7 +274,7 @@ class Own(AdamW):
 
 
 def test_optimizers_with_a_step_of_their_own_keep_their_momentum():
-    parameter, exchange = nn.Parameter(torch.ones(3)), Exchange()
+    parameter, exchange = nn.Parameter(torch.ones(3)), nn.Module()
     for optimizer in (RMSprop([parameter], momentum=0.9), Own([parameter])):
         (words,) = adapt_momentum([optimizer], exchange)
         name = type(optimizer).__name__
@@ -360,7 +354,7 @@ def test_hooks_of_the_user_act_as_without_adaptation(when, dtype):
 
 def test_the_state_of_the_optimizer_is_its_own():
     """A parameter without gradients has no state; a cleared state starts over."""
-    used, unused, exchange = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), Exchange()
+    used, unused, exchange = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), nn.Module()
     optimizer = SGD([used, unused], lr=1.0, momentum=0.9)
     adapt_momentum([optimizer], exchange)
     stepped(optimizer, used, [torch.ones(1), *[torch.zeros(1)] * 30])
@@ -404,10 +398,7 @@ def test_ranks_agree_on_weights_and_dense_steps_equal_ddp_to_the_bit(rank, world
         optimizer = kind(net.parameters(), lr=0.05, **options)
         ddp = DistributedDataParallel(net)
         state = attach(ddp, optimizer=optimizer, announce=said[name].append, **settings) if settings else None
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(ddp, rank, step).backward()
-            optimizer.step()
+        train(ddp, rank, range(6), optimizer)
         if state is not None:
             state.close()
         ends[name] = weights(net)
@@ -416,14 +407,12 @@ def test_ranks_agree_on_weights_and_dense_steps_equal_ddp_to_the_bit(rank, world
     assert torch.equal(ends["dense"], ends["plain"])
     torch.testing.assert_close(ends["all"], ends["plain"], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(ends["default"], ends["not adapted"], rtol=1e-3, atol=1e-4)
-    words = f"the momentum of {kind.__name__} is adapted"
-    assert [name for name, lines in said.items() if any(words in line for line in lines)] == ["default", "all"][
-        : 2 - 2 * rank
-    ]
+    adapts = [name for name, words in said.items() if f"the momentum of {kind.__name__} is adapted" in "".join(words)]
+    assert adapts == ["default", "all"] * (rank == 0)
 
 
 def test_the_step_count_takes_one_byte_per_entry_and_goes_with_its_parameter():
-    parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], Exchange()
+    parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], nn.Module()
     optimizer = SGD(parameters, lr=0.1, momentum=0.9)
     adapt_momentum([optimizer], exchange)
     for gradient, parameter in itertools.product(delivered(steps=3), parameters):

@@ -1,6 +1,5 @@
 """Residuals lose nothing however buckets, settings and steps change: runs of all ranks, in memory."""
 
-from dataclasses import dataclass, field
 from unittest import mock
 
 import pytest
@@ -29,29 +28,26 @@ WAYS = [
 ON_NODES = [TopKConfig(ratio=ratio, topology="hierarchical") for ratio in (0.02, 0.1)]
 
 
-@dataclass
 class Ranks:
     """The residuals of all ranks, and the sums of produced and delivered gradients."""
 
-    world: int
-    local: int
-    residuals: list[Residuals] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, world: int, local: int) -> None:
+        self.world, self.local = world, local
         self.parameters = [nn.Parameter(torch.zeros(numel, dtype=torch.float64)) for numel in NUMELS]
         self.optimizers = [torch.optim.SGD(self.parameters[:2]), torch.optim.SGD(self.parameters[2:])]
         self.outcome = StepOutcome(sums=False)
         self.plans = {}
-        self.produced = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
-        self.delivered = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
+        self.produced, self.delivered = (
+            [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS] for _ in range(2)
+        )
         self.random = torch.Generator().manual_seed(0)
         self.passes = 0
-        self.residuals = [self.fresh(rank) for rank in range(self.world)]
+        self.restart()
 
-    def fresh(self, rank: int) -> Residuals:
-        residuals = Residuals()
-        residuals.rank = rank
-        return residuals
+    def restart(self) -> None:
+        self.residuals = [Residuals() for _ in range(self.world)]
+        for rank, residuals in enumerate(self.residuals):
+            residuals.rank = rank
 
     def backward(self, order: list[int], cut: int, config: TopKConfig) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Exchanges one gradient in two buckets; returns its mean and the delivered gradient by parameter."""
@@ -101,9 +97,9 @@ class Ranks:
             for p in self.parameters
             if p in held[0]
         }
-        for rank in range(self.world):
-            self.residuals[rank] = self.fresh(rank)
-            self.residuals[rank].restore({p: {"residual": kept["residual"].clone()} for p, kept in saved.items()})
+        self.restart()
+        for residuals in self.residuals:
+            residuals.restore({p: {"residual": kept["residual"].clone()} for p, kept in saved.items()})
 
     def check(self) -> None:
         held = [residuals.held() for residuals in self.residuals]
@@ -131,20 +127,15 @@ def runs(draw):
 @given(runs())
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_a_run_loses_nothing_whatever_is_regrouped_skipped_and_resumed(piece, run):
-    with mock.patch.object(build, "PIECE", piece):
-        lose_nothing(run)
-
-
-def lose_nothing(run) -> None:
     world, local, steps = run
     ranks = Ranks(world, local)
     for passes, skipped, then in steps:
-        ranks.step(passes, skipped)
+        with mock.patch.object(build, "PIECE", piece):
+            ranks.step(passes, skipped)
         if then == "resume":
             ranks.resume()
-        for residuals in ranks.residuals:
-            if then == "offload":
-                residuals.offload_to_cpu()
+        for residuals in ranks.residuals * (then == "offload"):
+            residuals.offload_to_cpu()
         ranks.check()
 
 

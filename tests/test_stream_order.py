@@ -29,38 +29,19 @@ from lightning_topk.runtime.groups import Groups
 CUDA = torch.device("cuda", 0)
 WORLD, LOCAL = 4, 2
 SIZES = (30_000, 300, 20_000, 17)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "residuals": {},
-    "uncompressed parameters": {"dense_parameters": ("p0",)},
-    "nothing kept": {"error_feedback": False},
-    "momentum": {"momentum": 0.9},
-    "int4": {"wire": "int4"},
-    "clipped": {"clip_norm": 1.0},
-}
 
 
 @dataclass
 class Case:
-    """How training is simulated.
+    """How training is simulated."""
 
-    Attributes:
-        scaler: ``"plain"`` for a GradScaler that skips every other step, ``"fused"`` for one whose verdict stays on the
-            device.
-        votes: Whether parameters may go unused.
-        hooks: Whether gradients are accumulated on a stream of their own; ``"each"``: on another one for each bucket.
-        resumed: Whether training starts with residuals of a checkpoint.
-        kernels: Whether Triton's kernels run.
-        measured: Whether passes are measured. No report is made, since that waits for the device and reads data.
-        read: Whether the caller reads the number of nonfinite steps after every other step.
-    """
-
-    scaler: str = ""
-    votes: bool = False
-    hooks: bool | str = False
-    resumed: bool = False
-    kernels: bool = False
-    measured: bool = False
-    read: bool = False
+    scaler: str = ""  # "plain": a GradScaler that skips every other step; "fused": its verdict stays on the device
+    votes: bool = False  # parameters may go unused
+    hooks: bool = False  # gradients are accumulated on a stream of their own
+    resumed: bool = False  # training starts with residuals of a checkpoint
+    kernels: bool = False  # Triton's kernels run
+    measured: bool = False  # without a report, which waits for the device and reads data
+    read: bool = False  # the caller reads the number of nonfinite steps after every other step
 
 
 class Bucket:
@@ -131,27 +112,21 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     from lightning_topk.core.ops import cuda
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda if case.kernels else None)
-    settings = {
-        "ratio": 0.01,
-        "wire": "fp32",
-        "topology": topology,
-        "bidirectional": topology != "allgather",
-        **settings,
-    }
+    given = {"ratio": 0.01, "wire": "fp32", "topology": topology, "bidirectional": topology != "allgather", **settings}
     fake = FakeTensorMode()
     with fake:
         parameters = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES]
         optimizers = [Plain(each) for each in (parameters[:2], parameters[2:])]
         scaler = Scaler(case.scaler == "fused") if case.scaler else None
-    state = ddp.TopKState(optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL, **settings)
+    state = ddp.TopKState(optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL, **given)
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     if case.votes:
         state.watch_use([])
     state.measure = state.measure_layers = case.measured
-    hooks = None if case.hooks == "each" else torch.cuda.Stream() if case.hooks else gpu.current
+    hooks = torch.cuda.Stream() if case.hooks else gpu.current
     with fake, gpu:
         if case.resumed:
-            restore(state, parameters)
+            state.residuals.restore({p: {"residual": torch.zeros(p.numel(), device=CUDA)} for p in parameters})
         for step in range(3):
             backward(gpu, hooks, state, [parameters[2:], parameters[:2]] if step else [parameters], case.votes)
             for optimizer in optimizers:
@@ -166,36 +141,25 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     assert gpu.operations > 200
 
 
-def restore(state: ddp.TopKState, parameters: list[torch.Tensor]) -> None:
-    """Loads residuals, on the caller's stream."""
-    state.residuals.restore({p: {"residual": torch.zeros(p.numel(), device=CUDA)} for p in parameters})
-
-
-def backward(
-    gpu: Gpu, hooks: Stream | None, state: ddp.TopKState, groups: list[list[torch.Tensor]], votes: bool
-) -> None:
+def backward(gpu: Gpu, hooks: Stream, state: ddp.TopKState, groups: list[list[torch.Tensor]], votes: bool) -> None:
     """A backward pass: writes gradients to buckets, which are exchanged meanwhile, and copies them from there."""
-    waiting, streams = [], []
+    waiting = []
     for index, group in enumerate(groups):
         buffer = torch.empty(sum(p.numel() for p in group), device=CUDA)
         buffer.add_(torch.ones_like(buffer))
         if votes:
             state._usage._used.update(group[:1])
-        stream = hooks or torch.cuda.Stream()
-        stream.wait_stream(gpu.current)
-        with gpu.on(stream):
+        hooks.wait_stream(gpu.current)
+        with gpu.on(hooks):
             future = state.launch(Bucket(buffer, group, index, index == len(groups) - 1))
         waiting.append((future, group))
         torch.zeros(64, device=CUDA)  # backward continues and allocates memory
-        streams.append(stream)
-    for stream in streams:
-        gpu.current.wait_stream(stream)
+    gpu.current.wait_stream(hooks)
     for future, group in waiting:
         for p, piece in zip(group, future.wait().split([p.numel() for p in group]), strict=True):
             p.grad = piece.clone()
 
 
-TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather")
 CASES = [
     Case(kernels=True),
     Case(scaler="plain", votes=True),
@@ -208,17 +172,19 @@ CASES = [
 
 
 PLAYED = [
-    *(("sharded", case) for case in CASES),
-    ("hierarchical", CASES[2]),
-    ("single_server", CASES[3]),
-    ("allgather", CASES[4]),
-    ("hierarchical", CASES[5]),
+    *(("sharded", case, {}) for case in CASES),
+    *((name, CASES[i], {}) for i, name in enumerate(("hierarchical", "single_server", "allgather", "hierarchical"), 2)),
+    ("hierarchical", CASES[1], {"dense_parameters": ("p0",)}),
+    ("single_server", CASES[2], {"error_feedback": False}),
+    ("sharded", CASES[0], {"momentum": 0.9}),
+    ("hierarchical", CASES[1], {"wire": "int4"}),
+    ("single_server", CASES[2], {"clip_norm": 1.0}),
 ]
 
 
-@pytest.mark.parametrize(("topology", "case"), PLAYED, ids=str)
-def test_all_that_streams_share_is_ordered_and_freed_in_time(gpu, monkeypatch, topology, case):
-    train(gpu, monkeypatch, case, topology)
+@pytest.mark.parametrize(("topology", "case", "settings"), PLAYED, ids=str)
+def test_all_that_streams_share_is_ordered_and_freed_in_time(gpu, monkeypatch, topology, case, settings):
+    train(gpu, monkeypatch, case, topology, **settings)
     assert (gpu.races, gpu.reuses) == (set(), set())
 
 
@@ -274,13 +240,6 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     assert begun[1].clock[hooks] < gpu.current.clock[hooks]  # before the last exchange has ended
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_memories_and_wires_keep_to_the_order_of_streams(gpu, monkeypatch, name):
-    number = list(SETTINGS).index(name)
-    train(gpu, monkeypatch, CASES[number % 3], TOPOLOGIES[number % 3], **SETTINGS[name])
-    assert (gpu.races, gpu.reuses) == (set(), set())
-
-
 def test_a_lane_that_does_not_wait_for_backward_is_detected(gpu, monkeypatch):
     def careless(lane, job, promised):
         with torch.cuda.stream(lane._stream):
@@ -303,9 +262,7 @@ def test_a_caller_that_does_not_wait_for_the_lane_is_detected(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("forgets", "case"),
-    [("skipped_steps.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))],
-    ids=str,
+    ("forgets", "case"), [("skipped_steps.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))], ids=str
 )
 def test_memory_freed_while_another_stream_uses_it_is_detected(gpu, monkeypatch, forgets, case):
     """A scaler's verdict that the lane reads, and residuals of a checkpoint, without ``record_stream``."""
@@ -327,9 +284,6 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
     lines = [record.message.split(" of ")[1:] for record in caplog.records if "step 2, bucket 1" in record.message]
     assert [line[0] for line in lines] == ["4, step 2, bucket 1: AllToAll", "4, step 2, bucket 1: AllGather"]
     assert [line[1].split(" elements ")[1] for line in lines] == ["among all, uplink", "among all, downlink"]
-
-
-# ------------------------------------------------------------------------------------------------ lanes and groups
 
 
 def lane_of_a_gpu() -> lanes.StreamLane:

@@ -15,13 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topk import CompressionMonitor, TopKStrategy
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = {"accelerator": "cpu", **dict.fromkeys(OFF, False)}
 
 
 class InThisProcess(LightningEnvironment):
@@ -43,9 +38,9 @@ class Module(L.LightningModule):
     ``make`` makes optimizers from the parameters.
     """
 
-    def __init__(self, make: Callable[..., Any] | None = None) -> None:
+    def __init__(self, make: Callable[..., Any] | None = None, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.net, self._make = self.build(), make or partial(torch.optim.SGD, lr=0.1)
 
     def build(self) -> nn.Module:
@@ -117,15 +112,9 @@ def trainer_of(
 
 
 def fit(
-    rank: int | None,
-    world: int,
-    module: L.LightningModule | None = None,
-    strategy: Strategy | str | None = None,
-    callbacks: Sequence[Callback] = (),
-    ckpt_path: Any = None,
-    monitor: bool = True,
-    **options: Any,
-) -> tuple[L.Trainer, dict[str, float]]:
+    rank: int | None, world: int, module: L.LightningModule | None = None, strategy: Strategy | str | None = None,
+    callbacks: Sequence[Callback] = (), ckpt_path: Any = None, monitor: bool = True, **options: Any,
+) -> tuple[L.Trainer, dict[str, float]]:  # fmt: skip
     """Trains five steps by default; returns the Trainer and the values that the monitor logged."""
     callbacks = [CompressionMonitor(details=True)] * monitor + [*callbacks]
     options = options if options.keys() & {"max_steps", "max_epochs"} else {"max_steps": 5, **options}
