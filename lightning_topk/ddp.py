@@ -55,8 +55,8 @@ class TopKState(HookState):
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: Ranks have different settings or cannot be divided into whole nodes, a scaler is passed without
-            optimizers, a schedule by epoch without ``epoch``, or a setting is invalid.
+        ValueError: Ranks have different settings or cannot be divided into whole nodes, a scaler or ``momentum`` is
+            passed without optimizers, a schedule by epoch without ``epoch``, or a setting is invalid.
     """
 
     _usage: "_Usage | None" = None
@@ -73,6 +73,12 @@ class TopKState(HookState):
 
         Returns:
             A future of the buffer.
+
+        Raises:
+            RuntimeError: The state was closed, or ``dense_parameters`` is set and the parameters' names are unknown.
+            TypeError: The bucket is not a GradBucket, or it is on an unsupported device.
+            ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
+                the step.
         """
         _check_bucket(bucket)
         # The bucket is only valid during this call, so take everything the job needs from it now.

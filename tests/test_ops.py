@@ -81,7 +81,8 @@ def test_a_decoded_payload_holds_what_the_codec_returned(wire, rows, universe, k
     payload, sent = codec.encode(index, value)
     assert payload.shape == (rows, codec.nbytes)
     assert payload.dtype == torch.uint8
-    read_index, read_value = codec.decode(payload, torch.float32)
+    codec.check(payload)
+    read_index, read_value = codec.read(payload, torch.float32)
     assert torch.equal(read_index, index)
     assert torch.equal(read_value, sent)
     assert ((sent - value).abs() <= value.abs().amax(1, keepdim=True) * codec.wire.rounding).all()
@@ -114,7 +115,7 @@ def test_a_damaged_payload_is_refused_wherever_the_damage_is(wire, universe, k):
             damaged = payload.clone()
             damaged[1, place] ^= bit
             with pytest.raises(ValueError, match="payload from rank 1 was damaged"):
-                codec.decode(damaged, torch.float32)
+                codec.check(damaged)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -127,18 +128,18 @@ def test_any_value_arrives_finite_and_as_the_sender_expects(wire, delivered, dty
         k = chosen.shape[1]
         codec = Codec(WIRES[wire], k, k)
         payload, sent = codec.encode(torch.arange(k).unsqueeze(0), chosen, delivered)
-        arrived = codec.decode(payload, delivered or dtype)[1].to(dtype)
+        arrived = codec.read(payload, delivered or dtype)[1].to(dtype)
         assert torch.equal(arrived, sent)
         assert sent.isfinite().all()
     payload, sent = codec.encode(torch.arange(k).unsqueeze(0), chosen, delivered, torch.tensor(False))
     assert not sent.any()
-    assert codec.decode(payload, dtype)[1].isnan().all()
+    assert codec.read(payload, dtype)[1].isnan().all()
 
 
 def test_positions_beyond_2_to_24_are_exact():
     codec = Codec(WIRES["fp32"], 2**26, 4)
     index = torch.tensor([[2**24 - 1, 2**24, 2**24 + 1, 2**26 - 1]])
-    assert torch.equal(codec.decode(codec.encode(index, torch.ones(1, 4))[0], torch.float32)[0], index)
+    assert torch.equal(codec.read(codec.encode(index, torch.ones(1, 4))[0], torch.float32)[0], index)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 64])

@@ -242,7 +242,7 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
 
 def test_a_lane_that_does_not_wait_for_backward_is_detected(gpu, monkeypatch):
     def careless(lane, job, promised):
-        with torch.cuda.stream(lane._stream):
+        with torch.cuda.stream(lane.stream):
             promised.set_result(drive.finish(job))
 
     def promise(lane):
@@ -301,7 +301,7 @@ def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(monkeypatch, ends
     monkeypatch.setattr("torch.cuda.Event", lambda: event)
     lane = lane_of_a_gpu()
     assert lane.close() is (ends is True)
-    event.record.assert_called_once_with(lane._stream)  # work that a failed job queued counts too
+    event.record.assert_called_once_with(lane.stream)  # work that a failed job queued counts too
 
 
 def test_a_gpu_lane_takes_no_job_after_a_failed_one(monkeypatch):

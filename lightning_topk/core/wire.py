@@ -283,8 +283,8 @@ class Codec:
         words[:, -1] = self._words_sum - words.sum(dim=1, dtype=WORD)
         return payload, sent
 
-    def decode(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Decodes payloads.
+    def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Decodes payloads that :meth:`check` accepts.
 
         Args:
             payload: ``[R, P]`` uint8.
@@ -292,15 +292,7 @@ class Codec:
 
         Returns:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
-
-        Raises:
-            ValueError: A payload was damaged in transit, see :meth:`check`.
         """
-        self.check(payload)
-        return self.read(payload, dtype)
-
-    def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Decodes checked payloads; see :meth:`decode`."""
         value = self._scaled(self.wire.read(payload[:, : self.value_bytes], self.k)).to(dtype)
         known = self.known_index(payload.device)
         if known is not None:

@@ -231,23 +231,24 @@ class StreamLane(Lane):
     """
 
     max_in_flight = 1
+    stream: torch.cuda.Stream
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Before backward's kernels: other ranks wait for its bytes.
-        self.stream = self._stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device, priority=-1)
 
     @override
     def promise(self) -> tuple[Future, Future]:
         # Here, not in `submit`: buckets may be submitted together whose gradients come from several streams.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future = torch.futures.Future(devices=[self._device])  # ``submit`` itself raises errors
         return done, done
 
     @override
     def submit(self, job: Steps[Tensor], promised: Future) -> None:
         """Runs a job; its future records the side stream, so that waiting for it happens on the GPU."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             promised.set_result(self.run(job))
 
     @override
@@ -269,7 +270,7 @@ class StreamLane(Lane):
         end = time.monotonic() + PATIENCE
         try:
             ended = torch.cuda.Event()
-            ended.record(self._stream)  # now, since a job that failed may have queued a collective
+            ended.record(self.stream)  # now, since a job that failed may have queued a collective
             while not ended.query():
                 if time.monotonic() > end:
                     return False
