@@ -181,7 +181,8 @@ def train(
     Args:
         model: Name of the model.
         config: Settings of our exchange, or a function of workers and parameter shapes that makes another one, with
-            ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them.
+            ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them. The other one must be
+            linear in the workers' mean gradient: its ``step`` takes that alone, computed in one pass over all examples.
         workers: Number of simulated workers.
         steps: Number of steps.
         optimizer: The optimizer.
@@ -196,18 +197,19 @@ def train(
     theta = problem.start
     stepped = optimizer.make([theta])
     shapes = [parameter.shape for parameter in problem.parameters]
+    drawn = workers, batch
     if isinstance(config, TopKConfig):
         sizes = tuple(shape.numel() for shape in shapes)
         ranks = Cluster(config, workers, len(theta), sizes=sizes, device=theta.device)
         if config.adapts_momentum:
             adapt_momentum([stepped], ranks)
     else:
-        ranks = config(workers, shapes)
+        ranks, drawn = config(workers, shapes), (1, workers * batch)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run()
     for step in range(steps):
-        batches = torch.randint(examples, (workers, batch), generator=generator)
+        batches = torch.randint(examples, drawn, generator=generator)
         gradients = problem.gradients(theta, batches, generator)
         if observe is not None:
             run.seen.append(observe(ranks, gradients))

@@ -98,8 +98,7 @@ def _train(
 ) -> dict[str, Any]:
     course, (name, _, amount) = COURSES[model], system.partition(" ")
     setting: dict[str, Any] = {name: float(amount)} if amount else {}
-    config = TopKConfig(**setting) if amount else TopKConfig().dense
-    exchanged = partial(PowerSGD, course.powersgd) if name == "PowerSGD" else config
+    exchanged = TopKConfig(**setting) if amount else partial(PowerSGD, course.powersgd if name == "PowerSGD" else 0)
     given: dict[str, Any] = {"data": data if course.images else None, "every": every, "device": device}
     ended = train(model, exchanged, WORKERS, steps, course.optimizer, seed, course.batch, **given)
     sent = ended.uplink_bytes + ended.downlink_bytes
@@ -151,7 +150,7 @@ class PowerSGD:
     """Workers that exchange gradients as torch's ``powerSGD_hook`` does, from the first step on (Vogels et al. 2019).
 
     Uses error feedback, and starts each factor from the previous one. Both factors are linear in the workers' mean
-    gradient, so it suffices to keep the mean of their residuals.
+    gradient, so the mean gradient and the mean of their residuals suffice. With rank 0, training is dense.
     """
 
     def __init__(self, rank: int, workers: int, shapes: Sequence[torch.Size]) -> None:
@@ -163,13 +162,13 @@ class PowerSGD:
         self.sent_bytes = {"uplink": [0] * workers, "downlink": [0] * workers}
 
     def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
-        """Exchanges one gradient of each worker."""
-        mean = torch.stack([*gradients]).mean(0) + self.residual
+        """Exchanges the workers' mean gradient, the only one of ``gradients``."""
+        mean = gradients[0] + self.residual
         delivered = mean.clone()
         sent = 0
         for number, (part, shape) in enumerate(zip(delivered.split(self.sizes), self.shapes, strict=True)):
             matrix, rank = part.view(shape), min(self.rank, *shape)
-            if 2 * rank * sum(shape) >= shape.numel():  # the hook's min_compression_rate
+            if not rank or 2 * rank * sum(shape) >= shape.numel():  # the hook's min_compression_rate
                 sent += shape.numel()
                 continue
             sent += rank * sum(shape)
