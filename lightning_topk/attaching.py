@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_topk import ddp
-from lightning_topk.config import Settings, TopKConfig
+from lightning_topk.config import Settings, TopKConfig, one_config
 from lightning_topk.ddp import TopKState
-from lightning_topk.runtime.checks import one_config
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.memory.checkpoint import EMPTY
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings

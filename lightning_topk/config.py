@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
@@ -265,3 +267,38 @@ def check_count(name: str, value: Any) -> int | None:
     if value is not None and value < 1:
         raise ValueError(f"{name}={value!r} must be at least 1.")
     return value
+
+
+GONE = {
+    "beta1": "remove it: adapt_momentum=True does more.",
+    "momentum_masking": "remove it: adapt_momentum=True does more.",
+    "lr_ratio": "remove it.",
+    "scope": "remove it; for one selection over the model, take one bucket: bucket_cap_mb= as large as the model.",
+    "residual_checkpoint": "only the Trainer's strategies have it; elsewhere leave the state out of what you save.",
+}
+"""Settings that were removed or belong to other entry points, with the remedy."""
+
+
+def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
+    """Refuses unknown keyword arguments."""
+    taken = [parameter for taker in takers for parameter in inspect.signature(taker).parameters.values()]
+    known = {each.name for each in taken if each.kind is not each.VAR_KEYWORD} - {"self", "module", "device_ids"}
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1, cutoff=0.7)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}."
+            hint = GONE.get(option, hint)
+            raise TypeError(f"{name} got an unknown argument {option}={options[option]!r}; {hint}")
+
+
+def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: Settings) -> TopKConfig:
+    """Returns the settings that a function or class received as a config or as keywords."""
+    if config is not None and not isinstance(config, TopKConfig):
+        raise TypeError(
+            f"{taker.__name__}: config={config!r} is a {type(config).__name__}; it must be a TopKConfig. Pass "
+            "settings by name, such as ratio=0.1."
+        )
+    if config is not None and settings:
+        raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
+    check_known(taker.__name__, dict(settings), [TopKConfig, taker])
+    return config or TopKConfig(**settings)

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_topk.checks import check_ddp_options, check_parameters
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checks import check_ddp_options, check_parameters
 from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Bucket
 from lightning_topk.runtime.groups import device_of

@@ -98,7 +98,7 @@ def without(g: Tensor, net: nn.Module, names: Collection[str]) -> Tensor:
 
 def beside(state: Any, name: str) -> list[str]:
     """The names of all parameters in the bucket of parameter ``name``."""
-    buckets = [[state.names[p] for p in bucket] for bucket in state.residuals.progress.buckets]
+    buckets = [[state.names[p] for p in bucket] for bucket in state.residuals.buckets]
     return next(names for names in buckets if name in names)
 
 

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
 from lightning_topk import TopKConfig, attach
+from lightning_topk.checks import check_parameters, check_same_model
 from lightning_topk.core import ops
 from lightning_topk.ddp import TopKState
 from lightning_topk.runtime import groups as agreement
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checks import check_parameters, check_same_model
 from lightning_topk.schedule import ExponentialWarmup
 
 
@@ -139,7 +139,7 @@ def test_functions_of_the_step_are_refused_before_they_differ_between_ranks(rank
     said = []
     for differs, start in ((3, 0), (6, 0), (103, 100)):
         model, state = attached(four_layers(), ratio=lambda step, at=differs: 0.2 if (step, rank) == (at, 1) else 0.1)
-        state.residuals.progress.steps = start
+        state.residuals.steps = start
         with mock.patch.object(agreement, "AHEAD", 5):
             found = ((step, refusal(loss_of(model, rank, step).backward)) for step in range(7))
             said.append(next((step, message) for step, message in found if message))

@@ -206,7 +206,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("from a rank other than 0", changed(mode="on rank 0", parameters={})),
     ]
     said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases]
-    untouched = (state.residuals.progress.steps, state.residuals.held()) == (0, {})
+    untouched = (state.residuals.steps, state.residuals.held()) == (0, {})
     state.load_state_dict(good)
     state.close()
     assert ranks.unsaid(said) == []

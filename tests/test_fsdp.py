@@ -118,7 +118,7 @@ def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, A
             planned.append({**sent[-1], "collectives": both, "inter_node": local * both, "intra_node": local * among})
             if plan is not None:
                 planned[-1] |= {name: getattr(plan, name) for name in ("uplink", "downlink", "inter_node")}
-    rows, left, steps = every_rank(torch.stack(received)), undelivered(state, net), state.residuals.progress.steps
+    rows, left, steps = every_rank(torch.stack(received)), undelivered(state, net), state.residuals.steps
     known = set(state.names.values())
     state.close()
     whole = [any(fnmatch(name, each) for each in patterns) for name, _ in net.named_parameters()]
@@ -171,7 +171,7 @@ def test_nothing_is_lost_whatever_the_dtypes_of_parameters_and_reductions(rank, 
         net.zero_grad()
         net(batch(rank, step).to(dtype)).square().mean().backward()
         kinds |= {p.grad.dtype for p in net.parameters()}
-    members = {member.dtype for bucket in state.residuals.progress.buckets for member in bucket}
+    members = {member.dtype for bucket in state.residuals.buckets for member in bucket}
     watched.check(1e-4)
     state.close()
     assert (kinds, members) == ({dtype}, {policy.get("reduce_dtype", dtype)})
@@ -234,7 +234,7 @@ def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world
         return sharded(Net(empty=False), mesh, **options)
 
     state = as_hybrid(make, partial(learned, rank=rank, clip=clip, kind=kind))
-    steps = state.residuals.progress.steps
+    steps = state.residuals.steps
     state.close()
     assert steps == 6, "accumulated gradients are exchanged once"
 
@@ -341,7 +341,7 @@ def test_a_pass_ends_with_fsdps_root_outside_the_model(rank, world):
     for step in range(6):
         net[0].requires_grad_(step % 2 == 0)
         loss_of(outer, rank, step).backward()
-        steps.append(state.residuals.progress.steps)
+        steps.append(state.residuals.steps)
     watched.check()
     state.close()
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -357,7 +357,7 @@ def test_two_models_may_share_a_frozen_module_that_stays_frozen(rank, world):
     states = [attach(net, process_group=mesh["replicate"], ratio=0.1) for net in nets]
     for net in nets:
         loss_of(net, rank, 0).backward()
-    assert [state.residuals.progress.steps for state in states] == [1, 1]
+    assert [state.residuals.steps for state in states] == [1, 1]
     nets[0][0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"'0\.\w+' \(one of 2\) was unfrozen, but its gradient is not reduced"):
         loss_of(nets[0], rank, 1).backward()
@@ -448,7 +448,7 @@ def test_training_continues_after_a_failed_backward_pass(rank, world):
         net.reset_iter_state()
         ranks.train(net, rank, (1, 2))
         watched.check()
-        assert state.residuals.progress.steps == 4
+        assert state.residuals.steps == 4
     state.close()
 
 
@@ -485,7 +485,7 @@ def blocks(rank: int, world: int, kind: str) -> Tensor:
         x = batch(rank, step).requires_grad_()
         (checkpoint(net, x, use_reentrant=True) if kind == "reentrant" else net(x)).square().mean().backward()
         optimizer.step()
-    steps = state.residuals.progress.steps
+    steps = state.residuals.steps
     state.close()
     assert steps == 3
     return weights(net)
@@ -626,7 +626,7 @@ def loaded(rank: int, world: int, nodes: int, local: int, folder: Path, full: bo
     else:
         dcp.load({"model": (model := net.state_dict()), "topk": state}, checkpoint_id=folder)
         net.load_state_dict(model)
-    found, steps, again = undelivered(state, net), state.residuals.progress.steps, state.full_state_dict()
+    found, steps, again = undelivered(state, net), state.residuals.steps, state.full_state_dict()
     loss_of(net, rank, 9).backward()
     state.close()
     torch.testing.assert_close(found, left, atol=1e-7, rtol=1e-6)
@@ -654,7 +654,7 @@ def test_a_consolidated_checkpoint_resumes_with_zero_residuals(rank, world, tmp_
     one.touch()
     for path in (tmp_path, one):
         resume(state, IN_SHARDS, path)
-        steps.append(state.residuals.progress.steps)
+        steps.append(state.residuals.steps)
     state.close()
     assert steps == [2, 0]
 
@@ -664,7 +664,7 @@ def test_a_resumed_run_keeps_its_saving_and_residuals_in_the_reduce_dtype(rank, 
     """FSDP may reduce in another dtype than the parameters'."""
 
     def ratios(state: Any) -> list[float]:
-        return [state.buckets.plan_of(bucket).ratio for bucket in state.residuals.progress.buckets]
+        return [state.buckets.plan_of(bucket).ratio for bucket in state.residuals.buckets]
 
     for dtype in (torch.bfloat16, torch.float16):
         settings = {"ratio": None, "saving": 4, "options": {"mp_policy": MixedPrecisionPolicy(dtype, dtype)}}

@@ -277,7 +277,7 @@ def test_exchanges_overlap_with_backward_on_a_stream_of_their_own(loopback, tmp_
     with torch.profiler.profile() as profile:
         step()
         torch.cuda.synchronize()
-    buckets = len(state.residuals.progress.buckets)
+    buckets = len(state.residuals.buckets)
     state.close()
     trace = Path(os.environ.get("LIGHTNING_TOPK_TRACE", tmp_path / "trace.json"))
     profile.export_chrome_trace(str(trace))

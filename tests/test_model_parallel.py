@@ -82,15 +82,15 @@ def test_a_fit_is_monitored_and_a_second_fit_continues_unless_of_another_model(r
     trainer, model = fit(rank, world, callbacks=[monitor], log_every_n_steps=2)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     strategy = trainer.strategy
-    before, steps = strategy._last.full_state_dict(), strategy._last.residuals.progress.steps
+    before, steps = strategy._last.full_state_dict(), strategy._last.residuals.steps
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(model)
-    after, predicted = strategy._last.residuals.progress.steps, strategy._last.predicted()
+    after, predicted = strategy._last.residuals.steps, strategy._last.predicted()
     copies = every_rank(torch.cat([p.to_local().detach().flatten() for p in model.parameters()])[:200])
     trainer.fit_loop.epoch_loop.max_steps = 8
     trainer.fit(Model())
     assert strategy.topk_state is None
-    assert (steps, after, strategy._last.residuals.progress.steps) == (4, 6, 2)
+    assert (steps, after, strategy._last.residuals.steps) == (4, 6, 2)
     assert torch.equal(copies[:2], copies[2:])
     assert rank or sum(float(each["residual"].norm()) for each in before["parameters"].values())
     assert logged["topk/uplink_bytes"] == predicted.uplink
@@ -162,7 +162,7 @@ def test_manual_steps_half_precision_and_accumulation_exchange_once_a_step(rank,
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     half = Model(mp_policy=policy)
     steps = [
-        fit(rank, world, *model, **options)[0].strategy._last.residuals.progress.steps
+        fit(rank, world, *model, **options)[0].strategy._last.residuals.steps
         for model, options in (
             ([Manual()], {}),
             ([half], {"settings": {"ratio": None, "saving": 4}}),
@@ -195,7 +195,7 @@ def test_fabric_trains_a_sharded_model_by_attach(rank, world):
         fabric.backward(loss_of(model, rank, step))
         optimizer.step()
     rows = every_rank(torch.cat([p.to_local().detach().flatten() for p in model.parameters()])[:100])
-    steps = state.residuals.progress.steps
+    steps = state.residuals.steps
     state.close()
     assert steps == 3
     assert torch.equal(rows[0], rows[2])

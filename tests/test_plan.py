@@ -23,7 +23,7 @@ def grouped(rank: int, world: int) -> tuple[list[list[int]], list[list[int]]]:
     state = attach(ddp, ratio=0.01)
     for _ in range(3):
         ddp(torch.randn(2, 300)).sum().backward()
-    found = [[p.numel() for p in bucket] for bucket in state.residuals.progress.buckets]
+    found = [[p.numel() for p in bucket] for bucket in state.residuals.buckets]
     state.close()
     return found, ddp_buckets([p.numel() for p in net.parameters()], cap_mb=1)
 

@@ -158,7 +158,7 @@ def test_a_first_step_of_several_passes_is_undone_as_a_whole(rank, world, static
         g = run.backward(step, "inf" if step == rank == 0 else "", passes=3)
         run.note(computed, g if step else 0.0)
         run.take()
-    buckets = len(run.state.residuals.progress.buckets)
+    buckets = len(run.state.residuals.buckets)
     run.check()
     assert buckets == 4
     regrouped = 1 + static  # after so many passes; then all exchanges overlap with backward

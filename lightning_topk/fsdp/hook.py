@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topk.checks import check_parameters, check_same_model
 from lightning_topk.config import TopKConfig
 from lightning_topk.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.checks import check_parameters, check_same_model
 from lightning_topk.runtime.collectives import tree_broadcast_sends
 from lightning_topk.runtime.exchanger import Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
@@ -172,7 +172,7 @@ class ShardState(HookState):
         if not self._buckets:
             return
         buckets, self._buckets = self._buckets, []
-        if set(buckets) != set(self.residuals.progress.buckets):
+        if set(buckets) != set(self.residuals.buckets):
             self._agree_on("none, since the backward pass has ended")
         lane = self._lane
         if self.timing and lane is not None and lane.stream is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack, override
 
-from lightning_topk.config import Settings, TopKConfig, check_bool, check_count
+from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
 from lightning_topk.fsdp.hook import ShardState, attach, check_shardable
 from lightning_topk.lightning._compat import (
     ModelParallelStrategy,
@@ -31,7 +31,6 @@ from lightning_topk.lightning._nodes import (
 )
 from lightning_topk.lightning._rendezvous import connect_after_restart
 from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
-from lightning_topk.runtime.checks import check_known
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.memory.checkpoint import KEY
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topk.config import TopKConfig, check_bool, check_count
+from lightning_topk.checks import check_ddp_options, check_same_model
+from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
@@ -23,7 +24,6 @@ from lightning_topk.lightning._compat import (
 )
 from lightning_topk.lightning._rendezvous import connect_after_restart
 from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
-from lightning_topk.runtime.checks import check_ddp_options, check_known, check_same_model
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.memory.checkpoint import KEY, absent, collect
 from lightning_topk.schedule import Ratio

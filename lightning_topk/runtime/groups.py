@@ -45,54 +45,46 @@ class Groups:
     second_groups: Groups | None = None
 
     @classmethod
-    def make(cls, parent: dist.ProcessGroup | None, timeout: timedelta | None) -> Groups:
-        """Creates a new group of all ranks, separate from ``parent``. A collective.
+    def make(
+        cls,
+        parent: dist.ProcessGroup | None,
+        timeout: timedelta | None,
+        local: int = 1,
+        hierarchy: bool = False,
+        second: bool = False,
+    ) -> Groups:
+        """Creates new groups, separate from ``parent``. A collective.
 
         Args:
             parent: Group with the ranks and the backend. Default: all ranks. If these are only some of all ranks,
                 groups that an earlier state has left are reused.
             timeout: Timeout of collectives. Default: the backend's own.
-        """
-        if parent is None:
-            return cls(_new_group(None, None, timeout))
-        left = _left_by_an_earlier_state(parent, timeout or timeout_of(parent))
-        return left or cls(_new_group(dist.get_process_group_ranks(parent), parent, timeout), some=True)
-
-    def divided(
-        self, parent: dist.ProcessGroup | None, timeout: timedelta | None, local: int, hierarchy: bool
-    ) -> Groups:
-        """Returns these groups for nodes of ``local`` consecutive ranks. A collective, like :meth:`make`.
-
-        Args:
-            parent: See :meth:`make`.
-            timeout: See :meth:`make`.
-            local: Ranks per node.
+            local: Ranks per node; they are consecutive.
             hierarchy: Whether to create groups inside nodes and between them.
+            second: Whether to create second groups too, if these have all ranks and only use gloo. NCCL needs none: on
+                a GPU one side stream runs all exchanges. There are none either if torch checks collectives before it
+                starts them: see :mod:`lightning_topk.runtime.lanes`.
         """
-        if not hierarchy or (self.node is not None and dist.get_world_size(self.node) == local):
-            return replace(self, local=local)
-        ranks, mine = dist.get_process_group_ranks(self.all), dist.get_rank(self.all)
-        nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
-        node = _own_group(nodes, mine // local, parent, timeout)
-        peers = _own_group([ranks[each::local] for each in range(local)], mine % local, parent, timeout)
-        return replace(self, node=node, peers=peers, local=local)
+        left = parent and _left_by_an_earlier_state(parent, timeout or timeout_of(parent), local if hierarchy else None)
+        if left:
+            return replace(left, local=local)
+        ranks, mine = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent)
+        made = cls(_own_group([ranks], 0, parent, timeout), local=local, some=parent is not None)
+        if hierarchy:
+            nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
+            node = _own_group(nodes, mine // local, parent, timeout)
+            peers = _own_group([ranks[each::local] for each in range(local)], mine % local, parent, timeout)
+            made = replace(made, node=node, peers=peers)
+        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # exported at run time
+        if second and not made.some and not checked and len(ranks) > 1 and _only_gloo(made.all):
+            made = replace(made, second_groups=cls.make(None, timeout, local, hierarchy))
+        return made
 
     def among(self, who: Among) -> dist.ProcessGroup:
         """The group whose ranks take part in a request."""
         group = {"all": self.all, "node": self.node, "peers": self.peers}[who]
         assert group is not None, who
         return group
-
-    def with_second_groups(self, timeout: timedelta | None, hierarchy: bool) -> Groups:
-        """Adds second groups if these have all ranks and only use gloo. A collective, like :meth:`make`.
-
-        NCCL needs none: on a GPU one side stream runs all exchanges. There are none either if torch checks collectives
-        before it starts them: see :mod:`lightning_topk.runtime.lanes`.
-        """
-        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # exported at run time
-        if self.some or checked or dist.get_world_size(self.all) == 1 or not _only_gloo(self.all):
-            return self
-        return replace(self, second_groups=Groups.make(None, timeout).divided(None, timeout, self.local, hierarchy))
 
     def destroy(self, failed: bool = False) -> None:
         """Destroys the groups, but leaves groups of only some ranks to the next state of the same ranks.
@@ -130,14 +122,15 @@ _LEFT: list[Groups] = []
 """Unused groups of some of the ranks."""
 
 
-def _left_by_an_earlier_state(parent: dist.ProcessGroup, timeout: timedelta) -> Groups | None:
-    """Finds groups of the same ranks as ``parent`` that none of these ranks uses. A collective."""
+def _left_by_an_earlier_state(parent: dist.ProcessGroup, timeout: timedelta, local: int | None) -> Groups | None:
+    """Finds unused groups of the same ranks as ``parent``, with nodes of ``local`` ranks if not None. A collective."""
     _LEFT[:] = [groups for groups in _LEFT if groups.all in dist.distributed_c10d._world.pg_map]
     alike = dist.get_process_group_ranks(parent), dist.get_backend(parent), timeout
     mine = {
         groups.all.group_name: groups
         for groups in _LEFT
         if (dist.get_process_group_ranks(groups.all), dist.get_backend(groups.all), timeout_of(groups.all)) == alike
+        and local in (None, groups.node and dist.get_world_size(groups.node))
     }
     shared = set.intersection(*map(set, gathered([*mine], parent)))  # a rank whose exchange failed has left none
     if not shared:
@@ -160,24 +153,6 @@ def _only_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo runs all collectives of a group on this machine."""
     backends = dist.get_backend_config(group)
     return "cpu:gloo" in backends and not ("nccl" in backends and torch.cuda.is_available())
-
-
-def _new_group(
-    ranks: list[int] | None, parent: dist.ProcessGroup | None, timeout: timedelta | None
-) -> dist.ProcessGroup:
-    if parent is None:
-        group = dist.new_group(ranks, timeout, group_desc=DESCRIPTION)
-    else:
-        with _unbound() as device:
-            group = dist.new_group(
-                ranks,
-                timeout,
-                dist.get_backend(parent),
-                use_local_synchronization=True,
-                group_desc=DESCRIPTION,
-                device_id=device,
-            )
-    return cast("dist.ProcessGroup", group)
 
 
 @contextmanager
@@ -205,9 +180,15 @@ def _own_group(
 
     If ``parent`` is None, every rank creates all of them, in the same order.
     """
-    if parent is not None:
-        return _new_group(members[mine], parent, timeout)
-    return [_new_group(each, None, timeout) for each in members][mine]
+    if parent is None:
+        group = [dist.new_group(ranks, timeout, group_desc=DESCRIPTION) for ranks in members][mine]
+    else:
+        ranks, backend = members[mine], dist.get_backend(parent)
+        with _unbound() as device:
+            group = dist.new_group(
+                ranks, timeout, backend, use_local_synchronization=True, group_desc=DESCRIPTION, device_id=device
+            )
+    return cast("dist.ProcessGroup", group)
 
 
 def device_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -259,31 +240,18 @@ def connect(
     Raises:
         ValueError: The ranks have different settings, or cannot be divided into whole nodes.
     """
-    groups = Groups.make(process_group, timeout)
-    try:
-        agreed, local = _agree(config, groups.all, local_world_size)
-    except ValueError:
-        groups.destroy()
-        raise
-    by_node = agreed.by_node and 1 < local < dist.get_world_size(groups.all)
-    groups = groups.divided(process_group, timeout, local, by_node)
-    return groups.with_second_groups(timeout, by_node) if agreed.compresses else groups, agreed
-
-
-def _agree(config: TopKConfig, group: dist.ProcessGroup, local_world_size: int | None) -> tuple[TopKConfig, int]:
-    """Agrees on the settings for these ranks and the number of ranks per node. A collective."""
-    world = dist.get_world_size(group)
-    summary = {**config.summary(), "local_world_size": local_world_size}
-    if dist.get_backend(group) == "gloo":  # steps of optimizers with and without numba differ in rounding
+    world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
+    if dist.get_backend(process_group) == "gloo":  # steps of optimizers with and without numba differ in rounding
         summary["numba"] = "installed" if find_spec("numba") else "missing"
-    check_agreement(summary, "Pass the same settings on every rank, and install the same packages.", group)
-    local = 1 if world == 1 else local_world_size or _local_world_size(config, group)
-    if world == 1 and not config.momentum:  # worker momentum needs a residual
-        return config.dense, local
-    return config.resolve(world, local), local
+    check_agreement(summary, "Pass the same settings on every rank, and install the same packages.", process_group)
+    local = 1 if world == 1 else local_world_size or _local_world_size(config, process_group)
+    alone = world == 1 and not config.momentum  # worker momentum needs a residual
+    agreed = config.dense if alone else config.resolve(world, local)
+    by_node = agreed.by_node and 1 < local < world
+    return Groups.make(process_group, timeout, local, by_node, second=agreed.compresses), agreed
 
 
-def _local_world_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
+def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> int:
     """Ranks per node from LOCAL_WORLD_SIZE; 1 if unset or if it does not fit these ranks."""
     told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group)
     everyone = len(told) == dist.get_world_size()

@@ -9,8 +9,7 @@ whatever the timing, and since the thread only waits for the older exchange, tha
 
 This needs collectives that start without waiting for other ranks, since the order in which a rank starts collectives of
 different sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective across all
-ranks before starting it, so there is only one set and one exchange at a time: see
-:meth:`.groups.Groups.with_second_groups`.
+ranks before starting it, so there is only one set and one exchange at a time.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_topk.config import Settings, TopKConfig, check_count
+from lightning_topk.config import Settings, TopKConfig, check_count, one_config
 from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
-from lightning_topk.runtime.checks import one_config
 from lightning_topk.runtime.collectives import dense_cost
 from lightning_topk.runtime.exchanger import Bucket, Job, JobRunner
 from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
@@ -77,7 +76,7 @@ class HookState(Reporting):
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._say_what_was_reset()
-        if not self.residuals.progress.steps:  # not for a model that is wrapped again
+        if not self.residuals.steps:  # not for a model that is wrapped again
             for message in startup_warnings(config, agreed, world, optimizers is not None):
                 self._say(message)
 
@@ -111,8 +110,8 @@ class HookState(Reporting):
 
     def begin_pass(self) -> None:
         """Begins a backward pass, when its first gradients are ready."""
-        if self.residuals.progress.steps not in self._compared:
-            self._compared = compare_functions(self.config, self.residuals.progress.steps, self._open_groups().all)
+        if self.residuals.steps not in self._compared:
+            self._compared = compare_functions(self.config, self.residuals.steps, self._open_groups().all)
         self._collect()
         self._say_what_was_reset()
         self.sync_optimizers()
@@ -134,7 +133,7 @@ class HookState(Reporting):
             self.buckets.plan_of(bucket),
             name,
             used,
-            step=self.residuals.progress.steps,
+            step=self.residuals.steps,
             epoch=self._epoch(),
             scale=self._optimizers.scale,
             step_outcome=outcome,
@@ -147,10 +146,10 @@ class HookState(Reporting):
 
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
-        progress = self.residuals.progress
-        same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in progress.buckets]
+        residuals = self.residuals
+        same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in residuals.buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        progress.steps, progress.buckets = progress.steps + 1, tuple(buckets)
+        residuals.steps, residuals.buckets = residuals.steps + 1, tuple(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             for message in self.buckets.warnings(buckets, self.predicted()):
                 self._say(message)

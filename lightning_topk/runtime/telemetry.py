@@ -191,8 +191,8 @@ class Reporting:
 
         The bytes that FSDP2 sends inside a node are not included.
         """
-        progress, mine = self.residuals.progress, self.rank if rank is None else rank
-        total = self.buckets.volume(progress.buckets, mine, progress.steps, self._epoch(), self.voting)
+        residuals, mine = self.residuals, self.rank if rank is None else rank
+        total = self.buckets.volume(residuals.buckets, mine, residuals.steps, self._epoch(), self.voting)
         of_node = ("intra_node", "inter_node", "dense_inter_node")
         return replace(total, **{kind: self.shards_per_node * getattr(total, kind) for kind in of_node})
 

@@ -30,19 +30,6 @@ Memories = dict[Tensor, dict[str, Tensor]]
 """Tensors by parameter and name: ``residual``, and ``velocity`` with momentum on the workers."""
 
 
-@dataclass
-class Progress:
-    """Progress of a run; written between two backward passes.
-
-    Attributes:
-        steps: Gradients exchanged so far, for schedules and selectors.
-        buckets: The parameters that were exchanged together in the last backward pass.
-    """
-
-    steps: int = 0
-    buckets: tuple[tuple[Tensor, ...], ...] = ()
-
-
 @dataclass(frozen=True)
 class Form:
     """The shape of a parameter and the order of its memory, which ``channels_last`` changes.
@@ -82,7 +69,10 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        self.progress = Progress()
+        self.steps = 0
+        """Number of exchanged gradients, for schedules and selectors. Written between two backward passes."""
+        self.buckets: tuple[tuple[Tensor, ...], ...] = ()
+        """The parameters that were exchanged together in the last backward pass. Written between two of them."""
         self.rank = 0
         """This rank."""
         self.counts: dict[Tensor, int] = {}
@@ -187,13 +177,13 @@ class Residuals:
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
         """Forgets all parameters but these, so that another model starts without the residuals of the last one."""
-        keep, progress = set(parameters), self.progress
-        known = {*self._by_parameter, *self._forms, *(parameter for bucket in progress.buckets for parameter in bucket)}
+        keep = set(parameters)
+        known = {*self._by_parameter, *self._forms, *(parameter for bucket in self.buckets for parameter in bucket)}
         if known and keep.isdisjoint(known):
-            progress = self.progress = Progress()
+            self.steps = 0
             self._live.clear()
         self.drop_endpoints({parameter for bucket in self._live for parameter in bucket} - keep)
-        progress.buckets = tuple(bucket for bucket in progress.buckets if keep.issuperset(bucket))
+        self.buckets = tuple(bucket for bucket in self.buckets if keep.issuperset(bucket))
         for parameter in known - keep:
             self._forget(parameter)
 

@@ -91,7 +91,7 @@ def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int)
 
 def without_parameters(residuals: Residuals, config: TopKConfig, world: int) -> dict[str, Any]:
     """The entry of a rank without residuals."""
-    return {**EMPTY, "world_size": world, "steps": residuals.progress.steps, "settings": settings_of(config)}
+    return {**EMPTY, "world_size": world, "steps": residuals.steps, "settings": settings_of(config)}
 
 
 def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
@@ -141,7 +141,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
             for name, kept in entry["parameters"].items()
         }
     )
-    residuals.progress.steps = entry["steps"]
+    residuals.steps = entry["steps"]
 
 
 @contextmanager

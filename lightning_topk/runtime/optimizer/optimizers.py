@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checks import check_closures, check_momentum
 from lightning_topk.runtime.memory.skipped_steps import ScalerSteps, StepOutcome
 from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_momentum
 
@@ -163,3 +162,30 @@ class _Watched:
         """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
+    """Refuses optimizers with momentum if the configuration applies momentum before compression."""
+    if not config.momentum:
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            own = group.get("momentum") or (group.get("betas") or (0,))[0]
+            if own:
+                raise ValueError(
+                    f"momentum={config.momentum!r} is applied on the workers, before compression, but "
+                    f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "
+                    "torch.optim.SGD(..., momentum=0) or AdamW(..., betas=(0, 0.999)), or remove momentum= from the "
+                    "strategy. If you made the optimizer without momentum, a checkpoint or a scheduler such as "
+                    "OneCycleLR (cycle_momentum=False) has set it."
+                )
+
+
+def check_closures(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:
+    """Refuses LBFGS, which compares gradients of one batch, while each compressed pass delivers a different part."""
+    if config.compresses and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS evaluates its closure several times per step and compares the gradients, but compression delivers "
+            "a different part of the gradient each time, so training would diverge. Pass topology='dense', which sends "
+            "whole gradients, or use another optimizer."
+        )
