@@ -24,10 +24,11 @@ MAY_IMPORT = {
     "simulate": ["build", "config", "core"],
     "volume": ["core", *SETTINGS],
     "runtime": ["core", *SETTINGS, "volume"],
-    "ddp": ["core", *SETTINGS, "volume", "runtime"],
-    "fsdp": ["core", *SETTINGS, "volume", "runtime"],
+    "checks": ["runtime"],
+    "ddp": ["core", *SETTINGS, "volume", "runtime", "checks"],
+    "fsdp": ["core", *SETTINGS, "volume", "runtime", "checks"],
     "attaching": ["config", "runtime", "ddp", "fsdp"],
-    "lightning": ["core", *SETTINGS, "runtime", "volume", "ddp", "fsdp"],
+    "lightning": ["core", *SETTINGS, "runtime", "volume", "checks", "ddp", "fsdp"],
     "lab": ["core", *SETTINGS, "runtime", "volume", "ddp", "attaching", "simulate", "_version"],
 }
 """The wings that each wing may import, except ``__init__``, ``__main__`` and modules that only re-export public
@@ -35,7 +36,7 @@ names."""
 PUBLIC_NAMES = {"fabric": "lightning.fabric", "metrics": "lightning.metrics", "select": "core.select"}
 """Modules that only re-export public names of another module."""
 PACKAGES = {
-    "torch.distributed": {"runtime", "ddp", "fsdp", "attaching", "lightning", "lab"},
+    "torch.distributed": {"runtime", "checks", "ddp", "fsdp", "attaching", "lightning", "lab"},
     "lightning": {"lightning"},
     "pytorch_lightning": {"lightning"},
     "torchmetrics": {"lightning"},
