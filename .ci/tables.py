@@ -39,9 +39,11 @@ def page(rows: Sequence[Row]) -> str:
     return markdown([{words(head): words(cell) for head, cell in row.items()} for row in rows])
 
 
-def races() -> str:
-    """Seconds to the aim by link, and the steps and bytes that they take."""
-    return page(race.table(race.by_racer(Runs(RUNS / "race.jsonl")), [*race.SOONER], [*race.RACERS]))
+def raced(course: str) -> tuple[race.Raced, list[str], list[str]]:
+    """The runs of a race's course, with their links and racers."""
+    found = race.by_racer(Runs(RUNS / "race.jsonl"), course)
+    rates = [rate for rate in WORDS if any(rate == each for each, _ in found)]
+    return found, rates, [racer for racer in race.RACERS if all((rate, racer) in found for rate in rates)]
 
 
 def bench(name: str) -> dict[str, list[Row]]:
@@ -153,7 +155,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-select": compress_step,
     "bench-wire": wires,
     "gpu-bytes": lambda: page(json.loads((RUNS / "gpu-bytes.json").read_text())),
-    "race": races,
+    "race": lambda: page(race.table(*raced("digits"))),
     "results": results,
     "momentum": momentum,
     "saving-curves": lambda: page(gaps()),
@@ -176,6 +178,9 @@ def main() -> None:
         draw(curves, RUNS / "saving-curves.svg")
         found = Runs(RUNS / "at-size.jsonl")
         draw(at_size.panels(found, [*at_size.COURSES]), RUNS / "at-size.svg")
+        draw(
+            race.panels(race.COURSES["code"], "GPT of 10.8 million parameters", *raced("code")), RUNS / "race-code.svg"
+        )
     for each in PAGES:
         each.write_text(filled(each.read_text()))
 

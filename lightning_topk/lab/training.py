@@ -150,16 +150,17 @@ class Optimizer:
             return torch.optim.AdamW(parameters, self.lr, (self.momentum, 0.999))
         return torch.optim.SGD(parameters, self.lr, self.momentum, weight_decay=self.weight_decay)
 
-    def step(self, made: torch.optim.Optimizer, theta: Tensor, step: int, steps: int) -> None:
+    def step(self, made: torch.optim.Optimizer, step: int, steps: int) -> None:
         """Clips the gradient, sets the learning rate for ``step`` of ``steps``, and takes the step."""
+        (group,) = made.param_groups
         if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_([theta], self.clip_norm)
+            torch.nn.utils.clip_grad_norm_(group["params"], self.clip_norm)
         rate = self.lr
         if step < self.warmup:
             rate = self.lr * (step + 1) / self.warmup
         elif self.cosine:
             rate = self.lr * (1 + math.cos(math.pi * step / steps)) / 2
-        made.param_groups[0]["lr"] = rate
+        group["lr"] = rate
         made.step()
 
 
@@ -215,7 +216,7 @@ def train(
             run.seen.append(observe(ranks, gradients))
         theta.grad = ranks.step(gradients, epoch=step // epoch_steps)[0]
         run.union.append(int(theta.grad.count_nonzero()))
-        optimizer.step(stepped, theta, step, steps)
+        optimizer.step(stepped, step, steps)
         if every and (step + 1) % every == 0:
             run.curve.append((step + 1, *problem.held_out(theta, 4)))
     if theta.isfinite().all():
