@@ -268,18 +268,18 @@ def test_simulated_power_sgd_delivers_low_ranks_exactly_and_loses_nothing():
     shapes = [torch.Size([40, 5, 8]), torch.Size([7])]
     ranks = at_size.PowerSGD(2, 3, shapes)
     low = torch.randn(40, 2) @ torch.randn(2, 40)
-    gradient = torch.cat([low.flatten(), torch.ones(7)])
-    torch.testing.assert_close(ranks.step([gradient])[2], gradient)
+    gradients = [torch.cat([scale * low.flatten(), torch.ones(7)]) for scale in (0.5, 1.0, 1.5)]
+    torch.testing.assert_close(ranks.step(gradients)[2], gradients[1])
     assert ranks.sent_bytes == {way: [4 * (2 * (40 + 40) + 7) * 2 // 3] * 3 for way in ("uplink", "downlink")}
     total, delivered = torch.zeros(1607), torch.zeros(1607)
     for _ in range(5):
-        gradient = torch.randn(1607)
-        total += gradient
-        delivered += ranks.step([gradient])[0]
+        gradients = [torch.randn(1607) for _ in range(3)]
+        total += sum(gradients) / 3
+        delivered += ranks.step(gradients)[0]
         torch.testing.assert_close(delivered + ranks.residual, total, atol=1e-4, rtol=0)
     dense = at_size.PowerSGD(0, 3, shapes)
-    torch.testing.assert_close(dense.step([gradient])[0], gradient, rtol=0, atol=0)
-    assert dense.sent_bytes["uplink"] == [4 * len(gradient) * 2 // 3] * 3
+    torch.testing.assert_close(dense.step(gradients)[0], sum(gradients) / 3)
+    assert dense.sent_bytes["uplink"] == [4 * 1607 * 2 // 3] * 3
 
 
 @pytest.mark.parametrize("model", ["large gpt", "resnet18"])

@@ -182,8 +182,8 @@ def train(
     Args:
         model: Name of the model.
         config: Settings of our exchange, or a function of workers and parameter shapes that makes another one, with
-            ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them. The other one must be
-            linear in the workers' mean gradient: its ``step`` takes that alone, computed in one pass over all examples.
+            ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them. The other one must depend
+            on the mean of the gradients alone: they are computed for up to 32 examples at once, which is faster.
         workers: Number of simulated workers.
         steps: Number of steps.
         optimizer: The optimizer.
@@ -205,7 +205,8 @@ def train(
         if config.adapts_momentum:
             adapt_momentum([stepped], ranks)
     else:
-        ranks, drawn = config(workers, shapes), (1, workers * batch)
+        ranks, passes = config(workers, shapes), max(1, workers * batch // 32)
+        drawn = passes, workers * batch // passes
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run()

@@ -162,8 +162,8 @@ class PowerSGD:
         self.sent_bytes = {"uplink": [0] * workers, "downlink": [0] * workers}
 
     def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
-        """Exchanges the workers' mean gradient, the only one of ``gradients``."""
-        mean = gradients[0] + self.residual
+        """Exchanges gradients, of any number of workers."""
+        mean = torch.stack([*gradients]).mean(0) + self.residual
         delivered = mean.clone()
         sent = 0
         for number, (part, shape) in enumerate(zip(delivered.split(self.sizes), self.shapes, strict=True)):
