@@ -248,7 +248,9 @@ def connect(
     alone = world == 1 and not config.momentum  # worker momentum needs a residual
     agreed = config.dense if alone else config.resolve(world, local)
     by_node = agreed.by_node and 1 < local < world
-    return Groups.make(process_group, timeout, local, by_node, second=agreed.compresses), agreed
+    groups = Groups.make(process_group, timeout, local, by_node, second=agreed.compresses)
+    gathered(None, process_group)  # a rank that closed its groups now would break off connections of the others
+    return groups, agreed
 
 
 def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> int:
