@@ -1,7 +1,7 @@
 """Kinds of tests, the order in which they run, and the gloo groups that they share.
 
 Every test has one kind, by which ``pytest -m`` selects it: the processes that it starts (CONTRIBUTING.md). A test's own
-mark takes precedence, then its file's entry below, then its fixtures.
+mark takes precedence, then its file's entry below, then the fixture ``groups``.
 """
 
 import os
@@ -29,7 +29,6 @@ FILES = {
 }
 if os.path.exists("/dev/nvidiactl"):
     FILES["test_kernels.py"] = "process"  # Triton starts its assembler to ask for its version
-FIXTURES = {"groups": "gloo"}
 
 # Spawned processes spend seconds on imports. A fork server imports once; it is as clean as a spawned process. It finds
 # this folder's modules through the environment only (and skips modules that it does not find).
@@ -46,8 +45,7 @@ def kind_of(item: pytest.Item) -> str:
     for mark in item.iter_markers():
         if mark.name in KINDS:
             return mark.name
-    found = [kind for fixture, kind in FIXTURES.items() if fixture in item.fixturenames]
-    return FILES.get(item.path.name, found[0] if found else "unit")
+    return FILES.get(item.path.name, "gloo" if "groups" in item.fixturenames else "unit")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m

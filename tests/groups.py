@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import states_closed
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -113,7 +114,8 @@ def _serve(rank: int, world: int, backend: str, device: str, folder: str, pipe: 
     while True:
         function, args = pickle.loads(pipe.recv_bytes())
         try:
-            answer = None, getattr(function, "on_rank", function)(rank, world, *args)
+            with states_closed():
+                answer = None, getattr(function, "on_rank", function)(rank, world, *args)
         except Exception:
             answer = traceback.format_exc(), None
         answer = *answer, len(dist.distributed_c10d._world.pg_map)

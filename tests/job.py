@@ -12,6 +12,7 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from trainers import QUIET
 
 from lightning_topk import CompressionMonitor, TopKStrategy
 from lightning_topk.runtime import collectives
@@ -41,11 +42,9 @@ def main(folder: Path, victim: int, requests: int, strategy: dict, **options) ->
     (folder / "pids").mkdir(parents=True, exist_ok=True)
     (folder / "pids" / str(os.getpid())).touch()
     saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
-    trainer = L.Trainer(
-        strategy=TopKStrategy(**strategy), accelerator="cpu", logger=False, log_every_n_steps=1,
-        enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[CompressionMonitor(details=True), saving, LambdaCallback(on_train_end=tell)], **options,
-    )  # fmt: skip
+    callbacks = [CompressionMonitor(details=True), saving, LambdaCallback(on_train_end=tell)]
+    options = {**QUIET, "enable_checkpointing": True, "log_every_n_steps": 1, **options}
+    trainer = L.Trainer(strategy=TopKStrategy(**strategy), callbacks=callbacks, **options)
     last = folder / "last.ckpt"
     trainer.fit(BoringModel(), ckpt_path=last if last.exists() else None)
 

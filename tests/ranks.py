@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import attach
+import lightning_topk
 
 
 class Net(nn.Module):
@@ -50,6 +50,25 @@ def batch(rank: int, step: int, features: int = 20) -> Tensor:
 def loss_of(net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
     """The loss of a net of 20 features, on the device of its parameters."""
     return net(batch(rank, step).to(next(net.parameters()).device), **use).square().mean()
+
+
+_OPEN: list[Any] = []
+
+
+def attach(*args: Any, **settings: Any) -> Any:
+    """As ``lightning_topk.attach``, but :func:`states_closed` closes the state."""
+    _OPEN.append(lightning_topk.attach(*args, **settings))
+    return _OPEN[-1]
+
+
+@contextmanager
+def states_closed() -> Iterator[None]:
+    """Closes the states that were attached meanwhile, unless a test has closed them."""
+    try:
+        yield
+    finally:
+        while _OPEN:
+            _OPEN.pop().close()
 
 
 def attached(net: nn.Module, ddp: dict[str, Any] | None = None, **settings: Any) -> tuple[DistributedDataParallel, Any]:
@@ -145,7 +164,7 @@ def shared(entry: Any) -> Any:
     return box[0]
 
 
-class Counted:
+class Counted(ExitStack):
     """Counts the bytes that collectives send to other ranks, by patching torch.distributed's functions."""
 
     COSTS: ClassVar[dict[str, Callable[..., int]]] = {
@@ -159,10 +178,12 @@ class Counted:
     NEWER: ClassVar = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 
     def __init__(self) -> None:
+        super().__init__()
         self.bytes: dict[frozenset[int], int] = {}
         """Bytes by the ranks that take part."""
-        names = [name for name in (*self.COSTS, *self.NEWER) if hasattr(dist, name)]
-        self._patches = [mock.patch.object(dist, name, self._count(name, getattr(dist, name))) for name in names]
+        for name in (*self.COSTS, *self.NEWER):
+            if hasattr(dist, name):
+                self.enter_context(mock.patch.object(dist, name, self._count(name, getattr(dist, name))))
 
     def _count(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -174,15 +195,6 @@ class Counted:
             return function(*args, **kwargs)
 
         return counted
-
-    def __enter__(self) -> Counted:
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for patch in self._patches:
-            patch.stop()
 
 
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -212,10 +224,5 @@ def open_now() -> list[int]:
 def log(name: str = "lightning_topk") -> Iterator[list[str]]:
     """The messages of a logger meanwhile."""
     words: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
+    with mock.patch.object(logging.getLogger(name), "handle", lambda record: words.append(record.getMessage())):
         yield words
-    finally:
-        logging.getLogger(name).removeHandler(handler)

@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from groups import on_ranks
-from ranks import Net, attached, four_layers, log, loss_of, refusal, shared, train, unsaid, weights
+from ranks import Net, attach, attached, four_layers, log, loss_of, refusal, shared, train, unsaid, weights
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
-from lightning_topk import TopKConfig, attach
+from lightning_topk import TopKConfig
 from lightning_topk.checks import check_parameters, check_same_model
 from lightning_topk.core import ops
 from lightning_topk.ddp import TopKState
@@ -29,7 +29,7 @@ from lightning_topk.schedule import ExponentialWarmup
 def test_warnings_reach_stderr_without_a_logging_configuration(capfd, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest adds handlers
     monkeypatch.setattr(logging, "lastResort", logging._StderrHandler(logging.WARNING))
-    attach(nn.Linear(3, 3), ratio=0.1).close()
+    attach(nn.Linear(3, 3), ratio=0.1)
     assert "so nothing is compressed" in capfd.readouterr().err
 
 
@@ -94,7 +94,7 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     net, taken = nn.Linear(3, 3), ddp()
     delayed = {"delay_all_reduce_named_params": [("weight", net.weight)], "param_to_hook_all_reduce": net.bias}
     by_epoch = ExponentialWarmup(0.2, epochs=2)
-    state = attach(taken)
+    attach(taken)
     cases = {
         "a bare Linear on one of 2 ranks. Pass the DistributedDataParallel model that training calls": (net, {}),
         "is FSDP1, which has no hook": (FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), {}),
@@ -128,8 +128,7 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     other = nn.Linear(2, 3, bias=rank > 0)
     said.append(("bias is missing on rank 0 and (3,) torch.float32 on rank 1. Build", refusal(check_same_model, other)))
     for ratio in (halving, short):  # equal functions of different processes are equal
-        attach(ddp(), ratio=ratio).close()
-    state.close()
+        attach(ddp(), ratio=ratio)
     assert unsaid(said) == []
 
 
@@ -143,7 +142,6 @@ def test_functions_of_the_step_are_refused_before_they_differ_between_ranks(rank
         with mock.patch.object(agreement, "AHEAD", 5):
             found = ((step, refusal(loss_of(model, rank, step).backward)) for step in range(7))
             said.append(next((step, message) for step, message in found if message))
-        state.close()
     assert [step for step, _ in said] == [0, 5, 0]
     for at, (_, message) in zip((3, 6, 103), said, strict=True):
         assert f"ratio at step {at} is 0.1 on rank 0 and 0.2 on rank 1. Pass a function of the step alone" in message
@@ -153,8 +151,7 @@ def test_functions_of_the_step_are_refused_before_they_differ_between_ranks(rank
 def test_local_world_size_comes_from_torchrun_if_nodes_are_equal(rank, world):
     for sizes, local in (([2] * 4, 2), ([4] * 4, 4), ([8] * 4, 1), ([3, 3, 3, 1], 1)):
         with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(sizes[rank])}):
-            state = TopKState()
-            state.close()
+            state = attach(ddp())
             said = refusal(TopKState, topology="hierarchical") if local == 1 else ""
         assert state.local == local
         assert ("needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is [" in said) == (local == 1)
@@ -165,20 +162,17 @@ def test_warnings_are_announced_once_and_on_one_rank(rank, world):
     """For missing numba, momentum that is adapted or not, and momentum that a scheduler sets later."""
     said: list[str] = []
     with mock.patch.object(ops, "fast", return_value=None):
-        model, state = attached(Net(), ratio=0.1, announce=said.append)
-        train(model, rank, range(3))
-        state.close()
-    attach(ddp(), adapt_momentum=False, announce=said.append).close()
+        train(attached(Net(), ratio=0.1, announce=said.append)[0], rank, range(3))
+    attach(ddp(), adapt_momentum=False, announce=said.append)
     net = four_layers()
     pair = [AdamW(part.parameters()) for part in (net[:2], net[2:])]
     model, state = attached(net, saving=20, optimizer=pair, announce=said.append)
     loss_of(model, rank, 0).backward()
     state.close()
     optimizer = SGD(net.parameters(), lr=0.1)
-    model, state = attached(net, ratio=0.1, momentum=0.9, optimizer=optimizer)
+    model, _ = attached(net, ratio=0.1, momentum=0.9, optimizer=optimizer)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
     later = refusal(loss_of(model, rank, 0).backward)
-    state.close()
     assert model.module[0].weight.grad.any()
     expected = [
         "lightning_topk: attach was called without optimizer=, so its momentum is not adapted",
@@ -199,11 +193,10 @@ def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
         net = four_layers()
         model, optimizer = ddp(net), SGD(net.parameters(), lr=0.1, momentum=0.9)
         exchanged = ddp(net) if wrapped_twice else model
-        state = attach(exchanged, ratio=0.1, optimizer=optimizer, announce=said.append)
+        attach(exchanged, ratio=0.1, optimizer=optimizer, announce=said.append)
         optimizer.step()  # without gradients, as some users do before they make a scheduler
         train(model, rank, (0, 1), optimizer)
         train(exchanged, rank, (2,), optimizer)
-        state.close()
         found = [line for line in said if "SGD took a step, but no gradient was exchanged since attach" in line]
         assert len(found) == wrapped_twice * (rank == 0)
         assert all("it is trainer.model_wrapped" in line for line in found)
@@ -214,10 +207,9 @@ def test_sparse_gradients_warn_that_their_saving_counts_dense_bytes(rank, world)
     said: list[str] = []
     net = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1))
     options = {"saving": 5, "adapt_momentum": False, "announce": said.append}
-    model, state = attached(net, {"bucket_cap_mb": 0.0001}, **options)
+    model, _ = attached(net, {"bucket_cap_mb": 0.0001}, **options)
     for _ in range(3):
         model(torch.tensor([rank, 7])).sum().backward()
-    state.close()
     assert sum("DDP would send only the rows that a batch touches" in line for line in said) == (rank == 0)
 
 
@@ -270,11 +262,9 @@ def test_copies_of_an_attached_model_train_with_plain_ddp_and_warn(rank, world):
                 for given, expected in zip(each.parameters(), plain.parameters(), strict=True):
                     assert torch.equal(given.grad, expected.grad)
             assert state.report().bytes["uplink"] > 0
-            state.close()
             again = attach(made[0], ratio=0.1)  # as the warning says
             loss_of(made[0], rank, 2).backward()
             assert again.report().bytes["uplink"] > 0
-            again.close()
     assert sum("a copy of a DDP model has no communication hook" in line for line in said) == 6
 
 
@@ -283,13 +273,13 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
     ends = []
     for compressed in (False, True):
         model = ddp(four_layers())
-        state = attach(model, ratio=1.0, wire="fp32") if compressed else None
+        if compressed:
+            attach(model, ratio=1.0, wire="fp32")
         with model.join():
             train(model, rank, range(3 + 2 * rank), SGD(model.parameters(), lr=0.1))
         ends.append(weights(model))
     with model.join(divide_by_initial_world_size=False):
         message = refusal(loss_of, model, rank, 0)
-    state.close()
     torch.testing.assert_close(*ends, atol=1e-6, rtol=0)
     assert "join(divide_by_initial_world_size=False) is not supported" in message
 
@@ -297,9 +287,7 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
 @on_ranks(2)
 def test_resuming_with_other_settings_is_announced(rank, world):
     net, said = nn.Linear(40, 40), []
-    state = attach(ddp(net), ratio=0.1)
-    entry = shared(state.state_dict())
-    state.close()
+    entry = shared(attach(ddp(net), ratio=0.1).state_dict())
     for config in (
         TopKConfig(0.1),
         TopKConfig(0.1, wire="int4"),
@@ -307,9 +295,7 @@ def test_resuming_with_other_settings_is_announced(rank, world):
         TopKConfig(topology="single_server", error_feedback=False),
         TopKConfig(lambda step: 0.1),
     ):
-        state = attach(ddp(net), config, announce=said.append)
-        state.load_state_dict(entry)
-        state.close()
+        attach(ddp(net), config, announce=said.append).load_state_dict(entry)
     begin = "lightning_topk: resuming with "
     first, second, third = [words.removeprefix(begin) for words in said if words.startswith(begin)] or [""] * 3
     assert bool(first) == (rank == 0)

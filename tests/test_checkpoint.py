@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import attached, four_layers, gradient, held, loss_of, mean_over_ranks, refusal, train, undelivered
+from test_gloo import MODES
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -28,13 +29,6 @@ from lightning_topk import TopKStrategy
 from lightning_topk.lightning import _resume
 from lightning_topk.lightning._resume import entry_to_resume
 from lightning_topk.runtime.memory.checkpoint import EMPTY, KEY, absent
-
-MODES = {
-    "several_buckets": {"bucket_cap_mb": 0.001},
-    "static_graph": {"bucket_cap_mb": 0.001, "static_graph": True},
-    "find_unused_parameters": {"bucket_cap_mb": 0.001, "find_unused_parameters": True},
-    "mixed_dtypes": {"bucket_cap_mb": 0.001},
-}
 
 
 class MixedNet(nn.Module):
@@ -54,7 +48,7 @@ def trained(rank: int, world: int, settings: dict, mode: str, start: int, stop: 
     net = MixedNet() if mode == "mixed_dtypes" else four_layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     settings = {"ratio": 0.05, "local_world_size": 1, **settings}
-    ddp, state = attached(net, MODES[mode], optimizer=optimizer, **settings)
+    ddp, state = attached(net, MODES.get(mode, MODES["several_buckets"]), optimizer=optimizer, **settings)
     if saved:
         net.load_state_dict(saved["weights"])
         state.load_state_dict(saved["residuals"])
@@ -62,18 +56,7 @@ def trained(rank: int, world: int, settings: dict, mode: str, start: int, stop: 
     train(ddp, rank, range(start, stop), optimizer)
     left = undelivered(state, net)
     entry = copy.deepcopy({"weights": net.state_dict(), "residuals": state.state_dict()})
-    state.close()
     return before.numpy(), left.numpy(), entry if rank == 0 else None
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_resumes_in_every_mode_of_ddp_with_one_copy_of_the_model(groups, mode):
-    _, left, saved = groups(3).run(trained, {}, mode, 0, 3)[0]
-    before, *_ = groups(3).run(trained, {}, mode, 3, 5, saved)[0]
-    assert abs(before - left).max() < 1e-6
-    assert abs(left).max() > 1e-3
-    parts = [part for kept in saved["residuals"]["parameters"].values() for part in kept.values()]
-    assert sum(part.numel() for part in parts) == len(left)
 
 
 def on_nodes(local: int, **more: Any) -> dict[str, Any]:
@@ -92,15 +75,20 @@ CHAINS = [
 """Worlds and settings, each of which resumes the one before."""
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-def test_every_world_size_and_topology_takes_over_residuals(groups, chain):
+@pytest.mark.parametrize(
+    ("mode", "chain"),
+    [*((mode, [(3, {})] * 2) for mode in (*MODES, "mixed_dtypes")), *(("several_buckets", chain) for chain in CHAINS)],
+)
+def test_a_run_resumes_with_one_copy_of_the_model_in_every_mode_and_topology(groups, mode, chain):
     saved, left = None, 0.0
     for number, (world, settings) in enumerate(chain):
         steps = 2 * number, 2 * number + 2
-        before, now, saved = groups(world).run(trained, settings, "several_buckets", *steps, saved)[0]
+        before, now, saved = groups(world).run(trained, settings, mode, *steps, saved)[0]
         assert abs(before - left).max() < 1e-6, (world, settings)
         dense = settings.get("topology") == "dense" or world == settings.get("local_world_size", 1)
         assert abs(now).max() == 0 if dense else abs(now).max() > 1e-3  # dense delivers everything
+        parts = [part for kept in saved["residuals"]["parameters"].values() for part in kept.values()]
+        assert dense or sum(part.numel() for part in parts) == len(now)
         left = now
 
 
@@ -136,21 +124,17 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     ddp, state = made(Two())
     found["seen before a step"] = float(undelivered(state, ddp.module).mean())
     state.close()
-    ddp, state = made(ddp.module, load=False, residuals=state.residuals)
+    ddp, _ = made(ddp.module, load=False, residuals=state.residuals)
     found["after another state was made"] = arrived(ddp)
-    state.close()
-    ddp, state = made(Two(), unused=True)
+    ddp, _ = made(Two(), unused=True)
     arrived(ddp, False)
     found["unused at first"] = arrived(ddp)
-    state.close()
     frozen = Two()
     frozen.a.weight.requires_grad_(False)
-    ddp, state = made(frozen)
-    found["its neighbour frozen"] = arrived(ddp)
-    state.close()
+    found["its neighbour frozen"] = arrived(made(frozen)[0])
     net = Two()
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=4.0)
-    ddp, state = made(net, optimizer=optimizer, scaler=scaler)
+    ddp, _ = made(net, optimizer=optimizer, scaler=scaler)
     for step in range(2):
         optimizer.zero_grad()
         scaler.scale(ddp(torch.full((4, 8), torch.inf if rank == 1 and step == 0 else 0.0)).sum()).backward()
@@ -158,7 +142,6 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
         found["the first step skipped"] = float(net.b.weight.grad.mean())
         scaler.step(optimizer)
         scaler.update()
-    state.close()
     assert found == dict.fromkeys(found, 10.0)
 
 
@@ -167,7 +150,6 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     ddp, state = attached(four_layers(), ratio=0.05)
     loss_of(ddp, rank, 0).backward()
     good = ranks.shared(state.state_dict())
-    state.close()
     name = next(iter(good["parameters"]))
     _, state = attached(four_layers(), ratio=0.05)
 
@@ -208,7 +190,6 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases]
     untouched = (state.residuals.steps, state.residuals.held()) == (0, {})
     state.load_state_dict(good)
-    state.close()
     assert ranks.unsaid(said) == []
     assert all("residual_checkpoint=False" in found for _, found in said)
     assert untouched, "a refused entry changed the residuals"
@@ -227,11 +208,9 @@ def test_a_checkpoint_does_not_depend_on_the_memory_format(rank, world, formats)
     alone(data).square().sum().backward()
     kept = mean_over_ranks(alone.weight.grad) - net.weight.grad
     entry = ranks.shared(state.state_dict())
-    state.close()
     model, state = attached(nn.Conv2d(3, 4, 2, bias=False).to(memory_format=after), ratio=1.0, wire="fp32")
     state.load_state_dict(entry)
     (0 * model(data)).sum().backward()
-    state.close()
     assert kept.abs().max() > 0.1
     torch.testing.assert_close(model.module.weight.grad.double(), kept, rtol=1e-4, atol=1e-4)
 
@@ -255,9 +234,8 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(rank
             net[1].to(memory_format=torch.channels_last)
         else:
             net[1].weight.data = torch.randn(8, 8, 2, 2)
-        ddp, state = attached(net, ratio=1.0, wire="fp32", residuals=residuals, announce=said.append)
+        ddp, _ = attached(net, ratio=1.0, wire="fp32", residuals=residuals, announce=said.append)
         (0 * ddp(torch.zeros(8, 1, 9, 9))).sum().backward()
-        state.close()
         assert not net[1].weight.grad.any()
         torch.testing.assert_close(gradient(others).double(), expected)
         words = "1 parameter has a different size or memory format now"
@@ -287,7 +265,6 @@ def test_a_checkpoint_knows_parameters_whatever_wraps_or_prunes_them(rank, world
         prune.l1_unstructured(net[2], "weight", 0.5)
         found.append(undelivered(state, nn.ParameterList(sorted(state.names, key=state.names.get))))
         entry = ranks.shared(state.state_dict())
-        state.close()
     assert found[0].any()
     torch.testing.assert_close(found, found[:1] * 4)
 
@@ -335,19 +312,9 @@ def entry_of(path: Path) -> Any:
 
 
 @pytest.mark.trainer
-def test_the_trainer_resumes_with_residuals(groups, tmp_path):
-    groups(2).run(epochs, tmp_path / "half", 2)
-    path = tmp_path / "half/step=6.ckpt"
-    found = groups(2).run(epochs, tmp_path / "rest", 4, "topk", path)
-    kept = sum(float(part["residual"].abs().sum()) for part in entry_of(path)["parameters"].values())
-    assert found == [pytest.approx(kept)] * 2
-    assert entry_of(tmp_path / "rest/step=12.ckpt")["steps"] == 12
-
-
-@pytest.mark.trainer
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_checkpoints_go_from_and_to_plain_ddp_and_other_world_sizes(groups, tmp_path):
-    """Also if last.ckpt is a link, and if a thread writes it."""
+def test_a_trainer_resumes_with_residuals_also_from_and_to_plain_ddp(groups, tmp_path):
+    """Also on another number of ranks, if last.ckpt is a link, and if a thread writes it."""
 
     def run(folder: str, count: int, *arguments: Any, world: int = 2) -> list[float]:
         return groups(world).run(epochs, tmp_path / folder, count, *arguments)
@@ -358,6 +325,9 @@ def test_checkpoints_go_from_and_to_plain_ddp_and_other_world_sizes(groups, tmp_
     last = tmp_path / "topk/last.ckpt"
     assert last.is_symlink()
     assert entry_of(last)["steps"] == 3  # steps with an exchange
+    kept = sum(float(part["residual"].abs().sum()) for part in entry_of(last)["parameters"].values())
+    assert run("same", 3, "topk", last) == [pytest.approx(kept)] * 2
+    assert entry_of(tmp_path / "same/step=9.ckpt")["steps"] == 6
     run("back", 3, "ddp", last)
     assert entry_of(tmp_path / "back/step=9.ckpt") is None
     assert run("one", 3, "topk", last, world=1)[0] > 0

@@ -216,13 +216,9 @@ def test_a_function_of_the_step_is_a_schedule_and_is_validated():
         codecs_of(config, 1000, 1, step=3)
 
 
-def test_every_preset_is_valid():
-    assert set(presets) == {
-        "dense", "topk", "bidirectional_topk", "randk", "gaussiank", "dgc", "trimmed", "parameter_server",
-    }  # fmt: skip
-    for settings in presets.values():
-        TopKStrategy(**settings)
-        assert codecs_of(TopKConfig(**settings), 1000, 4)
+def test_presets_have_the_names_of_their_systems():
+    names = "dense topk bidirectional_topk randk gaussiank dgc trimmed parameter_server"
+    assert set(presets) == set(names.split())
 
 
 def test_the_dense_preset_costs_a_ring_all_reduce_plus_check_words():
@@ -291,14 +287,6 @@ def test_uncompressed_parameters_count_towards_the_saving():
     with pytest.raises(ValueError, match=r"dense_parameters are 3\.00% of the gradient.*saving= below 33\.3"):
         for_compressed(config, 1000, 30)
     assert for_compressed(config, 1000, 0) is config
-
-
-def test_a_cluster_reaches_the_requested_saving():
-    cluster = Cluster(TopKConfig(saving=30, dense_parameters="b"), 4, 40_000, sizes=(39_800, 200), uncompressed=(1,))
-    for _ in range(2):
-        cluster.step([torch.randn(40_000) for _ in range(4)])
-    sent = cluster.sent_bytes["uplink"][0] + cluster.sent_bytes["downlink"][0]
-    assert 2 * 2 * 3 * 40_000 * 4 / 4 / sent == pytest.approx(30, rel=TOLERANCE)
 
 
 def warned(saving: float, buckets: list[list[int]], dtype: torch.dtype = torch.float32) -> str:

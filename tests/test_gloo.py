@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from groups import on_ranks
 from laws import ON_NODES, ROUTES, SELECTED, WIRES, codecs_of
-from ranks import attached, every_rank, gradient, local_gradient, loss_of, mean_over_ranks, undelivered
+from ranks import attach, attached, every_rank, gradient, local_gradient, loss_of, mean_over_ranks, undelivered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import attach, build
+from lightning_topk import build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
 from lightning_topk.ddp import TopKState, topk_hook, tree_broadcast_sends
@@ -80,7 +80,6 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
         known = [[getattr(state.predicted(each), name) for name in names] for each in range(world)]
     means, rows = mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received))
     left, known = undelivered(state, net), every_rank(torch.tensor(known))
-    state.close()
     assert known.eq(known[0]).all(), "every rank predicts the bytes of every rank"
     assert known[0, rank].tolist() == [planned[-1][name] for name in names]
     assert len(buckets) == 1 if mode == "one_bucket" else len(buckets) > 1
@@ -171,19 +170,14 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
         parameter.register_hook(lambda _: time.sleep(0.004 * torch.rand((), generator=delays).item()))
     received, computed = [], []
     for step in range(8):
-        computed.append(local_gradient(alone, net, rank, step))
-        ddp.zero_grad()
-        loss_of(ddp, rank, step).backward()
+        ranks.train(ddp, rank, (step,))
         received.append(gradient(net).double())
+        computed.append(local_gradient(alone, net, rank, step))
     expected = mean_over_ranks(torch.stack(computed))
-    count = len(state.residuals.buckets)
-    state.timing = True
-    begin = time.monotonic()
+    state.timing, begin = True, time.monotonic()
     loss_of(ddp, rank, 9).backward()
-    took = time.monotonic() - begin
-    report = state.report()
-    state.close()
-    assert count >= 3
+    took, report = time.monotonic() - begin, state.report()
+    assert len(state.residuals.buckets) >= 3
     assert 0 < report.seconds < took  # the time of two simultaneous exchanges counts once
     assert report.exposed_seconds <= report.seconds
     torch.testing.assert_close(torch.stack(received), expected, atol=1e-7, rtol=1e-5)
@@ -194,9 +188,7 @@ def test_an_empty_bucket_completes_in_its_turn(rank, world):
     """Otherwise the batch after the next would start on groups in use, on some ranks earlier than on others."""
     _, state = attached(nn.Linear(4, 4))
     lane, empty = state.lane(torch.device("cpu")), nn.Parameter(torch.empty(0))
-    turn = next(state._exchanger.run(torch.empty(0), Job((empty,), state.config), lane), "ended")
-    state.close()
-    assert turn is None
+    assert next(state._exchanger.run(torch.empty(0), Job((empty,), state.config), lane), "ended") is None
 
 
 @on_ranks(3)
@@ -217,7 +209,6 @@ def test_buckets_travel_while_backward_runs(rank, world):
 
     net[0].weight.register_hook(wait)
     loss_of(ddp, rank, 1).backward()
-    state.close()
     assert seen == [True]
 
 
@@ -255,7 +246,6 @@ def test_parameters_that_take_turns_lose_nothing_and_touch_no_other(rank, world,
         assert torch.equal(gradient(other), kept), "another's gradient was touched"
         delivered += torch.cat([gradient(part) * (part is mine) for part in net])
     left = undelivered(state, net)
-    state.close()
     if clip is None:
         torch.testing.assert_close(delivered + left, produced, atol=1e-7, rtol=1e-5)
 
@@ -305,7 +295,6 @@ def test_bytes_of_ddps_broadcasts_are_counted_as_broadcasts(rank, world):
             with sync():
                 loss_of(ddp, rank, 0).backward()
     sent = every_rank(torch.tensor([first, state.report().bytes["broadcast"]]))
-    state.close()
     model = sum(x.nbytes for x in (*net.parameters(), *net.buffers()))
     assert sum(broadcast) > 0
     assert sent.sum(0).tolist() == [model * (world - 1), sum(broadcast) * (world - 1)]
@@ -340,11 +329,10 @@ def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world)
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        state = attach(ddp, ratio=0.1, timeout=timedelta(seconds=5))
+        attach(ddp, ratio=0.1, timeout=timedelta(seconds=5))
     finally:
         dist.set_debug_level(level)
     ranks.train(ddp, rank, range(4))
-    state.close()
 
 
 class Rotated(nn.Module):
@@ -369,12 +357,10 @@ def test_parameters_that_ddp_ignores_may_be_complex_and_are_not_exchanged(rank, 
         state = attach(ddp, ratio=1.0, wire="fp32") if attaches else None
         ddp(torch.full((2, 3), 1.0 + rank)).sum().backward()
         found.append((net.first.weight.grad, net.turn.weight.grad))
-    names = set(state.names.values())
-    state.close()
     (plain, own), (ours, others) = found
     torch.testing.assert_close((ours, others), (plain, own))
     everyones = every_rank(torch.view_as_real(own))
-    assert names == {"first.weight", "first.bias"}
+    assert {*state.names.values()} == {"first.weight", "first.bias"}
     assert not torch.equal(everyones[0], everyones[1])
 
 

@@ -16,7 +16,7 @@ import test_fsdp
 import torch
 import torch.distributed as dist
 from groups import Group
-from ranks import Net, attached, every_rank, loss_of, undelivered, weights
+from ranks import Net, attach, attached, every_rank, loss_of, states_closed, undelivered, weights
 from test_gloo import harness
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainers import Normed, fit
 
-from lightning_topk import TopKStrategy, attach
+from lightning_topk import TopKStrategy
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather
@@ -88,7 +88,6 @@ def scaled(rank: int, world: int, device: str = "cuda") -> None:
         optimizer.zero_grad()
         seen.append((weights(net), undelivered(state, net)))
     rows = every_rank(weights(net))
-    state.close()
     assert all(torch.equal(row, rows[0]) for row in rows)
     assert torch.equal(seen[1][0], seen[2][0])
     assert not torch.equal(seen[2][0], seen[3][0])
@@ -109,7 +108,7 @@ def normalised(rank: int, world: int) -> None:
     net = nn.Sequential(*[nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000)) for _ in range(6)])
     ddp = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda(), bucket_cap_mb=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    state = attach(ddp, ratio=0.01, momentum=0.9, optimizer=optimizer)  # so that a single rank compresses too
+    attach(ddp, ratio=0.01, momentum=0.9, optimizer=optimizer)  # so that a single rank compresses too
     perform = drive.perform
 
     def late(*arguments):
@@ -121,7 +120,6 @@ def normalised(rank: int, world: int) -> None:
         for _ in range(5):
             ddp(torch.randn(8, 1000, device="cuda")).square().mean().backward()
         gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()]).cpu()
-    state.close()
     assert gradient.isfinite().all()
     assert every_rank(gradient).eq(gradient).all()
 
@@ -153,10 +151,9 @@ def subset(rank: int, world: int) -> None:
     members = list(range(max(1, world - 1)))
     some = dist.new_group(members)
     if rank in members:
-        ddp, state = attached(nn.Linear(1000, 1000).cuda(), {"process_group": some}, ratio=0.01)
+        ddp, _ = attached(nn.Linear(1000, 1000).cuda(), {"process_group": some}, ratio=0.01)
         for _ in range(3):
             ddp(torch.randn(8, 1000, device="cuda")).square().mean().backward()
-        state.close()
         assert ddp.module.weight.grad.isfinite().all()
 
 
@@ -178,7 +175,8 @@ def loopback(monkeypatch):
     if dist.is_initialized():
         dist.destroy_process_group()  # Lightning leaves a Trainer's group
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
+    with states_closed():
+        yield
     dist.destroy_process_group()
 
 
@@ -202,13 +200,12 @@ def trained(steps: int = 4):
 
 
 def test_hook_and_lane_never_wait_for_the_gpu(loopback):
-    net, state, step = trained()
+    net, _, step = trained()
     try:
         torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    state.close()
     assert all(p.isfinite().all() for p in net.parameters())
 
 
@@ -232,7 +229,6 @@ def test_the_replicas_of_a_sharded_model_exchange_without_waiting_for_the_gpu(lo
         report = state.report()
         assert report.exchanges == 6
         assert 0 <= report.exposed_seconds <= report.seconds
-    state.close()
     print(f"\n{report.exposed_seconds / report.seconds:.0%} of the exchange of a sharded model is after backward")
     assert all(p.to_local().isfinite().all() for p in net.parameters())
 
@@ -244,7 +240,7 @@ def sharded(rank: int, world: int, device: str = "cuda") -> None:
         return test_fsdp.sharded(Net(empty=False).to(device), mesh)
 
     train = partial(test_fsdp.learned, rank=rank, clip=False, kind=torch.optim.SGD)
-    test_fsdp.as_hybrid(make, train, test_fsdp.mesh_of(2, world // 2, device), 1e-5, 1e-4).close()
+    test_fsdp.as_hybrid(make, train, test_fsdp.mesh_of(2, world // 2, device), 1e-5, 1e-4)
 
 
 @pytest.mark.skipif(COUNT < 2 or COUNT % 2 == 1, reason="needs two GPUs, or another even number")
@@ -255,7 +251,7 @@ def test_a_sharded_model_learns_as_with_torchs_hybrid_sharding_over_nccl(groups)
 def test_a_step_is_captured_as_a_graph_or_refused(loopback):
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        net, state, step = trained(12)
+        net, _, step = trained(12)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=side):
@@ -265,7 +261,6 @@ def test_a_step_is_captured_as_a_graph_or_refused(loopback):
     before = net[0].weight.detach().clone()
     graph.replay()
     torch.cuda.synchronize()
-    state.close()
     assert net[0].weight.isfinite().all()
     assert not torch.equal(net[0].weight, before)
 
@@ -278,7 +273,6 @@ def test_exchanges_overlap_with_backward_on_a_stream_of_their_own(loopback, tmp_
         step()
         torch.cuda.synchronize()
     buckets = len(state.residuals.buckets)
-    state.close()
     trace = Path(os.environ.get("LIGHTNING_TOPK_TRACE", tmp_path / "trace.json"))
     profile.export_chrome_trace(str(trace))
     kernels = [each for each in profile.profiler.kineto_results.events() if each.device_type().name == "CUDA"]

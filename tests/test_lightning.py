@@ -14,6 +14,7 @@ import torch
 from groups import on_ranks, script, torchrun
 from laws import codecs_of
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -78,21 +79,18 @@ def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, wo
 
 
 @on_ranks(2)
-def test_accumulation_exchanges_once_a_window_and_with_the_partial_last_one(rank, world):
-    _, logged = fit(rank, world, max_epochs=1, accumulate_grad_batches=3)  # four batches
-    assert logged["topk/total_bytes"] == 2 * SENT
-
-
-@on_ranks(2)
-def test_loggers_and_early_stopping_see_the_keys(rank, world, tmp_path):
+def test_loggers_and_early_stopping_see_keys_beside_the_throughput_monitor(rank, world, tmp_path):
+    speed = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     stop = EarlyStopping("topk/saving", stopping_threshold=2.0, mode="max", check_on_train_epoch_end=True)
     logger = CSVLogger(tmp_path, name="", version="")
-    trainer, _ = fit(rank, world, callbacks=[stop], logger=logger, log_every_n_steps=2, max_epochs=5)
+    trainer, _ = fit(rank, world, callbacks=[stop, speed], logger=logger, log_every_n_steps=2, max_epochs=5)
     assert trainer.global_step == 4, "stopped after the first epoch"
     if rank == 0:
         rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
-        assert {int(row["step"]) for row in rows} == {1, 3}
-        assert all(row[key] for row in rows for key in KEYS)
+        ours = [row for row in rows if row["topk/saving"]]
+        assert {int(row["step"]) for row in ours} == {1, 3}
+        assert all(row[key] for row in ours for key in KEYS)
+        assert any("batches_per_sec" in key for key in rows[0])
 
 
 @on_ranks(2)
@@ -118,19 +116,15 @@ def test_the_monitor_warns_if_it_has_nothing_to_monitor():
 
 
 @on_ranks(2)
-def test_a_dozen_keys_are_logged_unless_details_are_asked_for(rank, world):
-    _, logged = fit(rank, world, callbacks=[CompressionMonitor()], monitor=False)
-    assert {key for key in logged if key.startswith("topk/")} == {f"topk/{name}" for name in DEFAULT}
-    assert len(DEFAULT) == 12
-
-
-@on_ranks(2)
-def test_the_summary_and_the_warning_give_the_same_time(rank, world):
+def test_without_details_a_dozen_keys_are_logged_and_all_words_give_one_time(rank, world):
+    """The summary and the warning give the time of an exchange."""
     words: list[str] = []
     monitor = CompressionMonitor()
     ended = LambdaCallback(on_train_end=lambda trainer, _: words.append(monitor.summary(trainer.strategy.topk_state)))
     with mock.patch.object(callback, "rank_zero_warn", words.append):
-        fit(rank, world, callbacks=[monitor, ended], monitor=False, max_steps=10)
+        _, logged = fit(rank, world, callbacks=[monitor, ended], monitor=False, max_steps=10)
+    assert {key for key in logged if key.startswith("topk/")} == {f"topk/{name}" for name in DEFAULT}
+    assert len(DEFAULT) == 12
     (told,) = re.findall(r"exchange ([\d.]+) ms", " ".join(words))
     assert told == f"{1000 * monitor._fit.compared[0]:.1f}"
     assert re.findall(r"takes ([\d.]+) ms", " ".join(words)) in ([], [told])
@@ -229,22 +223,15 @@ class TakesIterator(Module):
 
 
 @on_ranks(2)
-def test_the_monitor_logs_steps_that_take_the_dataloaders_iterator(rank, world):
+def test_accumulation_iterators_and_two_optimizers_log_what_they_exchange(rank, world):
+    _, logged = fit(rank, world, max_epochs=1, accumulate_grad_batches=3)
+    assert logged["topk/total_bytes"] == 2 * SENT, "four batches are a window and a partial one"
     _, logged = fit(rank, world, TakesIterator())
     assert logged["topk/total_bytes"] == 5 * SENT
-
-
-@on_ranks(2)
-def test_two_optimizers_that_step_in_turn_log_the_bytes_of_a_batch(rank, world):
     _, logged = fit(rank, world, Gan(), TopKStrategy(find_unused_parameters=True), max_steps=6)
     plan = volume(TopKConfig(), [ELEMENTS + 13], world=2, parameters=[8])
-    assert logged["topk/uplink_bytes"] == 2 * plan.uplink  # two backward passes per batch
+    assert logged["topk/uplink_bytes"] == 2 * plan.uplink, "two backward passes per batch"
     assert logged["topk/total_dense_bytes"] == 6 * plan.dense
-
-
-class OnEndless(Module):
-    def train_dataloader(self):
-        return itertools.repeat([torch.ones(1, 12)])
 
 
 FORMS = {
@@ -262,8 +249,9 @@ FORMS = {
 def test_measured_saving_and_density_match_the_settings(rank, world, form):
     """In a run of three epochs of two batches, and in one of unknown length."""
     settings, saving = FORMS[form]
-    found, ratio = [], settings.get("ratio")
-    for module, options in (Module(), {"max_epochs": 3}), (OnEndless(), {"max_steps": -1}):
+    found, ratio, endless = [], settings.get("ratio"), Module()
+    endless.train_dataloader = lambda: itertools.repeat([torch.ones(1, 12)])
+    for module, options in (Module(), {"max_epochs": 3}), (endless, {"max_steps": -1}):
         ratios = []
 
         def look(trainer, *_, ratios=ratios):
@@ -285,7 +273,7 @@ def test_measured_saving_and_density_match_the_settings(rank, world, form):
 
 
 SCRIPT = """
-import lightning as L, lightning_topk, sys, torch
+import lightning as L, lightning_topk, sys, trainers
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 def norms(strategy):
@@ -298,8 +286,7 @@ class First(L.Callback):
 
 if __name__ == "__main__":
     first, strategy, model = First(), lightning_topk.TopKStrategy(ratio=0.01), BoringModel()
-    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[first])
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=3, callbacks=[first], **trainers.QUIET)
     trainer.fit(model)
     assert first.at_start == {}
     left = norms(strategy)

@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 from groups import on_ranks
-from ranks import every_rank, train, weights
+from ranks import attach, every_rank, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
 
-from lightning_topk import TopKConfig, attach
+from lightning_topk import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.runtime.optimizer import momentum
 from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_momentum
@@ -323,28 +323,24 @@ def test_hooks_of_the_user_act_as_without_adaptation(when, dtype):
     found = []
     for adapts in (False, True):
         (optimizer, parameter), seen = adapted(SGD, torch.ones(4, dtype=dtype), False, momentum=0.9), []
-
-        def hooks(optimizer=optimizer, parameter=parameter, seen=seen):
-            def clip(*_):
-                nn.utils.clip_grad_norm_([parameter], 0.1)
-
-            def save(*_):
-                seen.append(optimizer.state_dict()["state"][0]["momentum_buffer"].clone() if seen else 0)
-
-            def free(*_):
-                seen.append(parameter.grad.clone())
-                optimizer.zero_grad()
-
-            optimizer.register_step_pre_hook(clip)
-            optimizer.register_step_pre_hook(save)
-            optimizer.register_step_post_hook(free)
-
-        if when == "before":
-            hooks()
-        if adapts:
+        if adapts and when == "after":
             adapt_momentum([optimizer], optimizer.exchange)
-        if when == "after":
-            hooks()
+
+        def clip(*_, parameter=parameter):
+            nn.utils.clip_grad_norm_([parameter], 0.1)
+
+        def save(optimizer, *_, seen=seen):
+            seen.append(optimizer.state_dict()["state"][0]["momentum_buffer"].clone() if seen else 0)
+
+        def free(optimizer, *_, parameter=parameter, seen=seen):
+            seen.append(parameter.grad.clone())
+            optimizer.zero_grad()
+
+        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_pre_hook(save)
+        optimizer.register_step_post_hook(free)
+        if adapts and when == "before":
+            adapt_momentum([optimizer], optimizer.exchange)
         for _ in range(5):
             parameter.sum().backward()
             optimizer.step()
@@ -397,10 +393,9 @@ def test_ranks_agree_on_weights_and_dense_steps_equal_ddp_to_the_bit(rank, world
         net, said[name] = nn.Linear(20, 40), []
         optimizer = kind(net.parameters(), lr=0.05, **options)
         ddp = DistributedDataParallel(net)
-        state = attach(ddp, optimizer=optimizer, announce=said[name].append, **settings) if settings else None
+        if settings:
+            attach(ddp, optimizer=optimizer, announce=said[name].append, **settings)
         train(ddp, rank, range(6), optimizer)
-        if state is not None:
-            state.close()
         ends[name] = weights(net)
     rows = every_rank(torch.stack([*ends.values()]))
     assert torch.equal(rows[0], rows[1]), "ranks differ in weights"

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 import torch
+from groups import on_ranks
+from ranks import attached
+from test_bench import run
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import __main__, attach
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab.plan import ddp_buckets, parameter_sizes
 from lightning_topk.volume import format_bytes, volume
 
 
-def grouped(rank: int, world: int) -> tuple[list[list[int]], list[list[int]]]:
+@on_ranks(2)
+def test_buckets_are_those_that_ddp_builds(rank, world):
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(9)], nn.Linear(300, 2000))
-    ddp = DistributedDataParallel(net, bucket_cap_mb=1)
-    state = attach(ddp, ratio=0.01)
+    ddp, state = attached(net, {"bucket_cap_mb": 1}, ratio=0.01)
     for _ in range(3):
         ddp(torch.randn(2, 300)).sum().backward()
     found = [[p.numel() for p in bucket] for bucket in state.residuals.buckets]
-    state.close()
-    return found, ddp_buckets([p.numel() for p in net.parameters()], cap_mb=1)
-
-
-def test_buckets_are_those_that_ddp_builds(groups):
-    for found, expected in groups(2).run(grouped):
-        assert len(found) > 3
-        # DDP takes gradients in their order of arrival: a layer's bias may come before its weight.
-        assert [sorted(bucket) for bucket in found] == [sorted(bucket) for bucket in expected]
+    expected = ddp_buckets([p.numel() for p in net.parameters()], cap_mb=1)
+    assert len(found) > 3
+    # DDP takes gradients in their order of arrival: a layer's bias may come before its weight.
+    assert [sorted(bucket) for bucket in found] == [sorted(bucket) for bucket in expected]
 
 
 class Net(nn.Module):
@@ -52,11 +47,6 @@ def test_a_users_module_is_counted():
             parameter_sizes(module=path)
     with pytest.raises(ValueError, match="one of --model, --module and --params"):
         parameter_sizes(model="resnet18", params=3)
-
-
-def run(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning_topk", *arguments])
-    __main__.main()
 
 
 def rows(shown: str) -> dict[str, list[str]]:

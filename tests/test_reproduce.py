@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -15,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from test_bench import run
 
-from lightning_topk import __main__
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
 from lightning_topk.lab import commands, data, hosts, training
@@ -205,9 +204,8 @@ def test_a_claim_that_fails_leaves_the_report_of_the_others(monkeypatch, tmp_pat
     claims = {"saving": lambda: Result("saving", "it holds", "a setting"), "speedup": speedup.run}
     monkeypatch.setattr(commands, "CLAIMS", [*claims])
     monkeypatch.setattr(commands, "function_of", lambda name: claims[name.removeprefix("reproduce ")])
-    monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce", "--all", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="Emulated hosts need root and iproute2"):
-        __main__.main()
+        run(monkeypatch, "reproduce", "--all", "--out", str(tmp_path))
     assert "## saving: it holds" in (tmp_path / "report.md").read_text()
 
 
@@ -344,6 +342,5 @@ def alone(jobs, title, note, *_):
 
 
 def test_reproduce_wants_the_name_of_a_claim(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["lightning_topk", "reproduce"])
     with pytest.raises(SystemExit, match=r"name a claim \(counterexample, saving, .*\) or pass --all"):
-        __main__.main()
+        run(monkeypatch, "reproduce")

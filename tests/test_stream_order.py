@@ -78,7 +78,7 @@ class Scaler:
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer with one operation per parameter."""
+    """An optimizer with one operation per parameter; torch's SGD refuses ``found_inf``."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         super().__init__(parameters, {"lr": 0.1})
