@@ -11,6 +11,7 @@ from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +76,22 @@ def test_a_rank_that_failed_alone_does_not_wait_to_destroy_an_nccl_group(tmp_pat
     others.set()
     assert destroyed.wait(60)
     destroy()
+
+
+@on_ranks(2)
+def test_no_rank_continues_before_all_are_connected(rank, world):
+    """Else it could close its groups while others still connect."""
+    store, new_group, calls = dist.distributed_c10d._get_default_store(), dist.new_group, []
+
+    def slow(*args, **kwargs):
+        calls.append(new_group(*args, **kwargs))
+        time.sleep(0.5 * rank)
+        store.add("connected", 1)
+        return calls[-1]
+
+    with mock.patch.object(dist, "new_group", slow):
+        attached(four_layers(), ratio=0.1)
+    assert store.add("connected", 0) == world * len(calls)
 
 
 @on_ranks(2)
