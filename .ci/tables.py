@@ -105,9 +105,8 @@ def behind(gap: float, unit: str = "") -> str:
     return f"**{words}**" if gap > 1 else words
 
 
-LARGE = (("GPT of 10.8 million parameters (loss), AdamW", "large gpt"), ("ResNet-18, SGD", "resnet18"))
+LARGE = (("GPT of 10.8 million parameters (loss), AdamW", "large gpt"), ("ResNet-18 of 11.2 million parameters, SGD", "resnet18"))
 SHOWN: Sequence[tuple[str, str, int, float]] = (
-    ("ResNet-20, SGD", "resnet20, SGD", 3000, 50),
     ("convnet, SGD", "convnet, SGD", 10_000, 50),
     ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 30_000, 0.001),
     ("GPT (loss), AdamW, a third of the best learning rate", "gpt, AdamW, lr / 3", 3000, 50),
@@ -156,6 +155,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-wire": wires,
     "gpu-bytes": lambda: page(json.loads((RUNS / "gpu-bytes.json").read_text())),
     "race": lambda: page(race.table(*raced("digits"))),
+    "race-code": lambda: page(race.table(*raced("code"))),
     "results": results,
     "momentum": momentum,
     "saving-curves": lambda: page(gaps()),
@@ -178,6 +178,8 @@ def main() -> None:
         draw(curves, RUNS / "saving-curves.svg")
         found = Runs(RUNS / "at-size.jsonl")
         draw(at_size.panels(found, [*at_size.COURSES]), RUNS / "at-size.svg")
+        title = "GPT of 10.8 million parameters"
+        draw(race.panels(race.COURSES["code"], title, *raced("code")), RUNS / "race-code.svg")
         draw(
             race.panels(race.COURSES["code"], "GPT of 10.8 million parameters", *raced("code")), RUNS / "race-code.svg"
         )

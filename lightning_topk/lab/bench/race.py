@@ -241,8 +241,9 @@ def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row
             seconds, steps = ([run["curve"][-1][which] for run in runs] for which in (0, 1))
             row[rate] = "> " * (not _all(runs)) + f"{median(seconds):.1f}"
             row[rate] += f" ({min(seconds):.0f} to {max(seconds):.0f})" if len(seconds) > 1 else ""
-            if racer != "DDP" and (rate, "DDP") in raced:
-                row[rate] += f", {_seconds(raced[rate, 'DDP']) / median(seconds):.2f}x"
+            dense = raced.get((rate, "DDP"))
+            if racer != "DDP" and dense and _all(runs):
+                row[rate] += f", {'' if _all(dense) else '> '}{_seconds(dense) / median(seconds):.2f}x"
         row["steps"] = f"{median(steps):.0f}"
         row["ms a step"] = f"{1000 * median(took / count for took, count in zip(seconds, steps, strict=True)):.0f}"
         sent = median(run["sent"] / count for run, count in zip(runs, steps, strict=True))
