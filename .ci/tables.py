@@ -105,7 +105,10 @@ def behind(gap: float, unit: str = "") -> str:
     return f"**{words}**" if gap > 1 else words
 
 
-LARGE = (("GPT of 10.8 million parameters (loss), AdamW", "large gpt"), ("ResNet-18 of 11.2 million parameters, SGD", "resnet18"))
+LARGE = (
+    ("GPT of 10.8 million parameters (loss), AdamW", "large gpt"),
+    ("ResNet-18 of 11.2 million parameters, SGD", "resnet18"),
+)
 SHOWN: Sequence[tuple[str, str, int, float]] = (
     ("convnet, SGD", "convnet, SGD", 10_000, 50),
     ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 30_000, 0.001),
