@@ -28,6 +28,7 @@ from lightning_topk.lab.bench.peers import PEERS
 from lightning_topk.lab.models import DIGIT, mlp
 from lightning_topk.lab.report import Result
 from lightning_topk.lab.training import Optimizer
+from lightning_topk.schedule import ExponentialWarmup
 
 ON_THIS_HOST = [peer for peer in PEERS if peer != "ours, hierarchical"]
 
@@ -160,25 +161,26 @@ TRAINER = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu
 
 
 def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
-    ends = [
-        (0.001, 1, 0.001),
+    decays, report = ExponentialWarmup(0.001, steps=10), SimpleNamespace(seconds=0.01)
+    ratios = [
+        (0.001, 1, decays),
         (0.001, 1, 0.12),
         (0.001, 1, lambda step: 0.1),
-        (0.1, 0, 0.001),
-        (None, 0, 0.001),
+        (0.1, 0, decays),
+        (None, 0, decays),
     ]
-    for dense, expected, end in ends:
-        monitor = CompressionMonitor()
+    for dense, expected, ratio in ratios:
+        monitor, state = CompressionMonitor(), SimpleNamespace(config=SimpleNamespace(ratio=ratio))
         monitor._fit.density = 0.12
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for monitor._fit.steps in range(1, 30):
-                monitor._compare(dense, 0.01, TRAINER, end)
+                monitor._compare(TRAINER, state, report, dense)
         said = [str(warning.message) for warning in caught]
         assert len(said) == expected
         if said:
             assert "takes 10.0 ms per step at a density of 0.12" in said[0]
-            assert ("density decays to 0.001" in said[0]) == (end == 0.001)
+            assert ("density decays to 0.001" in said[0]) == (ratio is decays)
             assert "about 1.0 ms, so plain DDP is probably faster on this link: try strategy='ddp'." in said[0]
 
 

@@ -170,9 +170,7 @@ class CompressionMonitor(Callback):
         report = state.report()
         self._fit.add(report)
         dense = state.dense_seconds(report)
-        ratio = state.config.ratio
-        end = ratio.at(LATE, LATE) if isinstance(ratio, Schedule) else ratio
-        self._compare(dense, report.seconds, trainer, end)
+        self._compare(trainer, state, report, dense)
         values = self._every_step(state, report)
         if state.measure:
             values |= self._log_step(trainer, state, report, dense)
@@ -229,20 +227,15 @@ class CompressionMonitor(Callback):
             _draw_histograms(trainer, state, shown)
         return values
 
-    def _compare(self, dense: float | None, seconds: float, trainer: Trainer, end: Any) -> None:
+    def _compare(self, trainer: Trainer, state: HookState, report: Report, dense: float | None) -> None:
         """Records the duration of a step's exchanges, and warns once if dense all-reduces would be faster.
 
-        Args:
-            dense: Estimated duration of dense all-reduces in seconds; None if unknown.
-            seconds: Duration of the step's exchanges.
-            trainer: The Trainer.
-            end: The density after the schedule has ended; not a float if it is a function of the step or given by
-                ``saving=``.
+        Arguments as in :meth:`_log_step`.
         """
         fit = self._fit
         if dense is None or fit.steps <= SETTLED or len(fit.timed) >= COMPARED:
             return
-        fit.timed.append(seconds)
+        fit.timed.append(report.seconds)
         if len(fit.timed) < COMPARED:
             return
         # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
@@ -250,8 +243,8 @@ class CompressionMonitor(Callback):
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
         fit.compared = least, fit.density
         if least > dense:
-            later = ""
-            if isinstance(end, float) and end < 0.9 * fit.density:  # else it is constant, or a function of the step
+            ratio, later = state.config.ratio, ""
+            if isinstance(ratio, Schedule) and (end := ratio.at(LATE, LATE)) < 0.9 * fit.density:
                 later = f" The density decays to {end:.3g}, and the exchange time with it."
             rank_zero_warn(
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of "
