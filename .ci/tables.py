@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the tables of the README and the guides that come from the runs in examples/reproduced.
 
-A table stands under a comment that names it: ``<!-- table: race -->``. ``--pictures`` also draws saving-curves.svg and
-at-size.svg, by matplotlib.
+A table stands under a comment that names it: ``<!-- table: race -->``. ``--pictures`` also draws saving-curves.svg,
+at-size.svg and race-code.svg, by matplotlib.
 """
 
 from __future__ import annotations
@@ -183,9 +183,6 @@ def main() -> None:
         draw(at_size.panels(found, [*at_size.COURSES]), RUNS / "at-size.svg")
         title = "GPT of 10.8 million parameters"
         draw(race.panels(race.COURSES["code"], title, *raced("code")), RUNS / "race-code.svg")
-        draw(
-            race.panels(race.COURSES["code"], "GPT of 10.8 million parameters", *raced("code")), RUNS / "race-code.svg"
-        )
     for each in PAGES:
         each.write_text(filled(each.read_text()))
 
