@@ -280,6 +280,19 @@ def test_simulated_power_sgd_delivers_low_ranks_exactly_and_loses_nothing():
     assert dense.sent_bytes["uplink"] == [4 * 1607 * 2 // 3] * 3
 
 
+def test_an_exchange_of_the_mean_gradient_sees_the_examples_of_all_workers(monkeypatch):
+    drawn = []
+
+    def gradients(problem, theta, batches, generator):
+        drawn.append(batches.shape)
+        return [torch.zeros_like(theta)] * len(batches)
+
+    monkeypatch.setattr(training.Problem, "gradients", gradients)
+    for workers, batch in ((5, 20), (8, 4), (8, 8)):
+        training.train("mlp", partial(at_size.PowerSGD, 0), workers, 1, training.Optimizer(0.1), 0, batch)
+    assert drawn == [(5, 20), (1, 32), (2, 32)]
+
+
 @pytest.mark.parametrize("model", ["large gpt", "resnet18"])
 def test_large_models_have_ten_million_parameters_and_train_in_mixed_precision(model, monkeypatch):
     shape = (4, 3, 32, 32) if model == "resnet18" else (4, data.LONG)

@@ -205,8 +205,8 @@ def train(
         if config.adapts_momentum:
             adapt_momentum([stepped], ranks)
     else:
-        ranks, passes = config(workers, shapes), max(1, workers * batch // 32)
-        drawn = passes, workers * batch // passes
+        ranks, together = config(workers, shapes), math.gcd(workers, max(1, 32 // batch))
+        drawn = workers // together, together * batch
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run()
