@@ -53,7 +53,7 @@ def bench(name: str) -> dict[str, list[Row]]:
 
 
 def steps(*names: str, also: str, title: str) -> str:
-    """Milliseconds of a step with each peer, and how many times those of the default, by link; and one more figure."""
+    """Milliseconds of a step with each peer, and their ratio to the default's, by link; and one more figure."""
     rows: dict[str, Row] = {}
     more: dict[str, list[str]] = {}
     for name in names:

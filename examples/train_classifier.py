@@ -75,7 +75,7 @@ def datasets(root: Path | None) -> tuple[Dataset, Dataset, int]:
 
 
 def topk_settings(options: argparse.Namespace, name: str) -> dict[str, object]:
-    """The strategy's settings: those of preset ``name`` with ``--preset``, else those of the options."""
+    """The strategy's settings: from preset ``name`` with ``--preset``, else from the options."""
     if options.preset:
         own = name in ("dense", "dgc")  # these two say how much they send
         return {**presets[name], **({} if own else {"ratio": options.ratio or 0.01})}

@@ -41,7 +41,7 @@ class TopKState(HookState):
     Args:
         config: The settings; or pass them as keywords.
         process_group: The ranks that exchange gradients. Default: all.
-        timeout: Timeout of collectives. Default: that of ``process_group``.
+        timeout: Timeout of collectives. Default: the timeout of ``process_group``.
         residuals: Residuals of an earlier state of the same model, to continue from.
         epoch: Function that returns the epoch, for schedules by epoch.
         optimizers: Function that returns the optimizers at the first step, for ``scaler`` and settings that need them.
@@ -181,7 +181,7 @@ def attach(
 ) -> TopKState:
     """Makes a DDP model exchange its gradients with :func:`topk_hook`, and counts DDP's broadcasts too.
 
-    See :func:`lightning_topk.attach`, which has the same errors; other arguments are those of :class:`TopKState`.
+    See :func:`lightning_topk.attach`, which has the same errors; :class:`TopKState` takes the other arguments.
     """
     model = _ddp_of(model)
     check_ddp_options(

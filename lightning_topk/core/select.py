@@ -109,7 +109,7 @@ class RandK(Selector):
             device: Where to draw them. Default: CPU.
 
         Returns:
-            ``[k]`` int64, distinct, ascending: a uniformly random subset, contained in that of any larger k.
+            ``[k]`` int64, distinct, ascending: a uniformly random subset, contained in the subset of any larger k.
         """
         if self.step != self._drawn_at:
             self._drawn, self._drawn_at = {}, self.step

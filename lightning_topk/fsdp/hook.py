@@ -237,7 +237,7 @@ def attach(
 ) -> ShardState:
     """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
 
-    See :func:`lightning_topk.attach`; other arguments are those of :class:`lightning_topk.TopKState`.
+    See :func:`lightning_topk.attach`; :class:`lightning_topk.TopKState` takes the other arguments.
     """
     check_shardable(config)
     replicas = replicas_of(process_group)

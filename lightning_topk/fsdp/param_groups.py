@@ -166,7 +166,7 @@ class ParamGroup:
     def later_divided_by(self, proxy: Tensor) -> float:
         """Factor by which FSDP divides the hook's result: for float16, whose sums could overflow, or if it only sums.
 
-        Residuals have the units of the hook's tensor; in a checkpoint they have those of the gradient.
+        Residuals have the units of the hook's tensor; in a checkpoint they have the gradient's.
         """
         risky = proxy.dtype not in (torch.float32, torch.bfloat16)
         if not risky and not self._group.force_sum_reduction_for_comms:
@@ -221,7 +221,7 @@ def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Pa
     if len(meshes) > 1:
         raise ValueError(
             f"the model is sharded on several meshes, of the ranks {' and '.join(map(str, sorted(meshes)))}: their "
-            "replicas are on different ranks. Shard all modules on one mesh, that of the node."
+            "replicas are on different ranks. Shard all modules on one mesh, the node's."
         )
     return [param_group for param_group in param_groups if param_group.proxies and tuple(param_group.ranks) in meshes]
 

@@ -20,7 +20,7 @@ def interrupted(module: Any, filepath: Any) -> bool:
 
 
 def entry_to_resume(entry: Any, residual_checkpoint: bool) -> Any:
-    """Returns the entry to resume with: that of the checkpoint, or one of zeros, with a message."""
+    """Returns the entry to resume with: the checkpoint's, or one of zeros, with a message."""
     if entry is None:
         entry = absent("it was saved by another strategy, or with residual_checkpoint=False")
     if isinstance(entry, dict) and entry.get("mode") == "none":

@@ -151,7 +151,7 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is not None:
             if state.exchanged:
-                state.drop_report()  # from steps without callbacks: those of LearningRateFinder
+                state.drop_report()  # LearningRateFinder's steps call no callbacks
             state.measure, state.measure_layers = _is_log_step(trainer), bool(self.per_layer)
             state.timing = state.measure or (state.world > 1 and len(self._fit.timed) < COMPARED)
 

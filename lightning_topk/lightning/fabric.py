@@ -130,7 +130,7 @@ class TopKStrategy(DDPStrategy):
         return ddp
 
     def _give_up(self, parameters: set[Any]) -> list[TopKState]:
-        """Closes the states of modules that no rank uses any more and those of these parameters; returns the latter.
+        """Closes the states of these parameters, which it returns, and of modules that no rank uses any more.
 
         A collective.
         """

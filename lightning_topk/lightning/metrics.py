@@ -9,7 +9,7 @@ from typing_extensions import override
 
 
 class ExchangeVolume(Metric):
-    """Bytes sent, compared with those of a ring all-reduce.
+    """Bytes sent, compared with a ring all-reduce.
 
     Call ``update`` once per step with that step's bytes; ``compute`` returns the sums so far.
     """

@@ -141,7 +141,7 @@ def _left_by_an_earlier_state(parent: dist.ProcessGroup, timeout: timedelta, loc
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
-    """Timeout of a group's collectives. Default: that of the group of all ranks."""
+    """Timeout of a group's collectives. Default: the timeout of the group of all ranks."""
     group = group or dist.group.WORLD
     assert group is not None
     with suppress(AttributeError, RuntimeError):  # not every backend has this option
@@ -231,7 +231,7 @@ def connect(
     Args:
         config: The settings that the user gave.
         process_group: Group with the ranks and the backend. Default: all ranks.
-        timeout: Timeout of collectives. Default: that of ``process_group``.
+        timeout: Timeout of collectives. Default: the timeout of ``process_group``.
         local_world_size: Ranks per node, if given by the user.
 
     Returns:

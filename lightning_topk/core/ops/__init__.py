@@ -158,7 +158,7 @@ def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int,
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and selects the k largest magnitudes of every shard of the sum.
 
-    Arguments and results are those of :func:`lightning_topk.core.ops.reference.add_and_select`; on a GPU fewer than k
+    Takes and returns the same as :func:`lightning_topk.core.ops.reference.add_and_select`; on a GPU fewer than k
     may be selected.
     """
     version = _for(e, x, layout, k) or reference

@@ -1,6 +1,6 @@
 """The peers to compare: DDP, its fp16 and PowerSGD hooks, naive top-k by all-gather, and ours.
 
-Each registers its exchange with a wrapped model. Settings are those of :class:`lightning_topk.TopKConfig`, for ours.
+Each registers its exchange with a wrapped model. Settings of ours are arguments of :class:`lightning_topk.TopKConfig`.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class Residuals:
             known.pop(parameter, None)
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Replaces all memories by those of a checkpoint: the mean over the workers, on every rank.
+        """Replaces all memories by a checkpoint's: the mean over the workers, on every rank.
 
         Args:
             memories: By parameter and name, each ``[numel]``.

@@ -6,7 +6,7 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
     mode         "mean", or "none" with a reason
     world_size   of the run that wrote it
     steps        number of exchanged steps, for schedules and random selectors
-    settings     compared with those of a run that resumes; may be missing
+    settings     compared with the settings of a run that resumes; may be missing
     parameters   {name: {"residual": tensor, ...}}
 
 A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
@@ -125,7 +125,7 @@ def absent(reason: str) -> dict[str, Any]:
 
 
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
-    """Replaces this rank's residuals with those of an entry.
+    """Replaces this rank's residuals with an entry's.
 
     Raises:
         ValueError: The entry is damaged or belongs to another model. The message says how to start with zero residuals.
