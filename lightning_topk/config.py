@@ -145,10 +145,10 @@ class TopKConfig:
         return replace(self, topology="sharded") if self.momentum else self.dense
 
     def summary(self) -> dict[str, Any]:
-        """The settings as strings and numbers that processes can compare: functions as sample values."""
+        """The settings as strings and numbers that processes can compare: functions and schedules as sample values."""
         found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("ratio", "server_ratio"):
-            if callable(found[name]):
+            if callable(found[name]) or isinstance(found[name], Schedule):
                 found[name] = [value_or_error(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]
         if isinstance(self.selector, Selector):
             plain = {key: value for key, value in vars(self.selector).items() if isinstance(value, int | float | str)}
@@ -224,11 +224,11 @@ def _check_combinations(config: TopKConfig) -> None:
 
 
 def value_or_error(ratio: Ratio, step: int) -> float | str:
-    """Returns the ratio at a step, or the ``repr`` of the error if a function fails at this step."""
+    """Returns the ratio at a step, or the name of the error if a function fails there: messages contain addresses."""
     try:
         return ratio_at(ratio, step, step // 100)
     except Exception as error:
-        return repr(error)
+        return type(error).__name__
 
 
 def _check_ratio(name: str, value: Any) -> None:

@@ -23,7 +23,7 @@ from lightning_topk.core import ops
 from lightning_topk.ddp import TopKState
 from lightning_topk.runtime import groups as agreement
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.schedule import ExponentialWarmup
+from lightning_topk.schedule import ExponentialWarmup, Schedule
 
 
 def test_warnings_reach_stderr_without_a_logging_configuration(capfd, monkeypatch):
@@ -130,6 +130,57 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     for ratio in (halving, short):  # equal functions of different processes are equal
         attach(ddp(), ratio=ratio)
     assert unsaid(said) == []
+
+
+class Third(Schedule):
+    """A schedule as a user writes it: it cannot be compared with another."""
+
+    def at(self, step: int, epoch: int) -> float:
+        return 1 / 3
+
+
+@on_ranks(2)
+def test_schedules_of_ones_own_and_functions_that_fail_later_are_the_same_on_all_ranks(rank, world):
+    """Errors that differ between ranks, such as by an address, are no difference either."""
+
+    class Local(ExponentialWarmup):
+        pass
+
+    def short(step: int) -> float:
+        if step < 600:
+            return 0.5
+        raise LookupError(f"no value for step {step} on rank {rank}")
+
+    for ratio in (Third(), Local(0.1, steps=5), short, lambda step: 0.5 - step / 1000):
+        model, state = attached(four_layers(), ratio=ratio)
+        loss_of(model, rank, 0).backward()
+        entry = shared(state.state_dict())
+        said: list[str] = []
+        _, state = attached(four_layers(), ratio=ratio, announce=said.append)
+        state.load_state_dict(entry)
+        assert not any("resuming with" in line for line in said)
+    differs = ExponentialWarmup(0.1, steps=5 + rank)
+    assert "ratio is [0.25, 0.208" in refusal(attach, DistributedDataParallel(four_layers()), ratio=differs)
+
+
+@on_ranks(2)
+def test_a_trained_parameter_that_is_in_no_optimizer_is_named_once(rank, world):
+    found = {}
+    for case in ("all", "some", "frozen", "dense", "in another optimizer"):
+        said: list[str] = []
+        net = four_layers()
+        net[0].requires_grad_(case != "frozen")
+        optimizers = [SGD(net[1:].parameters() if case != "all" else net.parameters(), lr=0.1)]
+        options = {"dense_parameters": "0.*"} if case == "dense" else {}
+        model, _ = attached(net, ratio=0.1, optimizer=lambda made=optimizers: made, announce=said.append, **options)
+        loss_of(model, rank, 0).backward()
+        if case == "in another optimizer":
+            optimizers.append(SGD(net[0].parameters(), lr=0.1))
+            loss_of(model, rank, 1).backward()
+        found[case] = [line for line in said if "2 of 8 trained parameters ('0.weight' for one) are in no" in line]
+    counts = {case: len(lines) for case, lines in found.items()}
+    warns = int(rank == 0)
+    assert counts == {"all": 0, "some": warns, "frozen": 0, "dense": 0, "in another optimizer": warns}
 
 
 @on_ranks(2)

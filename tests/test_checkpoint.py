@@ -270,16 +270,16 @@ def test_a_checkpoint_knows_parameters_whatever_wraps_or_prunes_them(rank, world
 
 
 def test_a_run_that_starts_from_zero_says_why(monkeypatch):
-    entry = {"version": 1, "mode": "mean", "parameters": {"a": {}}}
+    entry = {"version": 1, "mode": "mean", "steps": 7, "parameters": {"a": {}}}
     cases = {
         "residuals in the checkpoint are ignored (residual_checkpoint=False)": (entry, False),
-        "the checkpoint has no residuals (it was saved by another strategy, or with": (None, True),
-        "the checkpoint has no residuals (out of luck)": (absent("out of luck"), True),
-        "the checkpoint has no residuals (no reason given)": ({"mode": "none"}, False),
+        "the checkpoint has no residuals (it was saved by another strategy)": (None, True),
+        "the checkpoint has no residuals (out of luck)": (absent("out of luck", 7), True),
+        "the checkpoint has no residuals (no reason given)": ({"mode": "none", "steps": -1}, False),
     }
     said: list[str] = []
     monkeypatch.setattr(_resume, "rank_zero_info", said.append)  # whatever level other tests set
-    assert [entry_to_resume(*given) for given in cases.values()] == [EMPTY] * 4
+    assert [entry_to_resume(*given) for given in cases.values()] == [{**EMPTY, "steps": n} for n in (7, 0, 7, 0)]
     assert entry_to_resume(entry, True) is entry
     for words, line in zip(cases, said, strict=True):
         assert line.startswith(f"lightning_topk: {words}")
@@ -332,7 +332,10 @@ def test_a_trainer_resumes_with_residuals_also_from_and_to_plain_ddp(groups, tmp
     assert entry_of(tmp_path / "back/step=9.ckpt") is None
     assert run("one", 3, "topk", last, world=1)[0] > 0
     assert run("none", 3, {"residual_checkpoint": False}, last) == [0, 0]
-    assert entry_of(tmp_path / "none/step=9.ckpt") is None
+    left_out = entry_of(tmp_path / "none/step=9.ckpt")
+    assert (left_out["mode"], left_out["steps"]) == ("none", 6), "without residuals, but schedules go on"
+    assert run("left out", 4, "topk", tmp_path / "none/step=9.ckpt") == [0, 0]
+    assert entry_of(tmp_path / "left out/step=12.ckpt")["steps"] == 9
     epochs(None, 1, tmp_path / "single", 3, "auto", last)  # a Trainer without this package ignores the entry
     groups(2).run(partial(epochs, save_weights_only=True), tmp_path / "weights", 1)
     assert entry_of(tmp_path / "weights/step=3.ckpt") is None

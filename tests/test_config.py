@@ -284,6 +284,8 @@ def test_a_single_rank_has_the_ratio_of_two_ranks():
 def test_uncompressed_parameters_count_towards_the_saving():
     config = TopKConfig(saving=50, dense_parameters="*.bias")
     assert saved(config, [(991_000, 9_000), 500_000], 4, uncompressed=[[1], []]) == pytest.approx(50, rel=TOLERANCE)
+    with pytest.raises(ValueError, match=r"of the bytes\. Pass topology='dense', or fewer"):
+        for_compressed(TopKConfig(), 100, 100)
     with pytest.raises(ValueError, match=r"dense_parameters are 3\.00% of the gradient.*saving= below 33\.3"):
         for_compressed(config, 1000, 30)
     assert for_compressed(config, 1000, 0) is config

@@ -217,10 +217,13 @@ def test_the_registered_hook_compresses_plain_ddp(rank, world):
     net = nn.Linear(20, 30)
     ddp = DistributedDataParallel(net)
     state = TopKState(ratio=0.1)
+    state.measure = state.measure_layers = True
     ddp.register_comm_hook(state, topk_hook)
     loss_of(ddp, rank, 0).backward()
-    kept = state.report().k
+    report = state.report()
+    kept = report.k
     state.close()
+    assert report.layers == {}, "without names"
     assert kept == codecs_of(state.config, 630, world).uplink.k * world
     assert 0 < gradient(net).count_nonzero() <= kept * world
 

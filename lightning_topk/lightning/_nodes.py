@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_topk.config import check_count
 from lightning_topk.fsdp.hook import ShardState
 from lightning_topk.lightning._compat import rank_zero_info
-from lightning_topk.runtime.memory.checkpoint import EMPTY, KEY, SHARDED, VERSION
+from lightning_topk.lightning._resume import without_residuals
+from lightning_topk.runtime.memory.checkpoint import KEY, SHARDED, VERSION
 
 Size = Literal["auto"] | int
 
@@ -120,7 +121,7 @@ def resume(state: ShardState, entry: Any, checkpoint: Path) -> None:
             f"lightning_topk starts with zero residuals: {checkpoint} is one file, converted from a folder, and the "
             "residuals are only in that folder."
         )
-        state.load_state_dict(EMPTY)
+        state.load_state_dict(without_residuals(entry))
         return
     shards = {KEY: state.state_dict()}
     load(shards, checkpoint_id=checkpoint / KEY, planner=DefaultLoadPlanner(allow_partial_load=True))

@@ -8,8 +8,10 @@ from typing import Any
 from lightning_topk.lightning._compat import TrainerStatus, rank_zero_info
 from lightning_topk.runtime.memory.checkpoint import EMPTY, absent
 
-INTERRUPTED = absent("it was saved while an exception or a signal was handled, when collectives could hang")
-"""Entry of a checkpoint that not all ranks may save."""
+INTERRUPTED = "it was saved while an exception or a signal was handled, when collectives could hang"
+"""Why a checkpoint that not all ranks may save has no residuals."""
+LEFT_OUT = "it was saved with residual_checkpoint=False"
+"""Why another checkpoint has none."""
 
 
 def interrupted(module: Any, filepath: Any) -> bool:
@@ -20,9 +22,9 @@ def interrupted(module: Any, filepath: Any) -> bool:
 
 
 def entry_to_resume(entry: Any, residual_checkpoint: bool) -> Any:
-    """Returns the entry to resume with: the checkpoint's, or one of zeros, with a message."""
+    """Returns the entry to resume with: the checkpoint's, or one of zeros after as many steps, with a message."""
     if entry is None:
-        entry = absent("it was saved by another strategy, or with residual_checkpoint=False")
+        entry = absent("it was saved by another strategy")
     if isinstance(entry, dict) and entry.get("mode") == "none":
         said = f"the checkpoint has no residuals ({entry.get('reason', 'no reason given')})"
     elif not residual_checkpoint:
@@ -30,4 +32,10 @@ def entry_to_resume(entry: Any, residual_checkpoint: bool) -> Any:
     else:
         return entry
     rank_zero_info(f"lightning_topk: {said}; starting from zero.")
-    return EMPTY
+    return without_residuals(entry)
+
+
+def without_residuals(entry: Any) -> dict[str, Any]:
+    """The entry of a run that starts with zero residuals after as many steps as another entry, for schedules."""
+    steps = entry.get("steps") if isinstance(entry, dict) else None
+    return {**EMPTY, "steps": steps if type(steps) is int and steps > 0 else 0}

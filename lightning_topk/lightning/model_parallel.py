@@ -30,9 +30,9 @@ from lightning_topk.lightning._nodes import (
     unsynchronised,
 )
 from lightning_topk.lightning._rendezvous import connect_after_restart
-from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
+from lightning_topk.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
 from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.memory.checkpoint import KEY
+from lightning_topk.runtime.memory.checkpoint import KEY, absent
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
@@ -167,10 +167,15 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals, unless it is weights-only; every rank must call it."""
         state, shards = self._last, False
-        if state is not None and self._residual_checkpoint and "optimizer_states" in checkpoint:
-            stopped = interrupted(self.lightning_module, filepath)
-            shards = self._save_distributed_checkpoint and not stopped
-            checkpoint[KEY] = INTERRUPTED.copy() if stopped else IN_SHARDS.copy() if shards else state.full_state_dict()
+        if state is not None and "optimizer_states" in checkpoint:
+            steps = state.residuals.steps
+            if not self._residual_checkpoint:
+                checkpoint[KEY] = absent(LEFT_OUT, steps)
+            elif interrupted(self.lightning_module, filepath):
+                checkpoint[KEY] = absent(INTERRUPTED, steps)
+            else:
+                shards = self._save_distributed_checkpoint
+                checkpoint[KEY] = {**IN_SHARDS, "steps": steps} if shards else state.full_state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if state is not None and shards:
             save_shards(state, Path(self.broadcast(filepath)))

@@ -23,7 +23,7 @@ from lightning_topk.lightning._compat import (
     rank_zero_info,
 )
 from lightning_topk.lightning._rendezvous import connect_after_restart
-from lightning_topk.lightning._resume import INTERRUPTED, entry_to_resume, interrupted
+from lightning_topk.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
 from lightning_topk.runtime.memory.by_parameter import Residuals
 from lightning_topk.runtime.memory.checkpoint import KEY, absent, collect
 from lightning_topk.schedule import Ratio
@@ -203,12 +203,14 @@ class TopKStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks, unless it is weights-only; every rank must call it."""
-        module = self.lightning_module
-        if self._residual_checkpoint and "optimizer_states" in checkpoint and module is not None:
-            if not (dist.is_available() and dist.is_initialized()):
+        module, steps = self.lightning_module, self._residuals.steps
+        if "optimizer_states" in checkpoint and module is not None:
+            if not self._residual_checkpoint:
+                checkpoint[KEY] = absent(LEFT_OUT, steps)
+            elif not (dist.is_available() and dist.is_initialized()):
                 checkpoint[KEY] = absent("it was saved after the worker processes, which held them, had ended")
             elif interrupted(module, filepath):
-                checkpoint[KEY] = dict(INTERRUPTED)
+                checkpoint[KEY] = absent(INTERRUPTED, steps)
             else:
                 checkpoint[KEY] = collect(self._residuals, self._names, self.config, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options)

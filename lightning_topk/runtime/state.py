@@ -157,8 +157,20 @@ class HookState(Reporting):
 
     def sync_optimizers(self) -> None:
         """Checks the optimizers, and adapts momentum if so set; called at the start of every backward pass."""
-        compressed = self.buckets.compressed
-        self._optimizers.sync(None if compressed is None else {self.parameter_of(member) for member in compressed})
+        given = self.buckets.compressed
+        compressed = None if given is None else {self.parameter_of(member) for member in given}
+        updated = self._optimizers.sync(compressed)
+        if not updated or not self.config.compresses or self.world == 1:
+            return
+        names = {self.parameter_of(member): name for member, name in self.names.items()}
+        trained = [p for p in names if p.requires_grad and (compressed is None or p in compressed)]
+        idle = [names[p] for p in trained if p not in updated]
+        if idle:
+            self._say(
+                f"lightning_topk: {len(idle)} of {len(trained)} trained parameters ({idle[0]!r} for one) are in no "
+                "optimizer. Unless their gradients are zeroed elsewhere, they grow in every step and take the place of "
+                "others in the payloads. Freeze these parameters with requires_grad_(False), or pass all optimizers."
+            )
 
     # -------------------------------------------------------------------------------- between two backward passes
 

@@ -154,7 +154,7 @@ class Reporting:
                     report.energy[side] += stats.error.cpu()
             if up.selected is not None:
                 report.selected += int(up.selected) + done.uncompressed
-            if up.per_layer is not None:
+            if up.per_layer is not None and self.names:
                 for parameter, measured in zip(done.job.bucket, up.per_layer.cpu().T, strict=True):
                     name = self.names[parameter]
                     report.layers[name] = report.layers.get(name, 0) + measured

@@ -119,9 +119,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def absent(reason: str) -> dict[str, Any]:
-    """Returns an entry without residuals that states the reason."""
-    return {"version": VERSION, "mode": "none", "reason": reason}
+def absent(reason: str, steps: int = 0) -> dict[str, Any]:
+    """Returns an entry without residuals that states the reason, with the number of exchanged steps."""
+    return {"version": VERSION, "mode": "none", "reason": reason, "steps": steps}
 
 
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:

@@ -66,15 +66,19 @@ class Optimizers:
         """The scalar by which the loss is multiplied; None without a GradScaler."""
         return None if self._scaler is None else self._scaler._scale
 
-    def sync(self, compressed: Collection[Tensor] | None) -> None:
-        """Checks the optimizers. If they are new, adapts their momentum and watches the scaler's steps."""
+    def sync(self, compressed: Collection[Tensor] | None) -> set[Tensor]:
+        """Checks the optimizers. If they are new, adapts their momentum and watches the scaler's steps.
+
+        Returns:
+            The parameters that they update if they are new, else none.
+        """
         now = self._now()
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._in_use
         same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
         if same and parameters == self._parameters:
-            return
+            return set()
         self.release()
         if self._config.adapts_momentum:
             for message in adapt_momentum(now, self, compressed):
@@ -84,6 +88,7 @@ class Optimizers:
         torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
         self._watched = [_Watched(each, self._first_that_learns(each, compressed), self) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
+        return {p for each in now for group in each.param_groups for p in group["params"]}
 
     def begin_pass(self, sums: bool) -> None:
         """Begins a backward pass.
