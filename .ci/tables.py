@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_topk.lab.bench import race, wire
 from lightning_topk.lab.papers import at_size, saving_curves
-from lightning_topk.lab.report import Row, draw, in_words, markdown
+from lightning_topk.lab.report import Row, draw, in_words, markdown, standard_error
 from lightning_topk.lab.training import Runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,10 +99,11 @@ def momentum() -> str:
     return page(rows)
 
 
-def behind(gap: float, unit: str = "") -> str:
-    """A gap to dense training in words; in bold if it is above 1."""
-    words = f"{abs(gap):.2f}{unit} {'behind' if gap > 0 else 'ahead'}"
-    return f"**{words}**" if gap > 1 else words
+def behind(gaps: Sequence[float], unit: str = "") -> str:
+    """Mean gap to dense training in words, with its standard error; in bold if it is above 1."""
+    error = f" ± {standard_error(gaps):.2f}" if len(gaps) > 1 else ""
+    words = f"{abs(mean(gaps)):.2f}{error}{unit} {'behind' if mean(gaps) > 0 else 'ahead'}"
+    return f"**{words}**" if mean(gaps) > 1 else words
 
 
 LARGE = (
@@ -138,10 +139,10 @@ def result(title: str, dense: dict[int, float], ours: dict[int, float], text: bo
         return {}
     ends = [*zip(*both, strict=True)]
     style, unit = (".3f", "") if text else (".2f", " %")
-    gap = 100 * (mean(ends[1]) / mean(ends[0]) - 1) if text else mean(ends[0]) - mean(ends[1])
+    gaps = [100 * (now / before - 1) if text else before - now for before, now in both]
     row = {"model": title}
     row |= {head: in_words(values, style, unit) for head, values in zip(("dense", "compressed"), ends, strict=True)}
-    return row | {"difference": behind(gap, " %" * text)}
+    return row | {"difference": behind(gaps, " %" * text)}
 
 
 def large() -> str:
