@@ -123,7 +123,7 @@ def test_a_run_resumes_with_its_residuals_from_a_folder_or_a_file(rank, world, t
     assert trainer.global_step == 6
     assert torch.equal(seen["weights"], expected)
     assert not torch.equal(last, expected)
-    assert seen["steps"] == 4 * keeps
+    assert seen["steps"] == 4, "also without residuals"
     for name, parts in kept.items():
         found = seen["parameters"].get(name, {}).get("residual", torch.zeros(()))
         torch.testing.assert_close(found + 0 * parts["residual"], parts["residual"] * keeps, atol=1e-6, rtol=1e-5)
