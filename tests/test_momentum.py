@@ -176,6 +176,17 @@ def test_one_pass_on_the_cpu_equals_the_optimizers_own_step(kind, options, monke
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_a_compiled_step_is_the_adapted_step(kind):
+    found = []
+    for compiled in (False, True):
+        optimizer, parameter = adapted(kind)
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        found.append(stepped(optimizer, parameter, delivered()))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize(("kind", "options"), [KINDS[0], KINDS[-1]], ids=str)
 def test_steps_in_threads_have_the_same_bits(kind, options, monkeypatch):
     def trained() -> torch.Tensor:

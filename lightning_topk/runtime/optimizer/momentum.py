@@ -35,6 +35,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from lightning_topk.core import ops
@@ -86,6 +87,7 @@ class AdaptedMomentum:
             if optimizer in cls._known:
                 cls._known[optimizer].requests.pop(requester, None)
 
+    @_disable_dynamo  # for torch.compile(optimizer.step); torch.compiler.disable imports dynamo at once
     @torch.no_grad()
     def _adapt(self, optimizer: Optimizer) -> None:
         """Prepares a step, once gradients are ready and before parameters change."""
