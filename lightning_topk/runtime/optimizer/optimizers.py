@@ -67,7 +67,7 @@ class Optimizers:
         return None if self._scaler is None else self._scaler._scale
 
     def sync(self, compressed: Collection[Tensor] | None) -> set[Tensor]:
-        """Checks the optimizers; adapts the momentum and watches the steps of new ones, and returns their parameters."""
+        """Checks the optimizers; adapts momentum and watches the steps of new ones, and returns their parameters."""
         now = self._now()
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
