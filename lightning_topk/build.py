@@ -202,7 +202,8 @@ def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKCon
         return config
     rest = numel / saving - uncompressed
     if rest <= 0:
-        remedy = "topology='dense'" if uncompressed == numel else f"saving= below {numel / uncompressed:.3g}"
+        most = numel / uncompressed
+        remedy = f"saving= below {most:.3g}" if most > 1.01 else "topology='dense'"
         raise ValueError(
             f"dense_parameters are {uncompressed / numel:.2%} of the gradient, so it cannot be sent in 1 / "
             f"{saving:g} of the bytes. Pass {remedy}, or fewer dense_parameters."

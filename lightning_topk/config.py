@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, Literal, cast
 
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, TypeGuard
 
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import SELECTORS, Selector
@@ -148,7 +148,7 @@ class TopKConfig:
         """The settings as strings and numbers that processes can compare: functions and schedules as sample values."""
         found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("ratio", "server_ratio"):
-            if callable(found[name]) or isinstance(found[name], Schedule):
+            if varies(found[name]):
                 found[name] = [value_or_error(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]
         if isinstance(self.selector, Selector):
             plain = {key: value for key, value in vars(self.selector).items() if isinstance(value, int | float | str)}
@@ -221,6 +221,11 @@ def _check_combinations(config: TopKConfig) -> None:
             f"error_feedback={config.error_feedback!r} keeps none. "
             "Pass error_feedback=True, or momentum=0 and use the optimizer's own."
         )
+
+
+def varies(ratio: Ratio | None) -> TypeGuard[Ratio]:
+    """Whether a ratio is a function or a schedule, not a number."""
+    return callable(ratio) or isinstance(ratio, Schedule)
 
 
 def value_or_error(ratio: Ratio, step: int) -> float | str:

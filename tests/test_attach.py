@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import pickle
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -140,7 +141,7 @@ class Third(Schedule):
 
 
 @on_ranks(2)
-def test_schedules_of_ones_own_and_functions_that_fail_later_are_the_same_on_all_ranks(rank, world):
+def test_own_schedules_and_functions_that_fail_later_agree_across_ranks(rank, world):
     """Errors that differ between ranks, such as by an address, are no difference either."""
 
     class Local(ExponentialWarmup):
@@ -187,8 +188,16 @@ def test_a_trained_parameter_that_is_in_no_optimizer_is_named_once(rank, world):
 def test_functions_of_the_step_are_refused_before_they_differ_between_ranks(rank, world):
     """Each is checked some steps ahead, in a resumed run too; payloads of different sizes abort gloo."""
     said = []
-    for differs, start in ((3, 0), (6, 0), (103, 100)):
-        model, state = attached(four_layers(), ratio=lambda step, at=differs: 0.2 if (step, rank) == (at, 1) else 0.1)
+
+    class Uneven(Schedule):
+        def at(self, step: int, epoch: int) -> float:
+            return 0.2 if (step, rank) == (3, 1) else 0.1
+
+    def uneven(differs: int) -> Callable[[int], float]:
+        return lambda step: 0.2 if (step, rank) == (differs, 1) else 0.1
+
+    for ratio, start in ((Uneven(), 0), (uneven(6), 0), (uneven(103), 100)):
+        model, state = attached(four_layers(), ratio=ratio)
         state.residuals.steps = start
         with mock.patch.object(agreement, "AHEAD", 5):
             found = ((step, refusal(loss_of(model, rank, step).backward)) for step in range(7))

@@ -284,8 +284,9 @@ def test_a_single_rank_has_the_ratio_of_two_ranks():
 def test_uncompressed_parameters_count_towards_the_saving():
     config = TopKConfig(saving=50, dense_parameters="*.bias")
     assert saved(config, [(991_000, 9_000), 500_000], 4, uncompressed=[[1], []]) == pytest.approx(50, rel=TOLERANCE)
-    with pytest.raises(ValueError, match=r"of the bytes\. Pass topology='dense', or fewer"):
-        for_compressed(TopKConfig(), 100, 100)
+    for dense in (10_000, 9_999):  # saving=1 saves nothing
+        with pytest.raises(ValueError, match=r"of the bytes\. Pass topology='dense', or fewer"):
+            for_compressed(config, 10_000, dense)
     with pytest.raises(ValueError, match=r"dense_parameters are 3\.00% of the gradient.*saving= below 33\.3"):
         for_compressed(config, 1000, 30)
     assert for_compressed(config, 1000, 0) is config

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.config import TopKConfig, value_or_error
+from lightning_topk.config import TopKConfig, value_or_error, varies
 from lightning_topk.core.requests import Among
 
 DESCRIPTION = "lightning_topk"
@@ -268,18 +268,18 @@ def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> in
 
 
 def compare_functions(config: TopKConfig, step: int, group: dist.ProcessGroup) -> range:
-    """Compares functions of the step across ranks; payloads of different sizes would hang or abort the run.
+    """Compares functions of the step and schedules across ranks; payloads of different sizes would hang the run.
 
-    A collective, if there are such functions.
+    A collective, if there are any.
     """
     steps, given = range(step, step + AHEAD), {"ratio": config.ratio, "server_ratio": config.server_ratio}
-    mine = {name: [value_or_error(ratio, s) for s in steps] for name, ratio in given.items() if callable(ratio)}
+    mine = {name: [value_or_error(ratio, s) for s in steps] for name, ratio in given.items() if varies(ratio)}
     for rank, row in enumerate(everyones := gathered(mine, group) if mine else []):
         for name, values in row.items():
             for at, first, other in zip(steps, everyones[0][name], values, strict=True):
                 if first != other:
                     raise ValueError(
                         f"the ranks differ: {name} at step {at} is {first} on rank 0 and {other} on rank {rank}. Pass "
-                        "a function of the step alone, the same on every rank."
+                        "a function of the step alone, or a schedule, the same on every rank."
                     )
     return steps

@@ -156,7 +156,10 @@ class HookState(Reporting):
         self._optimizers.end_pass()
 
     def sync_optimizers(self) -> None:
-        """Checks the optimizers, and adapts momentum if so set; called at the start of every backward pass."""
+        """Checks the optimizers and adapts momentum if so set, at the start of every backward pass.
+
+        Names trained parameters that are in no optimizer.
+        """
         given = self.buckets.compressed
         compressed = None if given is None else {self.parameter_of(member) for member in given}
         updated = self._optimizers.sync(compressed)
