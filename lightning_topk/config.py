@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeGuard, cast
 
-from typing_extensions import TypedDict, TypeGuard
+from typing_extensions import TypedDict
 
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import SELECTORS, Selector
