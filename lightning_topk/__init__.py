@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from lightning_topk._version import __version__
 
 if TYPE_CHECKING:
-    from lightning_topk.attaching import attach
+    from lightning_topk.adapters.attach import attach
     from lightning_topk.config import TopKConfig
-    from lightning_topk.ddp import TopKState, topk_hook
-    from lightning_topk.lightning.callback import CompressionMonitor
-    from lightning_topk.lightning.model_parallel import TopKModelParallelStrategy
-    from lightning_topk.lightning.strategy import TopKStrategy
+    from lightning_topk.adapters.ddp import TopKState, topk_hook
+    from lightning_topk.adapters.lightning.callback import CompressionMonitor
+    from lightning_topk.adapters.lightning.model_parallel import TopKModelParallelStrategy
+    from lightning_topk.adapters.lightning.strategy import TopKStrategy
     from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
     from lightning_topk.systems import presets
 
@@ -42,16 +42,16 @@ __all__ = [
 
 _MODULES = ("fabric", "metrics", "select")
 _HOMES = {
-    "CompressionMonitor": "lightning.callback",
+    "CompressionMonitor": "adapters.lightning.callback",
     "CosineWarmup": "schedule",
     "ExponentialWarmup": "schedule",
     "TopKConfig": "config",
-    "TopKState": "ddp",
-    "TopKModelParallelStrategy": "lightning.model_parallel",
-    "TopKStrategy": "lightning.strategy",
-    "attach": "attaching",
+    "TopKState": "adapters.ddp",
+    "TopKModelParallelStrategy": "adapters.lightning.model_parallel",
+    "TopKStrategy": "adapters.lightning.strategy",
+    "attach": "adapters.attach",
     "presets": "systems",
-    "topk_hook": "ddp",
+    "topk_hook": "adapters.ddp",
 }
 """Module of each public name, imported on first access: importing Lightning takes seconds."""
 
@@ -72,4 +72,4 @@ def __dir__() -> list[str]:
 # Registers the name for Trainer(strategy="topk"), but only if Lightning was imported before: importing it takes
 # seconds, which users of plain DDP should not pay.
 if {"lightning.pytorch.strategies", "pytorch_lightning.strategies"} & set(sys.modules):
-    importlib.import_module("lightning_topk.lightning")
+    importlib.import_module("lightning_topk.adapters.lightning")

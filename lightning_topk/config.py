@@ -1,6 +1,6 @@
 """The settings, and checks of their values and combinations.
 
-:mod:`lightning_topk.build` resolves them for one bucket.
+:mod:`lightning_topk.bucket` resolves them for one bucket.
 """
 
 from __future__ import annotations

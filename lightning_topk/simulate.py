@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_topk.build import for_compressed, plan_bucket
+from lightning_topk.bucket import for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.exchange import exchange

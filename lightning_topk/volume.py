@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from lightning_topk.build import BucketPlan, for_compressed, plan_bucket
+from lightning_topk.bucket import BucketPlan, for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.requests import AllReduce, placeholder
 

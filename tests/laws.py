@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_topk.build import plan_bucket
+from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Codecs, Exchange, Outcome
 from lightning_topk.core.ops import reference

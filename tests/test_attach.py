@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
 from lightning_topk import TopKConfig
-from lightning_topk.checks import check_parameters, check_same_model
+from lightning_topk.adapters.checks import check_parameters, check_same_model
 from lightning_topk.core import ops
-from lightning_topk.ddp import TopKState
+from lightning_topk.adapters.ddp import TopKState
 from lightning_topk.runtime import groups as agreement
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.schedule import ExponentialWarmup, Schedule

@@ -26,9 +26,9 @@ from torch.nn.utils import prune
 from trainers import fit
 
 from lightning_topk import TopKStrategy
-from lightning_topk.lightning import _resume
-from lightning_topk.lightning._resume import entry_to_resume
-from lightning_topk.runtime.memory.checkpoint import EMPTY, KEY, absent
+from lightning_topk.adapters.lightning import _resume
+from lightning_topk.adapters.lightning._resume import entry_to_resume
+from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
 
 
 class MixedNet(nn.Module):

@@ -15,7 +15,7 @@ from laws import codecs_of
 from torch import nn
 
 from lightning_topk import TopKModelParallelStrategy, TopKStrategy
-from lightning_topk.build import TOLERANCE, for_compressed, plan_bucket
+from lightning_topk.bucket import TOLERANCE, for_compressed, plan_bucket
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.layout import Layout

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from trainers import InThisProcess
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.lightning.fabric import TopKStrategy
+from lightning_topk.adapters.lightning.fabric import TopKStrategy
 
 
 def fabric_of(rank: int, world: int, scaled: bool = False, **settings: Any) -> Fabric:

@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_topk.build import plan_bucket
+from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
 from lightning_topk.core.link import NOTHING, FusedLink, Link, Measure, aggregate, deliver
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.systems import presets
 
 CUDA = torch.device("cuda", 0)

@@ -20,7 +20,7 @@ from groups import Group, on_ranks, torchrun
 from ranks import attached, every_rank, four_layers, gradient, loss_of, refusal
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.ddp import TopKState
+from lightning_topk.adapters.ddp import TopKState
 from lightning_topk.lab import hosts
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups as process_groups
@@ -167,7 +167,7 @@ def test_after_a_kill_torchrun_restarts_and_nothing_is_lost(tmp_path):
 
 FABRIC = """
 import os, sys, torch, lightning as L
-from lightning_topk.lightning.fabric import TopKStrategy
+from lightning_topk.adapters.lightning.fabric import TopKStrategy
 
 if __name__ == "__main__":
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=TopKStrategy(ratio=0.1))

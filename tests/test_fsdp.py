@@ -610,7 +610,7 @@ def test_residuals_of_shards_resume_on_other_nodes_and_with_layers_frozen(groups
 @on_ranks(4)
 def test_a_consolidated_checkpoint_resumes_with_zero_residuals(rank, world, tmp_path):
     """Lightning consolidates a distributed checkpoint into one file, without the residuals' folder."""
-    from lightning_topk.lightning._nodes import IN_SHARDS, resume, save_shards
+    from lightning_topk.adapters.lightning._nodes import IN_SHARDS, resume, save_shards
 
     _, state, _ = trained(rank, 2)
     save_shards(state, tmp_path)

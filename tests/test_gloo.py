@@ -20,12 +20,12 @@ from ranks import attach, attached, every_rank, gradient, local_gradient, loss_o
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import build
+from lightning_topk import bucket as build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.ddp import TopKState, topk_hook, tree_broadcast_sends
+from lightning_topk.adapters.ddp import TopKState, topk_hook, tree_broadcast_sends
 from lightning_topk.runtime.collectives import Meter, dense_cost, drive, finish
-from lightning_topk.runtime.exchanger import Job
+from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume

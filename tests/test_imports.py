@@ -126,7 +126,7 @@ def test_packages_are_imported_only_in_the_wings_that_need_them():
 HOOK = """
 from lightning_topk import topk_hook, TopKState, attach, TopKConfig
 import lightning_topk.simulate
-assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib", "lightning_topk.fsdp"} & set(sys.modules)
+assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib", "lightning_topk.adapters.fsdp"} & set(sys.modules)
 """
 REGISTERED = """
 from lightning.pytorch.strategies import StrategyRegistry

@@ -8,7 +8,7 @@ import pytest
 import torch
 from laws import residual_and_gradient
 
-from lightning_topk.build import plan_bucket
+from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout

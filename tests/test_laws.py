@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_turn, routes, simulate, wires
 from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, deal
 
-from lightning_topk import build
+from lightning_topk import bucket as build
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import NodeShards

@@ -24,9 +24,9 @@ from torchmetrics import MetricCollection
 from trainers import ELEMENTS, Gan, Module, Normed, fit
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
-from lightning_topk.lightning import callback
-from lightning_topk.lightning.callback import BUFFERS, DEFAULT
-from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.adapters.lightning import callback
+from lightning_topk.adapters.lightning.callback import BUFFERS, DEFAULT
+from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.volume import format_bytes, volume
 
 ROOT = Path(__file__).parent.parent

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
 
 from lightning_topk import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.runtime.optimizer import momentum
-from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.runtime import momentum
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 
 SIZE, STEPS = 64, 40
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_topk import build
-from lightning_topk.build import plan_bucket
+from lightning_topk import bucket as build
+from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.exchange import exchange
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.memory.checkpoint import still_to_deliver
-from lightning_topk.runtime.memory.skipped_steps import Sent, StepOutcome
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.checkpoint import still_to_deliver
+from lightning_topk.runtime.skipped_steps import Sent, StepOutcome
 from lightning_topk.simulate import Cluster
 
 NUMELS = (700, 1, 300, 64)

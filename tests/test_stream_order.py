@@ -18,10 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_topk import ddp
+from lightning_topk.adapters import ddp
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.fsdp import hook
+from lightning_topk.adapters.fsdp import hook
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups, lanes
 from lightning_topk.runtime.groups import Groups

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_topk.build import TOLERANCE, BucketPlan, for_compressed, plan_bucket
+from lightning_topk.bucket import TOLERANCE, BucketPlan, for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.exchanger import Bucket
+from lightning_topk.runtime.jobs import Bucket
 from lightning_topk.schedule import ratio_at
 from lightning_topk.volume import Volume, bucket_volume
 

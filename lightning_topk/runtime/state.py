@@ -1,6 +1,6 @@
 """The exchange of one model during its backward passes, for any wrapper.
 
-A wrapper's adapter (:mod:`lightning_topk.ddp`) reports the start of a backward pass and passes on gradients; this
+A wrapper's adapter (:mod:`lightning_topk.adapters.ddp`) reports the start of a backward pass and passes on gradients; this
 module turns them into jobs, queues them on the lane, and collects their results between two passes.
 """
 
@@ -20,13 +20,13 @@ from lightning_topk.config import Settings, TopKConfig, check_count, one_config
 from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime.collectives import dense_cost
-from lightning_topk.runtime.exchanger import Bucket, Job, JobRunner
+from lightning_topk.runtime.jobs import Bucket, Job, JobRunner
 from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
 from lightning_topk.runtime.lanes import Lane, StreamLane, ThreadLane
-from lightning_topk.runtime.memory import checkpoint
-from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime import checkpoint
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings
-from lightning_topk.runtime.optimizer.optimizers import Optimizers
+from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.telemetry import PROBE_BYTES, Reporting
 from lightning_topk.schedule import Schedule
 
@@ -200,7 +200,7 @@ class HookState(Reporting):
         """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.
 
         Returns:
-            On rank 0, numbers, strings and CPU tensors, see :mod:`lightning_topk.runtime.memory.checkpoint`. On other
+            On rank 0, numbers, strings and CPU tensors, see :mod:`lightning_topk.runtime.checkpoint`. On other
             ranks the same without tensors.
 
         Raises:

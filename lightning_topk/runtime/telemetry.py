@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.buckets import BucketSettings
 from lightning_topk.runtime.collectives import Meter
-from lightning_topk.runtime.exchanger import JobResult, Timed
-from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.jobs import JobResult, Timed
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.volume import Volume
 

@@ -140,7 +140,7 @@ def sgd_step_(
     nesterov: bool,
     maximize: bool,
 ) -> bool:
-    """Takes a step of ``torch.optim.SGD`` with the rule of :mod:`lightning_topk.runtime.optimizer.momentum`.
+    """Takes a step of ``torch.optim.SGD`` with the rule of :mod:`lightning_topk.runtime.momentum`.
 
     Args:
         x: The parameter, of any shape, float32; updated.
@@ -180,7 +180,7 @@ def adam_step_(
     decay: float,
     maximize: bool,
 ) -> bool:
-    """Takes a step of ``torch.optim.Adam`` or ``AdamW``; :mod:`lightning_topk.runtime.optimizer.momentum` has the rule.
+    """Takes a step of ``torch.optim.Adam`` or ``AdamW``; :mod:`lightning_topk.runtime.momentum` has the rule.
 
     Arguments and result as in :func:`sgd_step_`, except:
 

@@ -338,7 +338,7 @@ def catch_up_(
     skipped: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.optimizer.momentum`.
+    """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.momentum`.
 
     Args:
         buffer: An optimizer's momentum buffer, of any shape, b. Where the gradient is not zero it becomes m^d v, with

@@ -1,6 +1,6 @@
 """Steps of SGD and Adam with adapted momentum on a CPU, each one pass over memory, compiled by numba.
 
-:mod:`lightning_topk.runtime.optimizer.momentum` has the rule. Most entries are not delivered. A step first scans a tile
+:mod:`lightning_topk.runtime.momentum` has the rule. Most entries are not delivered. A step first scans a tile
 for delivered entries and computes their momentum buffers and new values one by one; the work for every entry (counting
 the steps that it waits, weight decay, Adam's second moment) runs over the whole tile, vectorised. All arrays are flat
 float32, except ``waited``, uint8: the steps that each entry has waited since its last delivery, at most 254.

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.exchanger import Bucket
-from lightning_topk.runtime.memory.by_parameter import Residuals
+from lightning_topk.runtime.jobs import Bucket
+from lightning_topk.runtime.residuals import Residuals
 
 _PROXIES: WeakKeyDictionary[Residuals, dict[str, Tensor]] = WeakKeyDictionary()
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.memory.by_parameter import Form, Residuals
+from lightning_topk.runtime.residuals import Form, Residuals
 
 KEY = "lightning_topk"
 """The entry's key in a checkpoint."""
@@ -33,7 +33,7 @@ VERSION = 1
 EMPTY: dict[str, Any] = {"version": VERSION, "mode": "mean", "world_size": 1, "steps": 0, "parameters": {}}
 """The entry of a run before its first step."""
 SHARDED = "sharded"
-"""The mode of an entry whose residuals are in a folder beside it (:mod:`lightning_topk.fsdp.checkpoint`)."""
+"""The mode of an entry whose residuals are in a folder beside it (:mod:`lightning_topk.adapters.fsdp.checkpoint`)."""
 ELSEWHERE = "on rank 0"
 """The mode of an entry from a rank other than 0, which has no residuals."""
 SETTINGS = ("ratio", "saving", "wire", "topology", "error_feedback")

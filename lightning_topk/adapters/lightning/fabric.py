@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topk.checks import check_ddp_options, check_same_model
+from lightning_topk.adapters.checks import check_ddp_options, check_same_model
 from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
-from lightning_topk.ddp import TopKState, attach, own_memory_
-from lightning_topk.lightning._rendezvous import connect_after_restart
+from lightning_topk.adapters.ddp import TopKState, attach, own_memory_
+from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.runtime.groups import gathered
-from lightning_topk.runtime.optimizer.optimizers import check_momentum
+from lightning_topk.runtime.optimizers import check_momentum
 
 
 class TopKStrategy(DDPStrategy):

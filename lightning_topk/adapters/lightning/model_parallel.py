@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack, override
 
 from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
-from lightning_topk.fsdp.hook import ShardState, attach, check_shardable
-from lightning_topk.lightning._compat import (
+from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
+from lightning_topk.adapters.lightning._compat import (
     ModelParallelStrategy,
     TrainerFn,
     rank_zero_info,
 )
-from lightning_topk.lightning._nodes import (
+from lightning_topk.adapters.lightning._nodes import (
     IN_SHARDS,
     Size,
     check_size,
@@ -29,10 +29,10 @@ from lightning_topk.lightning._nodes import (
     save_shards,
     unsynchronised,
 )
-from lightning_topk.lightning._rendezvous import connect_after_restart
-from lightning_topk.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.memory.checkpoint import KEY, absent
+from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.checkpoint import KEY, absent
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH

@@ -10,22 +10,22 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topk.checks import check_ddp_options, check_same_model
+from lightning_topk.adapters.checks import check_ddp_options, check_same_model
 from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
-from lightning_topk.ddp import TopKState, attach, own_memory_
-from lightning_topk.lightning._compat import (
+from lightning_topk.adapters.ddp import TopKState, attach, own_memory_
+from lightning_topk.adapters.lightning._compat import (
     DDPStrategy,
     StrategyRegistry,
     TrainerFn,
     rank_zero_info,
 )
-from lightning_topk.lightning._rendezvous import connect_after_restart
-from lightning_topk.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.memory.checkpoint import KEY, absent, collect
+from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.checkpoint import KEY, absent, collect
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class TopKStrategy(DDPStrategy):
             compression, which is reset for an entry that is sent. The optimizer's own must then be 0.
         adapt_momentum: Whether torch's SGD, Adam, AdamW and NAdam move an entry of the parameters only in steps that
             deliver its gradient, and then for all the steps that it waited; see
-            :mod:`lightning_topk.runtime.optimizer.momentum`. False leaves optimizers unchanged, as does ``momentum``.
+            :mod:`lightning_topk.runtime.momentum`. False leaves optimizers unchanged, as does ``momentum``.
         clip_norm: Norm to which W workers together clip a bucket's gradient, before
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
         saving: Factor by which to send fewer bytes than a ring all-reduce in every step, 1 or more, instead of
@@ -285,7 +285,7 @@ def _check_strategy_options(options: dict[str, Any]) -> None:
 
 def _model_parallel(**settings: Any) -> Any:
     """Creates the strategy for sharded models. Its module needs all of Lightning, which may still be importing here."""
-    from lightning_topk.lightning.model_parallel import TopKModelParallelStrategy
+    from lightning_topk.adapters.lightning.model_parallel import TopKModelParallelStrategy
 
     return TopKModelParallelStrategy(**settings)
 

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.build import BucketPlan
+from lightning_topk.bucket import BucketPlan
 from lightning_topk.core.endpoint import Outcome
 from lightning_topk.core.exchange import exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.runtime.collectives import Meter, Steps, drive
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.memory.skipped_steps import Sent, StepOutcome
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.skipped_steps import Sent, StepOutcome
 
 Bucket = tuple[Tensor, ...]
 """The parameters whose gradients are exchanged together, in order."""

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from lightning_topk.config import TopKConfig
 from lightning_topk.lab.data import Data, digits, documentation, image_folder, source_code
 from lightning_topk.lab.models import LARGE, MODELS, TEXT
-from lightning_topk.runtime.optimizer.momentum import adapt_momentum
+from lightning_topk.runtime.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
 
 K = TypeVar("K", bound=Hashable)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_topk.build import plan_bucket
+from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.link import aggregate, deliver
 from lightning_topk.lab import hosts
 from lightning_topk.lab.report import Result
-from lightning_topk.runtime.optimizer.momentum import adapt_momentum
+from lightning_topk.runtime.momentum import adapt_momentum
 
 WORLD = 4
 A_THOUSANDTH = TopKConfig(ratio=0.001, wire="bf16")

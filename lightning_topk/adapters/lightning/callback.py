@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topk.config import check_bool
-from lightning_topk.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
-from lightning_topk.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.adapters.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
+from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.attaching import attach
+from lightning_topk.adapters.attach import attach
 from lightning_topk.config import SAVING, TopKConfig, check_name
 from lightning_topk.core.layout import k_of
 from lightning_topk.runtime.collectives import all_gather

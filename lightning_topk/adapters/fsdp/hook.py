@@ -35,16 +35,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topk.checks import check_parameters, check_same_model
+from lightning_topk.adapters.checks import check_parameters, check_same_model
 from lightning_topk.config import TopKConfig
-from lightning_topk.fsdp import checkpoint as sharded_checkpoint
-from lightning_topk.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
+from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
+from lightning_topk.adapters.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.collectives import tree_broadcast_sends
-from lightning_topk.runtime.exchanger import Bucket
+from lightning_topk.runtime.jobs import Bucket
 from lightning_topk.runtime.groups import check_agreement, device_of
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.optimizer.optimizers import GetOptimizers, getter
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
 # ------------------------------------------------------------------------------------------------ the state
@@ -195,7 +195,7 @@ class ShardState(HookState):
         """Returns residuals for ``torch.distributed.checkpoint``. Every rank must call it between two backward passes.
 
         Returns:
-            On every rank, the entry that :mod:`lightning_topk.fsdp.checkpoint` describes.
+            On every rank, the entry that :mod:`lightning_topk.adapters.fsdp.checkpoint` describes.
         """
         return sharded_checkpoint.collect(self.residuals, self._param_groups, self._given, self._replicas)
 

@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_topk.checks import check_ddp_options, check_parameters
+from lightning_topk.adapters.checks import check_ddp_options, check_parameters
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.buckets import names_of
 from lightning_topk.runtime.collectives import tree_broadcast_sends
-from lightning_topk.runtime.exchanger import Bucket
+from lightning_topk.runtime.jobs import Bucket
 from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.messages import LOGGER
-from lightning_topk.runtime.optimizer.optimizers import GetOptimizers, getter
+from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_topk.build import BucketPlan
+from lightning_topk.bucket import BucketPlan
 from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.memory import Leftover, Memory
 from lightning_topk.core.ops import reference
-from lightning_topk.runtime.memory.skipped_steps import OpenSteps, Sent, StepOutcome
+from lightning_topk.runtime.skipped_steps import OpenSteps, Sent, StepOutcome
 
 Memories = dict[Tensor, dict[str, Tensor]]
 """Tensors by parameter and name: ``residual``, and ``velocity`` with momentum on the workers."""

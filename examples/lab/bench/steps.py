@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from typing_extensions import override
 
-from lightning_topk.ddp import TopKState
+from lightning_topk.adapters.ddp import TopKState
 from lightning_topk.lab import hosts as emulated
 from lightning_topk.lab.bench.peers import PEERS, Register, bucket_cap, prepared
 from lightning_topk.lab.models import torchvision_model

@@ -12,17 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_topk import ddp
+from lightning_topk.adapters import ddp
 from lightning_topk.config import Settings, TopKConfig, one_config
-from lightning_topk.ddp import TopKState
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.memory.checkpoint import EMPTY
+from lightning_topk.adapters.ddp import TopKState
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.checkpoint import EMPTY
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings
-from lightning_topk.runtime.optimizer.optimizers import GetOptimizers
+from lightning_topk.runtime.optimizers import GetOptimizers
 from lightning_topk.runtime.telemetry import Reporting
 
 if TYPE_CHECKING:
-    from lightning_topk.fsdp.hook import ShardState
+    from lightning_topk.adapters.fsdp.hook import ShardState
 
 
 def attach(
@@ -79,7 +79,7 @@ def attach(
     config = one_config(attach, config, settings)
     given = {"timeout": timeout, "residuals": residuals, "epoch": epoch, "scaler": scaler, "announce": announce}
     if _is_sharded(model):
-        from lightning_topk.fsdp import hook as fsdp  # FSDP2 is slow to import; a sharded model has imported it already
+        from lightning_topk.adapters.fsdp import hook as fsdp  # FSDP2 is slow to import; a sharded model has imported it already
 
         if local_world_size is not None:
             raise ValueError(

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.memory.skipped_steps import ScalerSteps, StepOutcome
-from lightning_topk.runtime.optimizer.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.runtime.skipped_steps import ScalerSteps, StepOutcome
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Returns the optimizers, which may be created later or replaced."""

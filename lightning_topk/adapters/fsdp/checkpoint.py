@@ -4,7 +4,7 @@
 is saved as DTensors that are sharded like the parameters::
 
     residual  {parameter: DTensor}    the gradient not yet delivered; with momentum, ``velocity`` too
-    about     the rest of an entry of :mod:`lightning_topk.runtime.memory.checkpoint`, as JSON
+    about     the rest of an entry of :mod:`lightning_topk.runtime.checkpoint`, as JSON
 
 Joined, they are an entry of that module in one file, from which an unsharded model can resume, and vice versa.
 """
@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.fsdp.param_groups import ParamGroup
-from lightning_topk.runtime.memory.by_parameter import Residuals
-from lightning_topk.runtime.memory.checkpoint import (
+from lightning_topk.adapters.fsdp.param_groups import ParamGroup
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.checkpoint import (
     memory_names,
     still_to_deliver,
     unusable_if_it_fails,
@@ -68,7 +68,7 @@ def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
     """Joins an entry of sharded residuals. A collective of the node.
 
     Returns:
-        On rank 0, an entry of :mod:`lightning_topk.runtime.memory.checkpoint`; elsewhere the same without tensors.
+        On rank 0, an entry of :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same without tensors.
     """
     parameters: dict[str, Any] = {}
     for name in sharded["residual"]:

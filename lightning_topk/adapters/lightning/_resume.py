@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_topk.lightning._compat import TrainerStatus, rank_zero_info
-from lightning_topk.runtime.memory.checkpoint import EMPTY, absent
+from lightning_topk.adapters.lightning._compat import TrainerStatus, rank_zero_info
+from lightning_topk.runtime.checkpoint import EMPTY, absent
 
 INTERRUPTED = "it was saved while an exception or a signal was handled, when collectives could hang"
 """Why a checkpoint that not all ranks may save has no residuals."""

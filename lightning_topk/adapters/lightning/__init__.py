@@ -4,4 +4,4 @@ May import: ``ddp`` and everything below it, ``lightning`` or ``pytorch_lightnin
 imports these. Importing any of them registers the names for ``Trainer(strategy=...)``.
 """
 
-from lightning_topk.lightning import strategy as strategy
+from lightning_topk.adapters.lightning import strategy as strategy

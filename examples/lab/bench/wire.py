@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_topk.build import plan_bucket
+from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.lab.report import Result, Row

@@ -1,1 +1,0 @@
-"""The residuals that a rank keeps between steps, by parameter, in checkpoints and over skipped steps."""

@@ -1,1 +1,0 @@
-"""Adapts the momentum of the user's optimizers, and watches their steps."""
