@@ -5,9 +5,6 @@ A bucket of ``numel`` elements is cut into blocks of 256, and the blocks are dea
 server gets a sample of every layer. This balances the load well enough for every shard to send the same number of
 entries, and all sizes on the wire follow from integers known in advance.
 
-A large bucket is exchanged in *pieces*: one is compressed while another is in flight. Runs of 32 kB are dealt to the
-pieces in turn, so that every piece samples every layer too, and is read from memory in long runs.
-
 With ``topology="hierarchical"`` the ranks of a node exchange gradients as one worker. Each rank then owns a *part* of
 the bucket: a slice of every parameter, the same whichever bucket the parameter is in.
 
@@ -17,15 +14,12 @@ This module holds integers only; the tensor operations are in :mod:`lightning_to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
-RUN = 1 << 13
-"""Approximate number of consecutive elements in one piece of a bucket. Shorter runs are slower; longer runs lose more
-where rows differ, as in an embedding whose words are sorted by frequency."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +29,10 @@ class Layout:
     Args:
         numel: Number of elements in the bucket, at least 1.
         shards: Number of servers, at least 1. With one shard, the bucket is not rearranged.
-        pieces: Number of pieces, at least 1.
-        piece: Index of the piece. Its shard s is the piece's portion of shard s of the bucket.
     """
 
     numel: int
     shards: int = 1
-    pieces: int = 1
-    piece: int = 0
 
     def __post_init__(self) -> None:
         if self.numel < 1 or self.shards < 1:
@@ -50,16 +40,10 @@ class Layout:
                 f"Layout(numel={self.numel}, shards={self.shards}): both must be at least 1. Leave out empty buckets."
             )
 
-    @property
-    def of_each_piece(self) -> list[Layout]:
-        """The layouts of all pieces, in order."""
-        return [replace(self, piece=piece) for piece in range(self.pieces)]
-
     @cached_property
     def block(self) -> int:
         """Number of elements in a block."""
-        whole = self.shards == self.pieces == 1
-        return self.numel if whole else min(BLOCK, math.ceil(self.numel / (self.shards * self.pieces)))
+        return self.numel if self.shards == 1 else min(BLOCK, math.ceil(self.numel / self.shards))
 
     @cached_property
     def rounds(self) -> int:
@@ -67,30 +51,22 @@ class Layout:
         return math.ceil(self.numel / (self.block * self.shards))
 
     @cached_property
-    def run(self) -> int:
-        """Number of consecutive rounds in one piece, few enough for eight runs per piece if rounds suffice."""
-        most = RUN // (self.block * self.shards)
-        return self.rounds if self.pieces == 1 else max(1, min(most, self.rounds // (8 * self.pieces)))
-
-    @cached_property
     def shard_size(self) -> int:
-        """Number of elements in the first shard of the first piece, the largest. The others are padded to this size."""
-        cycles, rest = divmod(self.rounds, self.run * self.pieces)
-        rounds, has_last = cycles * self.run + min(self.run, rest), self.pieces == 1 or 0 < rest <= self.run
+        """Number of elements in the first shard, the largest. The others are padded to this size."""
         last = min(self.block, self.numel - (self.rounds - 1) * self.block * self.shards)
-        return (rounds - 1) * self.block + last if has_last else rounds * self.block
+        return (self.rounds - 1) * self.block + last
 
     def k_per_shard(self, k: int) -> int:
         """Entries that each shard sends if the bucket sends ``k``: an equal share, rounded up.
 
         If ``k == numel``, it is ``shard_size``, so a ratio of 1 sends everything.
         """
-        return self.shard_size if k == self.numel else math.ceil(k / (self.shards * self.pieces))
+        return self.shard_size if k == self.numel else math.ceil(k / self.shards)
 
 
 @dataclass(frozen=True)
 class NodeShards:
-    """How a bucket is split among the ranks of a node: each parameter in equal pieces, the last one padded with zeros.
+    """How a bucket is split among the ranks of a node: each parameter in equal slices, the last one padded with zeros.
 
     Args:
         sizes: Number of elements of each parameter in the bucket.
@@ -101,14 +77,14 @@ class NodeShards:
     count: int = 1
 
     @cached_property
-    def pieces(self) -> tuple[int, ...]:
+    def slices(self) -> tuple[int, ...]:
         """Number of elements of each parameter in one part."""
         return tuple(math.ceil(size / self.count) for size in self.sizes)
 
     @cached_property
     def numel(self) -> int:
         """Number of elements in one part."""
-        return sum(self.pieces)
+        return sum(self.slices)
 
 
 class PayloadFormat(NamedTuple):
