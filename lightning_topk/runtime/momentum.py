@@ -18,7 +18,8 @@ whatever the D before and after it, and b is the velocity of the movement to com
 holds true velocities, and a run can continue from it with DDP.
 
 Method. The optimizer's own ``step()`` runs on a temporary momentum buffer that makes it do this; its own buffer is
-updated and restored afterwards. So all options of the optimizers keep working.
+updated and restored afterwards. So all options of the optimizers keep working. On a CPU, torch's fused Adam takes a
+third of the time of its default; it steps where the user left the choice to torch.
 
 Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
 2018) zeroes the workers' momentum where an entry is sent.
@@ -34,24 +35,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, NAdam, Optimizer
 
 from lightning_topk.core import ops
 
-BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
-"""Supported optimizers (AdamW shares Adam's ``step``) and the names of their momentum buffers."""
-_STEPS = {inspect.unwrap(kind.step): name for kind, name in BUFFERS.items()}
+_BUFFERS = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
+_STEPS = {inspect.unwrap(kind.step): name for kind, name in _BUFFERS.items()}
+"""Supported steps (AdamW shares Adam's) and the names of their momentum buffers."""
 
 
 class AdaptedMomentum:
-    """Adapts the momentum of one optimizer. Use :meth:`of`: there is one instance per optimizer.
+    """Adapts the momentum of one SGD, Adam, AdamW or NAdam. Use :meth:`of`: there is one instance per optimizer.
 
     It holds one byte per entry: the steps since the entry was delivered, up to 255. An entry that waits longer takes
     255 steps; the rest of the movement, m^255 of it, follows with later deliveries. A resumed run treats all entries as
     delivered in the step before, which only shifts movement to their next delivery.
-
-    Args:
-        optimizer: torch's SGD, Adam, AdamW or NAdam.
     """
 
     _known: ClassVar[WeakKeyDictionary[Optimizer, AdaptedMomentum]] = WeakKeyDictionary()
@@ -60,14 +59,14 @@ class AdaptedMomentum:
         self.requests: WeakKeyDictionary[Any, Collection[Tensor] | None] = WeakKeyDictionary()
         """The compressed parameters of each exchange, as long as it lives; None for all parameters."""
         self._waited: dict[Tensor, Tensor] = {}  # D - 1 of each entry, uint8
-        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []  # state, name, the optimizer's own buffer
-        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters, and their sparse gradients
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # states and groups, names, and the own values
+        self._sparse: list[tuple[Tensor, Tensor]] = []  # parameters, and their sparse gradients
         _before_update(optimizer, self._adapt)
         restore = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(restore.id, last=False)  # before users' hooks, which see the true state
-        optimizer.register_state_dict_pre_hook(self._restore_buffers)
-        optimizer.register_load_state_dict_post_hook(self._forget)
+        optimizer.register_state_dict_pre_hook(self._restore_state)
+        optimizer.register_load_state_dict_post_hook(lambda _: self._waited.clear())
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> AdaptedMomentum:
@@ -87,20 +86,21 @@ class AdaptedMomentum:
     @torch.no_grad()
     def _adapt(self, optimizer: Optimizer) -> None:
         """Prepares a step, once gradients are ready and before parameters change."""
-        self._restore_buffers()  # if the step before failed; its gradients are obsolete
-        self._gradients.clear()
-        wanted = [*self.requests.values()]
-        adapted = [
-            (group, p)
-            for group in optimizer.param_groups
-            for p in (group["params"] if wanted and _momentum(group) else ())
-            if any(each is None or p in each for each in wanted)
-        ]
-        for group, p in adapted:
-            self._adapt_parameter(optimizer, group, p)
-        self._waited = {p: self._waited[p] for _, p in adapted if p in self._waited}  # without removed parameters
+        self._restore_state()  # if the step before failed; its gradients are obsolete
+        self._sparse.clear()
+        wanted, waited = [*self.requests.values()], {}  # without removed parameters
+        for group in optimizer.param_groups:
+            parameters = group["params"] if wanted and _momentum(group) else ()
+            adapted = [p for p in parameters if any(each is None or p in each for each in wanted)]
+            for p in adapted:
+                self._adapt_parameter(optimizer, group, p)
+            if adapted and _may_fuse(optimizer, group):
+                self._replaced.append((group, "fused", None))
+                group["fused"] = True
+            waited |= {p: self._waited[p] for p in adapted if p in self._waited}
+        self._waited = waited
 
-    def _adapt_parameter(self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> None:
+    def _adapt_parameter(self, optimizer: Optimizer, group: dict[str, Any], p: Tensor) -> None:
         state, name, gradient = optimizer.state.get(p, {}), _buffer_name(optimizer) or "", p.grad
         own = state.get(name)
         if own is None:  # in its first step an optimizer has no momentum yet
@@ -114,35 +114,29 @@ class AdaptedMomentum:
         if waited is None or waited.shape != buffer.shape or waited.device != buffer.device:
             waited = self._waited[p] = torch.zeros_like(buffer, dtype=torch.uint8)
         if gradient.is_sparse:  # with nesterov, torch adds the buffer to it
-            self._gradients.append((p, gradient))
+            self._sparse.append((p, gradient))
             p.grad = gradient = gradient.to_dense()
-        momentum, decay = _momentum(group), 0.0 if _decoupled(optimizer, group) else group["weight_decay"]
+        momentum, decoupled = _momentum(group), group.get("decoupled_weight_decay", False)
+        weight = 1 - group.get("dampening", momentum)  # SGD's or Adam's
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        given = _local(gradient)
-        given = given if scale is None else given / scale
-        given = -given if group["maximize"] else given
-        weight = 1 - group["dampening"] if "dampening" in group else 1 - momentum
+        given = _local(gradient) if scale is None else _local(gradient) / scale
+        given, decay = -given if group["maximize"] else given, 0.0 if decoupled else group["weight_decay"]
         lent = torch.empty_like(own)
         ops.catch_up_(buffer, waited, given, x, momentum, weight, decay, skipped, out=_local(lent))
+        self._replaced.append((state, name, own))
         state[name] = lent
-        self._buffers.append((state, name, own))
 
     def _restore(self, *_: Any) -> None:
-        """Restores the optimizer's buffers and sparse gradients."""
-        self._restore_buffers()
-        for p, gradient in self._gradients:
+        """Restores the optimizer's state and sparse gradients."""
+        self._restore_state()
+        for p, gradient in self._sparse:
             p.grad = gradient
-        self._gradients.clear()
+        self._sparse.clear()
 
-    def _restore_buffers(self, *_: Any) -> None:
-        for state, name, own in self._buffers:
-            state[name] = own
-        self._buffers.clear()
-
-    def _forget(self, *_: Any) -> None:
-        """Resets after a state was loaded."""
-        for each in (self._waited, self._buffers, self._gradients):
-            each.clear()
+    def _restore_state(self, *_: Any) -> None:
+        for options, name, own in self._replaced:
+            options[name] = own
+        self._replaced.clear()
 
 
 def adapt_momentum(
@@ -163,17 +157,17 @@ def adapt_momentum(
         name, has_momentum = type(optimizer).__name__, any(map(_momentum, optimizer.param_groups))
         if _buffer_name(optimizer):
             AdaptedMomentum.of(optimizer).requests[requester] = parameters
-            if has_momentum:
-                messages.append(
-                    f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves only when it is "
-                    "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer "
-                    "unchanged."
-                )
-        elif has_momentum:
-            messages.append(
-                f"lightning_topk: {name} keeps its own momentum: only torch's SGD, Adam, AdamW and NAdam are adapted. "
-                f"If {name} wraps one of them, pass the inner optimizer."
+            message = (
+                f"the momentum of {name} is adapted to compression: an entry moves only when it is delivered, then for "
+                "all the steps that it waited; adapt_momentum=False leaves the optimizer unchanged."
             )
+        else:
+            message = (
+                f"{name} keeps its own momentum: only torch's SGD, Adam, AdamW and NAdam are adapted. If {name} wraps "
+                "one of them, pass the inner optimizer."
+            )
+        if has_momentum:
+            messages.append(f"lightning_topk: {message}")
     return messages
 
 
@@ -193,9 +187,16 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x.detach()
 
 
-def _decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether weight decay bypasses the gradient."""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
+def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether Adam's fused step on a CPU, which ignores strides, may replace torch's default for these parameters."""
+    options = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")]
+    if "betas" not in group or options != [None, None, False]:
+        return False
+    used = [p for p in group["params"] if p.grad is not None]
+    tensors = [each for p in used for each in (p, p.grad, *optimizer.state.get(p, {}).values())]
+    kinds = {(each.device.type, each.dtype, each.layout) for each in tensors}
+    plain = kinds == {("cpu", torch.float32, torch.strided)} and {*map(type, tensors)} <= {Tensor, Parameter}
+    return plain and all(each.is_contiguous() for each in tensors)
 
 
 def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> None:
