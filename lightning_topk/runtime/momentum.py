@@ -18,8 +18,7 @@ whatever the D before and after it, and b is the velocity of the movement to com
 holds true velocities, and a run can continue from it with DDP.
 
 Method. The optimizer's own ``step()`` runs on a temporary momentum buffer that makes it do this; its own buffer is
-updated and restored afterwards. So all options of the optimizers keep working. On a CPU and with the usual options,
-:mod:`lightning_topk.core.ops.steps` takes the step instead, in one pass, and the optimizer sees no gradient.
+updated and restored afterwards. So all options of the optimizers keep working.
 
 Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
 2018) zeroes the workers' momentum where an entry is sent.
@@ -29,7 +28,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -42,8 +40,6 @@ from lightning_topk.core import ops
 
 BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
 """Supported optimizers (AdamW shares Adam's ``step``) and the names of their momentum buffers."""
-THREADED = 1 << 21
-"""Elements above which parameters on a CPU step in threads, as many as torch uses."""
 _STEPS = {inspect.unwrap(kind.step): name for kind, name in BUFFERS.items()}
 
 
@@ -65,7 +61,7 @@ class AdaptedMomentum:
         """The compressed parameters of each exchange, as long as it lives; None for all parameters."""
         self._waited: dict[Tensor, Tensor] = {}  # D - 1 of each entry, uint8
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []  # state, name, the optimizer's own buffer
-        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters, and their gradients that the step does not see
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters, and their sparse gradients
         _before_update(optimizer, self._adapt)
         restore = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
@@ -100,18 +96,8 @@ class AdaptedMomentum:
             for p in (group["params"] if wanted and _momentum(group) else ())
             if any(each is None or p in each for each in wanted)
         ]
-
-        @torch.no_grad()
-        def adapt(each: tuple[Mapping[str, Any], Tensor]) -> None:
-            self._adapt_parameter(optimizer, *each)
-
-        threads, on_cpu = torch.get_num_threads(), all(p.device.type == "cpu" for _, p in adapted)
-        if threads > 1 and on_cpu and sum(p.numel() for _, p in adapted) > THREADED:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(adapt, adapted))
-        else:
-            for each in adapted:
-                adapt(each)
+        for group, p in adapted:
+            self._adapt_parameter(optimizer, group, p)
         self._waited = {p: self._waited[p] for _, p in adapted if p in self._waited}  # without removed parameters
 
     def _adapt_parameter(self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> None:
@@ -127,10 +113,6 @@ class AdaptedMomentum:
         waited = self._waited.get(p)
         if waited is None or waited.shape != buffer.shape or waited.device != buffer.device:
             waited = self._waited[p] = torch.zeros_like(buffer, dtype=torch.uint8)
-        if _step_on_cpu(optimizer, group, state, x, waited, p):
-            self._gradients.append((p, gradient))
-            p.grad = None
-            return
         if gradient.is_sparse:  # with nesterov, torch adds the buffer to it
             self._gradients.append((p, gradient))
             p.grad = gradient = gradient.to_dense()
@@ -146,7 +128,7 @@ class AdaptedMomentum:
         self._buffers.append((state, name, own))
 
     def _restore(self, *_: Any) -> None:
-        """Restores the optimizer's buffers and the parameters' gradients."""
+        """Restores the optimizer's buffers and sparse gradients."""
         self._restore_buffers()
         for p, gradient in self._gradients:
             p.grad = gradient
@@ -209,43 +191,6 @@ def _momentum(group: Mapping[str, Any]) -> Any:
 def _local(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
     return x.to_local() if hasattr(x, "to_local") else x.detach()
-
-
-def _step_on_cpu(
-    optimizer: Optimizer, group: Mapping[str, Any], state: dict[str, Any], x: Tensor, waited: Tensor, p: Tensor
-) -> bool:
-    """Takes the step of one parameter on a CPU, if its options are the usual ones.
-
-    Args:
-        optimizer: The optimizer.
-        group: The parameter's group.
-        state: The parameter's state; updated.
-        x: The parameter, or this rank's shard of it; updated.
-        waited: Steps that each entry has waited; updated.
-        p: The parameter.
-
-    Returns:
-        Whether the step was taken. If not, nothing has changed.
-    """
-    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-        return False  # set by a GradScaler: the optimizer unscales the gradient
-    assert p.grad is not None
-    if group["differentiable"] or group.get("capturable") or p.grad.is_sparse or x.device.type != "cpu":
-        return False
-    gradient, buffer = _local(p.grad), _local(state[_buffer_name(optimizer) or ""])
-    common = {"lr": float(group["lr"]), "decay": group["weight_decay"], "maximize": group["maximize"]}
-    if "momentum" in group:
-        weight = 1 - group["dampening"]
-        options = {"momentum": group["momentum"], "weight": weight, "nesterov": group["nesterov"], **common}
-        return ops.sgd_step_(x, gradient, buffer, waited, **options)
-    if "momentum_decay" in group or group["amsgrad"] or (group["weight_decay"] and not _decoupled(optimizer, group)):
-        return False
-    step, betas = float(state["step"]) + 1, tuple(map(float, group["betas"]))
-    options = {"betas": betas, "step": step, "eps": group["eps"], **common}
-    if not ops.adam_step_(x, gradient, buffer, _local(state["exp_avg_sq"]), waited, **options):
-        return False
-    state["step"] += 1
-    return True
 
 
 def _decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:

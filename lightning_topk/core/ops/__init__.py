@@ -3,7 +3,7 @@
 :mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``cuda`` (Triton) are
 faster versions, imported when a tensor needs them. The functions here dispatch to the fastest version for the given
 tensors. ``cpu`` returns the same bits; ``cuda`` does too, unless its threshold, which is estimated from a sample,
-lets too few or too many entries pass. Optimizer steps agree to rounding.
+lets too few or too many entries pass. Momentum agrees to rounding.
 """
 
 from __future__ import annotations
@@ -14,26 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import reference
-
-
-class Velocity(NamedTuple):
-    """A worker's momentum, see :class:`lightning_topk.core.memory.MomentumResidual`.
-
-    Attributes:
-        kept: ``[numel]``, the velocity; zeroed at the sent positions.
-        momentum: Factor applied to the velocity before a gradient is added.
-    """
-
-    kept: Tensor
-    momentum: float
-
 
 FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
 """Wires that :func:`send` and :func:`receive` support; values of other wires are encoded in a step of their own."""
@@ -73,8 +60,7 @@ def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | N
     """Returns a fast version that has compiled and run once, or the error."""
     try:
         version = import_module(f"lightning_topk.core.ops.{module}")
-        e, x = torch.zeros(2, version.SAMPLE, dtype=torch.float32, device=device).unbind()
-        version.add_and_select(e, x, torch.ones((), dtype=torch.bool, device=device), Layout(len(e)), 1)
+        version.attempt(device)
     except Exception as error:
         return None, error
     return version, None
@@ -85,16 +71,9 @@ def _cpu(x: Tensor) -> Any | None:
     return fast(x.device) if x.device.type == "cpu" and x.dtype == torch.float32 else None
 
 
-def _for(e: Tensor, x: Tensor, layout: Layout, k: int) -> Any | None:
-    """The fast version of :func:`add_and_select` for these arguments; None if there is none."""
-    version = fast(e.device)
-    return version if version is not None and version.suits(e, x, layout, k) else None
-
-
 def _of_rows(rows: Tensor, k: int) -> Any:
     """The version that selects k entries of every row ``[R, S]``."""
-    version = _cpu(rows)
-    return version if version is not None and version.suits(rows, rows, Layout(rows.shape[1]), k) else reference
+    return (_cpu(rows) if k < rows.shape[1] < 2**31 else None) or reference
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -107,33 +86,26 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def send(
-    e: Tensor,
-    x: Tensor,
-    finite: Tensor,
-    layout: Layout,
-    form: PayloadFormat,
-    delivered: torch.dtype | None,
-    velocity: Velocity | None = None,
+    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None
 ) -> tuple[Tensor, Tensor] | None:
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
 
     Args:
         e: ``[numel]``, contiguous, finite; becomes the residual, which includes the wire's rounding error.
-        x: ``[numel]``, contiguous; becomes zero. Of both, only the elements of the layout's piece change.
+        x: ``[numel]``, contiguous; becomes zero.
         finite: Scalar bool on the same device, whether ``x`` is finite.
         layout: How the elements are dealt to shards.
         form: Format of a payload.
         delivered: dtype of the receivers' output, if the residual must include its rounding error.
-        velocity: Momentum.
 
     Returns:
         The payloads ``[shards, P]`` uint8, and their number of nonzero entries, a scalar int64. None, without effect,
         if no function does all that: then add, select, encode and keep one after the other, with the same result.
     """
-    version = _for(e, x, layout, form.k) if form.index_bytes and form.bits else None
-    if version is None:
+    version = fast(e.device) if form.index_bytes and form.bits else None
+    if version is None or not version.sends(e, x, finite, layout, form, delivered):
         return None
-    return version.send(e, x, finite, layout, form, delivered, velocity)
+    return version.send(e, x, finite, layout, form, delivered)
 
 
 def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
@@ -153,16 +125,6 @@ def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int,
     """
     version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
     return version.receive(payloads, layout, form, divisor, out) if version is not None else None
-
-
-def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """Adds ``x`` to ``e`` in place, zeroes ``x``, and selects the k largest magnitudes of every shard of the sum.
-
-    Takes and returns the same as :func:`lightning_topk.core.ops.reference.add_and_select`; on a GPU fewer than k
-    may be selected.
-    """
-    version = _for(e, x, layout, k) or reference
-    return version.add_and_select(e, x, finite, layout, k)
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
@@ -193,30 +155,16 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 def catch_up_(
-    buffer: Tensor,
-    waited: Tensor,
-    gradient: Tensor,
-    x: Tensor,
-    momentum: float | Tensor,
-    weight: float | Tensor,
-    decay: float,
-    skipped: Tensor | None,
-    out: Tensor,
-) -> None:
+    buffer: Tensor, waited: Tensor, gradient: Tensor, x: Tensor, momentum: float | Tensor, weight: float | Tensor,
+    decay: float, skipped: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
     """Steps a momentum buffer; see :func:`lightning_topk.core.ops.reference.catch_up_`."""
-    version: Any = fast(buffer.device) if buffer.device.type == "cuda" and not isinstance(momentum, Tensor) else None
-    if version is None or not version.can_catch_up(buffer, waited, gradient, x, out):
-        version = reference
-    version.catch_up_(buffer, waited, gradient, x, momentum, weight, decay, skipped, out)
-
-
-def sgd_step_(x: Tensor, gradient: Tensor, buffer: Tensor, waited: Tensor, **options: float) -> bool:
-    """Takes a whole step of SGD; see ``cpu.sgd_step_``. Does nothing and returns False if that is not available."""
-    version = _cpu(x)
-    return version is not None and bool(version.sgd_step_(x, gradient, buffer, waited, **options))
-
-
-def adam_step_(x: Tensor, gradient: Tensor, buffer: Tensor, square: Tensor, waited: Tensor, **options: float) -> bool:
-    """Takes a whole step of Adam; see ``cpu.adam_step_``. Does nothing and returns False if that is not available."""
-    version = _cpu(x)
-    return version is not None and bool(version.adam_step_(x, gradient, buffer, square, waited, **options))
+    tensors = (buffer, waited, gradient, x, out)
+    version: Any = None if isinstance(momentum, Tensor) else fast(buffer.device)
+    alike = len({(each.shape, each.stride()) for each in tensors}) == 1
+    dense = alike and torch.ops.aten.is_non_overlapping_and_dense(buffer)
+    if version is None or not dense or not {each.dtype for each in tensors} <= version.CATCHES_UP:
+        reference.catch_up_(buffer, waited, gradient, x, momentum, weight, decay, skipped, out)
+        return
+    *inputs, lent = (each.as_strided((each.numel(),), (1,)) for each in tensors)
+    version.catch_up_(*inputs, momentum, weight, decay, skipped, lent)

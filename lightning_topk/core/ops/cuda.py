@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from lightning_topk.core.layout import BLOCK, Layout, PayloadFormat
-from lightning_topk.core.ops import Velocity, kernels
+from lightning_topk.core.ops import kernels
 
 TILE = 4096
 """Elements per Triton program, a multiple of the block size."""
@@ -38,45 +38,46 @@ LOW = 24
 """The widest low part of a position that is read with 32 bits."""
 EXACT = {"enable_fp_fusion": False}
 """Options of every launch: no fused multiply-add, which rounds only once."""
+CATCHES_UP = {torch.float32, torch.float16, torch.bfloat16, torch.uint8}
+"""dtypes that :func:`catch_up_` supports."""
 ROUNDED = {None: 0, torch.float32: 0, torch.float16: 16, torch.bfloat16: 17}
 """Kernel constant for the dtype to which receivers round decoded values."""
 
 _salts = random.Random()  # seeds of samples; its own generator, so that the user's random state is unchanged
 
 
-def suits(e: Tensor, x: Tensor, layout: Layout, k: int) -> bool:
-    """Whether :func:`add_and_select` supports this: many elements in whole blocks, few of them selected."""
+def attempt(device: torch.device) -> None:
+    """Compiles and runs kernels; raises an exception if Triton does not work."""
+    e, x = torch.zeros(2, SAMPLE, dtype=torch.float32, device=device).unbind()
+    add_and_select(e, x, torch.ones((), dtype=torch.bool, device=device), Layout(SAMPLE), 1)
+
+
+def sends(
+    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None
+) -> bool:
+    """Whether :func:`send` supports these arguments: many elements in whole blocks, few of them selected."""
     whole = layout.shards == 1 or layout.block == BLOCK
-    few = k * layout.shards <= layout.numel // 8 and layout.shard_size < 2**31
-    return whole and few and layout.numel >= SAMPLE and e.dtype == torch.float32 and x.dtype in ROUNDED
+    few = form.k * layout.shards <= layout.numel // 8 and layout.shard_size < 2**31 and form.low <= LOW
+    dtypes = e.dtype == torch.float32 and x.dtype in ROUNDED and delivered in ROUNDED
+    return whole and few and layout.numel >= SAMPLE and dtypes
 
 
 def send(
-    e: Tensor,
-    x: Tensor,
-    finite: Tensor,
-    layout: Layout,
-    form: PayloadFormat,
-    delivered: torch.dtype | None,
-    velocity: Velocity | None = None,
-) -> tuple[Tensor, Tensor] | None:
+    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
     """See :func:`lightning_topk.core.ops.send`, without waiting for the device.
 
-    If ``x`` is not finite, ``e`` is unchanged, and all values in the payloads are NaN. With momentum, ``x`` is added to
-    the velocity, and the velocity to ``e``.
+    If ``x`` is not finite, ``e`` is unchanged, and all values in the payloads are NaN. Fewer than k may be sent.
     """
-    if delivered not in ROUNDED or form.low > LOW:
-        return None
     shards, k = layout.shards, form.k
-    index, value = _selected(e, x, finite, layout, k, velocity)
+    index, value = add_and_select(e, x, finite, layout, k)
     payload = torch.zeros(shards, form.nbytes, dtype=torch.uint8, device=e.device)
     words, grid = payload.view(torch.int32), (triton.cdiv(k, SLOTS), shards)
     begin = form.value_bytes - (-k * form.low // 8)  # start of the high bitmap
     with torch.cuda.device_of(e):
         kernels.write[grid](
-            e, finite, e if velocity is None else velocity.kept, index, value, payload, k, layout.numel, shards,
-            form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, ROUNDED[delivered],
-            velocity is not None, SLOTS, BLOCK, num_warps=8, **EXACT,
+            e, finite, index, value, payload, k, layout.numel, shards, form.largest, form.value_bytes, begin,
+            form.nbytes, form.bits, form.low, ROUNDED[delivered], SLOTS, BLOCK, num_warps=8, **EXACT,
         )  # fmt: skip
         kernels.mark[grid](index, words, k, form.nbytes // 4, 8 * begin, form.low, SLOTS, **EXACT)
     words[:, -1] = form.check - words.sum(dim=1, dtype=torch.int32)
@@ -115,35 +116,19 @@ def is_finite(x: Tensor) -> Tensor:
     return finite
 
 
-def can_catch_up(*tensors: Tensor) -> bool:
-    """Whether :func:`catch_up_` supports these tensors: equal shapes and strides, and no gaps in memory."""
-    first = tensors[0]
-    same = all((each.shape, each.stride()) == (first.shape, first.stride()) for each in tensors)
-    dense = torch.ops.aten.is_non_overlapping_and_dense(first)
-    return same and dense and all(each.dtype in (*ROUNDED, torch.uint8) for each in tensors)
-
-
 def catch_up_(
-    buffer: Tensor,
-    waited: Tensor,
-    gradient: Tensor,
-    x: Tensor,
-    momentum: float,
-    weight: float,
-    decay: float,
-    skipped: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Same as :func:`lightning_topk.core.ops.reference.catch_up_`, in one pass.
+    buffer: Tensor, waited: Tensor, gradient: Tensor, x: Tensor, momentum: float, weight: float,
+    decay: float, skipped: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Same as :func:`lightning_topk.core.ops.reference.catch_up_`, of flat tensors, in one pass.
 
     It moves 18 bytes per float32 entry, 22 with weight decay.
     """
-    flat = [each.as_strided((each.numel(),), (1,)) for each in (buffer, waited, gradient, x, out)]
     grid = (triton.cdiv(buffer.numel(), SLOTS),)
     with torch.cuda.device_of(buffer):
         kernels.catch_up[grid](
-            *flat, buffer if skipped is None else skipped, buffer.numel(), momentum, weight, math.log2(momentum),
-            1 / (1 - momentum), decay, decay != 0, skipped is not None, SLOTS, **EXACT,
+            buffer, waited, gradient, x, out, buffer if skipped is None else skipped, buffer.numel(), momentum, weight,
+            math.log2(momentum), 1 / (1 - momentum), decay, decay != 0, skipped is not None, SLOTS, **EXACT,
         )  # fmt: skip
 
 
@@ -154,33 +139,23 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
         e: ``[numel]`` float32, contiguous.
         x: ``[numel]``, contiguous.
         finite: Scalar bool on the same device, whether ``x`` is finite. If false, ``e`` is unchanged.
-        layout: How the elements are dealt to shards; :func:`suits` must hold.
+        layout: How the elements are dealt to shards; :func:`sends` must hold.
         k: Number of entries to select from each shard, in [1, shard_size).
 
     Returns:
-        Positions in the shards, ``[shards, k]`` int64, not descending, and the sums there, ``[shards, k]``; rows in
+        Positions in the shards, ``[shards, k]`` int32, not descending, and the sums there, ``[shards, k]``; rows in
         which fewer than k reach the threshold end in zeros.
     """
-    index, value = _selected(e, x, finite, layout, k)
-    return index.long(), value
-
-
-def _selected(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int, velocity: Velocity | None = None
-) -> tuple[Tensor, Tensor]:
-    """Result of :func:`add_and_select`, with 32-bit positions."""
     numel, shards = layout.numel, layout.shards
-    moving, momentum = (e, 0.0) if velocity is None else velocity[:2]
-    threshold, room = _threshold(e, x, finite, layout, k, velocity)
+    threshold, room = _threshold(e, x, finite, layout, k)
     tiles, turns = triton.cdiv(numel, TILE), triton.cdiv(numel, BLOCK * shards)
     bitmap = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=e.device)
     counts = torch.zeros(shards, turns, dtype=torch.int32, device=e.device)
     with torch.cuda.device_of(e):
-        warps = 4 if x.dtype == e.dtype and velocity is None else 8  # conversion and momentum take registers
+        warps = 4 if x.dtype == e.dtype else 8  # conversion takes registers
         kernels.move[(tiles,)](
-            e, x, finite, moving, threshold, bitmap, counts, numel, shards, turns, momentum,
-            velocity is not None, TILE, BLOCK, num_warps=warps, **EXACT,
-        )  # fmt: skip
+            e, x, finite, threshold, bitmap, counts, numel, shards, turns, TILE, BLOCK, num_warps=warps, **EXACT
+        )
     ends = counts.cumsum(1, dtype=torch.int32)
     place = torch.empty(shards, room, dtype=torch.int32, device=e.device)
     value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
@@ -209,9 +184,7 @@ def _largest(place: Tensor, value: Tensor, layout: Layout, k: int) -> tuple[Tens
     return index, chosen
 
 
-def _threshold(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int, velocity: Velocity | None
-) -> tuple[Tensor, int]:
+def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, int]:
     """A magnitude ``[]`` that slightly more than k entries per shard should reach, and room for twice as many."""
     # The same calculation as on the CPU: four standard deviations for the shards, four for the sample.
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
@@ -219,12 +192,9 @@ def _threshold(
     # One random position in each window: a sample with a fixed period may see only a few columns of a matrix.
     count = layout.numel // stride
     sampled = torch.empty(count, dtype=e.dtype, device=e.device)
-    moving, momentum = (e, 0.0) if velocity is None else velocity[:2]
     with torch.cuda.device_of(e):
-        kernels.sample[(triton.cdiv(count, SLOTS),)](
-            e, x, finite, moving, sampled, count, stride, _salts.getrandbits(30), momentum,
-            velocity is not None, SLOTS, **EXACT,
-        )  # fmt: skip
+        grid = (triton.cdiv(count, SLOTS),)
+        kernels.sample[grid](e, x, finite, sampled, count, stride, _salts.getrandbits(30), SLOTS, **EXACT)
     expected = needed / stride
     rank = min(count, math.ceil(expected + 4 * math.sqrt(expected) + 4))
     room = min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)

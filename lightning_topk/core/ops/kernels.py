@@ -45,9 +45,7 @@ def is_finite(x, finite, numel, TILE: tl.constexpr):
 
 
 @launched
-def sample(
-    e, x, finite, velocity, sampled, count, stride, salt, momentum, MOMENTUM: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def sample(e, x, finite, sampled, count, stride, salt, TILE: tl.constexpr):
     """Samples the sum's magnitude at a random place in each window of ``stride`` entries; at least TINY."""
     window = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = window < count
@@ -56,40 +54,30 @@ def sample(
     key = ((key ^ (key >> 15)) * 0x85EBCA77).to(tl.uint32)
     at = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
     given = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if MOMENTUM:
-        given = _clamped(given + tl.load(velocity + at, mask=inside, other=0.0) * momentum)
     total = _clamped(tl.load(e + at, mask=inside, other=0.0) + tl.where(tl.load(finite) != 0, given, 0.0))
     tl.store(sampled + window, tl.maximum(tl.abs(total), TINY), mask=inside)
 
 
 @launched
 def move(
-    e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum,
-    MOMENTUM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    e, x, finite, threshold, bitmap, counts, numel, shards, turns, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """``e += x; x = 0``; sets a bit for every entry that reaches the threshold.
 
-    ``counts`` ``[shards, turns]`` is their number in every block of a shard. With MOMENTUM, ``velocity = momentum *
-    velocity + x`` first, and ``e += velocity``; the two operations must not be fused, which rounds only once.
+    ``counts`` ``[shards, turns]`` is their number in every block of a shard.
     """
     begin = tl.program_id(0).to(tl.int64) * TILE
     # Without a mask, loads and stores have 16 bytes for any number of elements.
     if begin + TILE <= numel:
-        _move_tile(
-            e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum, begin,
-            False, MOMENTUM, TILE, BLOCK,
-        )  # fmt: skip
+        _move_tile(e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin, False, TILE, BLOCK)
     else:
-        _move_tile(
-            e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum, begin,
-            True, MOMENTUM, TILE, BLOCK,
-        )  # fmt: skip
+        _move_tile(e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin, True, TILE, BLOCK)
 
 
 @triton.jit
 def _move_tile(
-    e, x, finite, velocity, threshold, bitmap, counts, numel, shards, turns, momentum, begin,
-    LAST: tl.constexpr, MOMENTUM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin,
+    LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = begin + tl.arange(0, TILE)
     if LAST:
@@ -97,18 +85,7 @@ def _move_tile(
         given, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
     else:
         given, kept = tl.load(x + at), tl.load(e + at)
-    whole, added = tl.load(finite) != 0, given.to(tl.float32)
-    if MOMENTUM:
-        if LAST:
-            before = tl.load(velocity + at, mask=inside, other=0.0)
-        else:
-            before = tl.load(velocity + at)
-        added = _clamped(added + before * momentum)
-        if LAST:
-            tl.store(velocity + at, tl.where(whole, added, before), mask=inside)
-        else:
-            tl.store(velocity + at, tl.where(whole, added, before))
-    total = _clamped(kept + tl.where(whole, added, 0.0))
+    total = _clamped(kept + tl.where(tl.load(finite) != 0, given.to(tl.float32), 0.0))
     if LAST:
         tl.store(e + at, total, mask=inside)
         tl.store(x + at, tl.zeros_like(given), mask=inside)
@@ -192,19 +169,16 @@ def _compared(value, threshold, row, tile, room, TILE: tl.constexpr):
 
 @launched
 def write(
-    e, finite, velocity, index, value, payload, k, numel, shards, limit, value_bytes, begin_high, nbytes,
-    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, MOMENTUM: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    e, finite, index, value, payload, k, numel, shards, limit, value_bytes, begin_high, nbytes,
+    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes values and low parts to the payloads, and leaves the residual in ``e``.
 
     If not ``finite``, all values on the wire are NaN, and ``e`` is unchanged. DELIVERED: code of the receiver's dtype,
-    if the residual must include its rounding error: 16 for float16, 17 for bfloat16; else 0. With MOMENTUM,
-    ``velocity`` is zeroed at the sent positions.
+    if the residual must include its rounding error: 16 for float16, 17 for bfloat16; else 0.
     """
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
-    local = tl.arange(0, SLOTS)
-    slot = begin + local
+    slot = begin + tl.arange(0, SLOTS)
     inside = slot < k
     whole = tl.load(finite) != 0
     found = tl.load(value + row * k + slot, mask=inside, other=0.0)
@@ -223,47 +197,50 @@ def write(
         for n in tl.static_range(2):
             tl.store(to + slot.to(tl.int64) * 2 + n, ((bits >> 8 * n) & 255).to(tl.uint8), mask=inside)
     else:
-        top: tl.constexpr = (1 << BITS - 1) - 1
-        groups = tl.reshape(given, (SLOTS // 64, 64))
-        scale = _to_bf16(tl.div_rn(tl.max(tl.abs(groups), axis=1), tl.full((SLOTS // 64,), top, tl.float32)))
-        unit = tl.broadcast_to(_from_bf16(scale)[:, None], (SLOTS // 64, 64))
-        ratio = tl.where(unit > 0, tl.div_rn(groups, tl.where(unit > 0, unit, 1.0)), 0.0)
-        # Adding and subtracting 1.5 x 2^23 rounds to the nearest integer, ties to even.
-        rounded = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -top), top)
-        arrives = tl.reshape(rounded * unit, (SLOTS,))
-        integer = tl.where(whole, tl.reshape(rounded, (SLOTS,)).to(tl.int32), 0)
-        scale = tl.where(whole, scale, NAN16)
-        if BITS == 8:
-            integers = k
-            tl.store(to + slot, (integer & 255).to(tl.uint8), mask=inside)
-        else:
-            integers = (k + 1) // 2
-            first, second = tl.split(tl.reshape(integer, (SLOTS // 2, 2)))
-            pair = begin // 2 + tl.arange(0, SLOTS // 2)
-            tl.store(to + pair, ((first & 15) | ((second & 15) << 4)).to(tl.uint8), mask=pair < integers)
-        group = begin // 64 + tl.arange(0, SLOTS // 64)
-        for n in tl.static_range(2):
-            at = to + integers + group * 2 + n
-            tl.store(at, ((scale >> 8 * n) & 255).to(tl.uint8), mask=group * 64 < k)
+        arrives = _write_integers(given, whole, to, k, begin, BITS, SLOTS)
     if DELIVERED == 16:
         arrives = arrives.to(tl.float16).to(tl.float32)
     elif DELIVERED == 17:
         arrives = _from_bf16(_to_bf16(arrives))
     rest = found - arrives
     taken = tl.where(whole, found, 0.0) != 0  # padding is 0, and repeats a position
-    flat = _flat(position, row, numel, shards, BLOCK)
-    tl.store(e + flat, rest, mask=inside & taken)
-    if MOMENTUM:
-        tl.store(velocity + flat, tl.zeros_like(rest), mask=inside & taken & (arrives != 0))
-    if LOW > 0:
-        octet = tl.arange(0, SLOTS // 8)
-        for n in tl.static_range(LOW):
-            bit = (n * (SLOTS // 8) + octet)[:, None] * 8 + tl.arange(0, 8)[None, :]
-            source = begin + bit // LOW
-            low = tl.load(index + row * k + source, mask=source < k, other=0) >> bit % LOW
-            at = value_bytes + begin.to(tl.int64) // 8 * LOW + n * (SLOTS // 8) + octet
-            packed = tl.sum((low & 1) << tl.arange(0, 8)[None, :], axis=1)
-            tl.store(to + at, packed.to(tl.uint8), mask=at < begin_high)
+    tl.store(e + _flat(position, row, numel, shards, BLOCK), rest, mask=inside & taken)
+    octet = tl.arange(0, SLOTS // 8)
+    for n in tl.static_range(LOW):
+        bit = (n * (SLOTS // 8) + octet)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        source = begin + bit // LOW
+        low = tl.load(index + row * k + source, mask=source < k, other=0) >> bit % LOW
+        at = value_bytes + begin.to(tl.int64) // 8 * LOW + n * (SLOTS // 8) + octet
+        packed = tl.sum((low & 1) << tl.arange(0, 8)[None, :], axis=1)
+        tl.store(to + at, packed.to(tl.uint8), mask=at < begin_high)
+
+
+@triton.jit
+def _write_integers(given, whole, to, k, begin, BITS: tl.constexpr, SLOTS: tl.constexpr):
+    """Writes integers and scales, see :class:`lightning_topk.core.wire.BlockWire`; returns the decoded values."""
+    top: tl.constexpr = (1 << BITS - 1) - 1
+    groups = tl.reshape(given, (SLOTS // 64, 64))
+    scale = _to_bf16(tl.div_rn(tl.max(tl.abs(groups), axis=1), tl.full((SLOTS // 64,), top, tl.float32)))
+    unit = tl.broadcast_to(_from_bf16(scale)[:, None], (SLOTS // 64, 64))
+    ratio = tl.where(unit > 0, tl.div_rn(groups, tl.where(unit > 0, unit, 1.0)), 0.0)
+    # Adding and subtracting 1.5 x 2^23 rounds to the nearest integer, ties to even.
+    rounded = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -top), top)
+    integer = tl.where(whole, tl.reshape(rounded, (SLOTS,)).to(tl.int32), 0)
+    scale = tl.where(whole, scale, NAN16)
+    if BITS == 8:
+        integers = k
+        slot = begin + tl.arange(0, SLOTS)
+        tl.store(to + slot, (integer & 255).to(tl.uint8), mask=slot < k)
+    else:
+        integers = (k + 1) // 2
+        first, second = tl.split(tl.reshape(integer, (SLOTS // 2, 2)))
+        pair = begin // 2 + tl.arange(0, SLOTS // 2)
+        tl.store(to + pair, ((first & 15) | ((second & 15) << 4)).to(tl.uint8), mask=pair < integers)
+    group = begin // 64 + tl.arange(0, SLOTS // 64)
+    for n in tl.static_range(2):
+        at = to + integers + group * 2 + n
+        tl.store(at, ((scale >> 8 * n) & 255).to(tl.uint8), mask=group * 64 < k)
+    return tl.reshape(rounded * unit, (SLOTS,))
 
 
 @launched

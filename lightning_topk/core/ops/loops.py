@@ -9,10 +9,10 @@ Numba needs no C compiler, and caches compiled code on disk. A worker sends a bu
              write_positions   in the Elias-Fano code
              add_at            e <- e - what arrives
 
-and receives it with ``read_positions``, ``read_values``, ``add_at``. :mod:`lightning_topk.core.ops.cpu` calls them.
-``deal`` is the layout, ``form`` the format of payloads, ``salt`` seeds the sample, ``places`` are positions in a shard.
-Vectors are float32. All loops are in one file, since numba's disk cache looks for changes in the file of the called
-function only, not in the files of its callees.
+and receives it with ``read_positions``, ``read_values``, ``add_at``. ``catch_up`` adapts momentum.
+:mod:`lightning_topk.core.ops.cpu` calls them. ``deal`` is the layout, ``form`` the format of payloads, ``salt`` seeds
+the sample, ``places`` are positions in a shard. Vectors are float32. All loops are in one file, since numba's disk
+cache looks for changes in the file of the called function only, not in the files of its callees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from lightning_topk.core.layout import BLOCK
+from lightning_topk.core.layout import BLOCK, Layout
 
 SAMPLE = 1 << 13
 """Minimum size of a sample. Each element costs a cache line of the residual and one of the gradient; a smaller sample
@@ -36,9 +36,11 @@ BUCKETS = 1 << 12
 GROUP = 64
 """Entries written together: a block of the wire, and whole words of positions of any width."""
 
+TILE = 2048
+"""Entries whose momentum is adapted together: all their arrays stay in a core's cache."""
+
 LEAST = np.finfo(np.float32).smallest_subnormal
 """The smallest magnitude above zero."""
-
 
 LARGEST = np.finfo(np.float32).max
 
@@ -50,9 +52,11 @@ class KernelLayout(NamedTuple):
     shards: int
     block: int
     shard_size: int
-    first: int  # first element of the piece
-    run: int  # consecutive elements of the piece
-    skip: int  # elements of other pieces between two runs
+
+    @classmethod
+    def of(cls, layout: Layout) -> KernelLayout:
+        """Converts a layout."""
+        return cls(layout.numel, layout.shards, layout.block, layout.shard_size)
 
 
 def compiled(function):
@@ -166,14 +170,11 @@ def sampled_threshold(e, x, deal, k, salt):
     # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
     # added for each, so that no shard gets fewer than k by chance.
     needed = deal.shards * (k + 4 * np.sqrt(k) + 4)
-    count = deal.numel if deal.skip == 0 else deal.numel // (deal.run + deal.skip) * deal.run  # elements to sample from
-    stride = max(1, min(count // SAMPLE, np.int64(needed) // 32))
-    sample = np.empty(count // stride, np.float32)
+    stride = max(1, min(deal.numel // SAMPLE, np.int64(needed) // 32))
+    sample = np.empty(deal.numel // stride, np.float32)
     for i in range(len(sample)):  # one random position in each window: a fixed period may see few columns of a matrix
         turn = (np.uint64(i) + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
         at = i * stride + np.int64(turn * np.uint64(stride) >> np.uint64(32))
-        if deal.skip:
-            at += deal.first + at // deal.run * deal.skip
         sample[i] = e[at]
         if len(x):
             sample[i] += x[at]
@@ -200,8 +201,8 @@ def scan(e, x, deal, k, least, places, values, counts):
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
     block, room = min(deal.block, BLOCK), places.shape[1]
-    shard, turn, begin, end = 0, 0, deal.first, deal.first + deal.run
-    while begin < deal.numel:
+    shard, turn = 0, 0
+    for begin in range(0, deal.numel, block):
         length = min(block, deal.numel - begin)
         for i in range(length, BLOCK):
             marks[i] = 0
@@ -229,13 +230,9 @@ def scan(e, x, deal, k, least, places, values, counts):
             n, least[shard] = k, _float_of(_bits_of(cut) + np.uint32(1))
         counts[shard] = n
         shard += 1
-        begin += block
         if shard == deal.shards:
             shard = 0
             turn += block
-            if begin == end:
-                begin += deal.skip
-                end += deal.run + deal.skip
 
 
 @compiled
@@ -503,11 +500,10 @@ def add_at(out, deal, places, values):
     prefetched.
     """
     block, skip, k = deal.block, deal.block * (deal.shards - 1), places.shape[1]
-    run = deal.run // deal.shards  # elements of a shard in a run
     flats = np.empty((2, deal.shards, GROUP), np.int64)
     edges, aheads = np.empty(deal.shards, np.int64), np.empty(deal.shards, np.int64)
     for shard in range(deal.shards):
-        edges[shard], aheads[shard] = block, deal.first + shard * block
+        edges[shard], aheads[shard] = block, shard * block
     for begin in range(0, k + GROUP, GROUP):
         turn = begin // GROUP % 2
         for shard in range(deal.shards):
@@ -515,8 +511,6 @@ def add_at(out, deal, places, values):
             for i in range(min(GROUP, k - begin)):
                 at = np.int64(place[begin + i])
                 while at >= edge:  # in a later block
-                    if deal.skip and edge % run == 0:
-                        ahead += deal.skip
                     edge += block
                     ahead += skip
                 flat[i] = min(at + ahead, deal.numel - 1)
@@ -527,3 +521,42 @@ def add_at(out, deal, places, values):
                 group, flat = values[shard, begin - GROUP : min(begin, k)], flats[1 - turn, shard]
                 for i in range(len(group)):
                     out[flat[i]] += group[i]
+
+
+@compiled
+def catch_up(b, waited, g, x, momentum, weight, decay, taken, out):
+    """See ``reference.catch_up_``; ``taken`` is false if the step is skipped.
+
+    Most entries are not delivered. The work for all of them is vectorised, tile by tile; a second loop visits the
+    delivered ones.
+    """
+    faded, reach = np.empty(255), np.empty(255)  # m^d and 1 + ... + m^(d-1), for d steps waited
+    faded[0], reach[0] = 1, 0
+    for d in range(1, 255):
+        faded[d], reach[d] = faded[d - 1] * momentum, reach[d - 1] + faded[d - 1]
+    still, marks = np.float32(weight * decay / (1 - momentum)), np.zeros(TILE, np.uint8)
+    words = marks.view(np.uint64)
+    for begin in range(0, len(b), TILE):
+        g_, x_, b_ = g[begin : begin + TILE], x[begin : begin + TILE], b[begin : begin + TILE]
+        out_, waited_ = out[begin : begin + TILE], waited[begin : begin + TILE]
+        if decay != 0:
+            for i in range(len(x_)):
+                out_[i] = still * x_[i]
+        else:
+            out_[:] = 0
+        if not taken:
+            continue
+        marks[len(g_) :] = 0
+        for i in range(len(g_)):
+            marks[i] = np.uint8(g_[i] != 0)
+        for w in range(TILE // 64):
+            word = marked(words, w)
+            while word:
+                i = 64 * w + np.int64(trailing_zeros(word))
+                v = momentum * b_[i] + weight * (g_[i] + decay * x_[i])
+                out_[i] = b_[i] + reach[waited_[i]] * v
+                b_[i] = faded[waited_[i]] * v
+                waited_[i] = 255
+                word &= word - np.uint64(1)
+        for i in range(len(waited_)):  # counts the step: 254 stays, and 255 becomes 0
+            waited_[i] = min(waited_[i], 253) + 1 if waited_[i] != 255 else 0

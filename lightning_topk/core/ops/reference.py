@@ -22,10 +22,10 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
         layout: The bucket's layout.
 
     Returns:
-        ``[shards, shard_size]``, where row s is shard s of the piece, padded with zeros. A view of ``x`` if there is
+        ``[shards, shard_size]``, where row s is shard s, padded with zeros. A view of ``x`` if there is
         one shard.
     """
-    if layout.shards == layout.pieces == 1:
+    if layout.shards == 1:
         return x.view(1, -1)
     length = layout.shards * layout.block
     rows = x.new_empty(layout.shards, layout.rounds, layout.block)
@@ -35,20 +35,7 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
     if len(tail):
         padded = torch.nn.functional.pad(tail, (0, length - len(tail)))
         rows[:, whole] = padded.view(layout.shards, layout.block)
-    if layout.pieces > 1:
-        rows = rows[:, _in_piece(torch.arange(layout.rounds, device=x.device), layout)]
-    rows = rows.reshape(layout.shards, -1)[:, : layout.shard_size]
-    return torch.nn.functional.pad(rows, (0, layout.shard_size - rows.shape[1]))
-
-
-def in_piece(layout: Layout, device: torch.device) -> Tensor:
-    """``[numel]`` bool: which elements of the bucket are in the piece."""
-    return _in_piece(torch.arange(layout.numel, device=device) // (layout.shards * layout.block), layout)
-
-
-def _in_piece(rounds: Tensor, layout: Layout) -> Tensor:
-    """Which rounds belong to the piece."""
-    return rounds // layout.run % layout.pieces == layout.piece
+    return rows.view(layout.shards, -1)[:, : layout.shard_size].contiguous()
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
@@ -57,22 +44,19 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
     Args:
         index: ``[R, K]`` int64, positions in a shard, in elements.
         layout: The bucket's layout.
-        shard: ``[R, 1]`` int64, the shard of each row, in the piece. Default: row r is shard r.
+        shard: ``[R, 1]`` int64, the shard of each row. Default: row r is shard r.
 
     Returns:
         ``[R, K]`` int64, positions in the bucket. Positions in the padding map to the bucket's last element; their
         values are zero, so adding them there changes nothing.
     """
-    if layout.shards == layout.pieces == 1:
+    if layout.shards == 1:
         return index
     if shard is None:
         shard = torch.arange(layout.shards, device=index.device).unsqueeze(1)
     block = layout.block
     offset = index & (block - 1) if block.bit_count() == 1 else index % block  # a division costs ten times as much
     first = index - offset  # first element of the block
-    if layout.pieces > 1:
-        run = layout.run * block
-        first = first + (first // run * (layout.pieces - 1) + layout.piece) * run
     flat = first.mul_(layout.shards).add_(offset.add_(shard * block))
     return flat.clamp_(max=layout.numel - 1)
 
@@ -90,12 +74,12 @@ def split_parts(x: Tensor, parts: NodeShards) -> Tensor:
     if parts.count == 1:
         return x.view(1, -1)
     rows: list[list[Tensor]] = [[] for _ in range(parts.count)]
-    padding = x.new_zeros(max(parts.pieces))
-    for parameter, size in zip(x.split(parts.sizes), parts.pieces, strict=True):
+    padding = x.new_zeros(max(parts.slices))
+    for parameter, size in zip(x.split(parts.sizes), parts.slices, strict=True):
         for local, row in enumerate(rows):
-            piece = parameter[local * size : (local + 1) * size]
-            row += [piece, padding[: size - len(piece)]]
-    return torch.cat([piece for row in rows for piece in row]).view(parts.count, -1)
+            part = parameter[local * size : (local + 1) * size]
+            row += [part, padding[: size - len(part)]]
+    return torch.cat([part for row in rows for part in row]).view(parts.count, -1)
 
 
 def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
@@ -110,14 +94,14 @@ def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
         if rows.data_ptr() != out.data_ptr():
             out.copy_(rows[0])
         return
-    columns = zip(parts.sizes, rows.split(parts.pieces, dim=1), strict=True)
-    torch.cat([piece for size, column in columns for piece in _trimmed(column, size)], out=out)
+    columns = zip(parts.sizes, rows.split(parts.slices, dim=1), strict=True)
+    torch.cat([part for size, column in columns for part in _trimmed(column, size)], out=out)
 
 
 def _trimmed(column: Tensor, size: int) -> list[Tensor]:
-    """Removes the padding from the pieces ``[count, piece]`` of one parameter of ``size`` elements."""
+    """Removes the padding from the slices ``[count, slice]`` of one parameter of ``size`` elements."""
     ends = [min(column.shape[1], max(0, size - local * column.shape[1])) for local in range(len(column))]
-    return [piece[:end] for piece, end in zip(column, ends, strict=True)]
+    return [part[:end] for part, end in zip(column, ends, strict=True)]
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -179,7 +163,7 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
 
     Args:
         e: ``[numel]``, a floating dtype, finite; becomes the sum, clamped to the range of the dtype.
-        x: ``[numel]`` of the same dtype; becomes zero. Only the elements of the layout's piece are added and zeroed.
+        x: ``[numel]`` of the same dtype; becomes zero.
         finite: Scalar bool, whether ``x`` is finite. If false, ``e`` is unchanged.
         layout: How the elements are dealt to shards.
         k: Number of entries to select from each shard, in [1, shard_size].
@@ -188,13 +172,8 @@ def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int)
         Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there, ``[shards, k]``. Of entries of
         equal magnitude, the first are selected.
     """
-    if layout.pieces == 1:
-        clamp_(e.add_(zero_unless_(x, finite)))
-        x.zero_()
-    else:
-        mine = in_piece(layout, e.device)
-        clamp_(e.add_(zero_unless_(x.masked_fill(~mine, 0), finite)))
-        x.masked_fill_(mine, 0)
+    clamp_(e.add_(zero_unless_(x, finite)))
+    x.zero_()
     rows = shard_rows(e, layout)
     index = topk_index(rows, k)
     return index, rows.gather(1, index)
@@ -328,16 +307,9 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 def catch_up_(
-    buffer: Tensor,
-    waited: Tensor,
-    gradient: Tensor,
-    x: Tensor,
-    momentum: float | Tensor,
-    weight: float | Tensor,
-    decay: float,
-    skipped: Tensor | None,
-    out: Tensor,
-) -> None:
+    buffer: Tensor, waited: Tensor, gradient: Tensor, x: Tensor, momentum: float | Tensor, weight: float | Tensor,
+    decay: float, skipped: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
     """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.momentum`.
 
     Args:
