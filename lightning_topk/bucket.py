@@ -12,7 +12,7 @@ import fnmatch
 import math
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ from lightning_topk.core.wire import WIRES
 TOLERANCE = 0.02
 """Relative shortfall from the requested saving that gives no warning."""
 LARGEST = 2**31 - 1
-"""Maximum number of elements that ranks exchange together: kernels count positions in 32 bits."""
+"""Maximum number of elements in a shard: positions have 32 bits."""
 
 Bucket = tuple[Tensor, ...]
 """The parameters whose gradients are exchanged together, in order."""
@@ -67,11 +67,19 @@ def plan_bucket(
     topology = TOPOLOGIES[config.topology]
     parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among, feedback = world // parts.count, {True: ("worker", "server"), "worker": ("worker",), False: ()}
+    layout = Layout(max(1, parts.numel), topology.shards(among))
+    if config.compresses and layout.shard_size > LARGEST:
+        raise ValueError(
+            f"{sum(sizes):,} elements in one bucket are too many: a server's shard of them would have "
+            f"{layout.shard_size:,}, and positions have 32 bits. DDP puts the whole model into its first bucket unless "
+            "find_unused_parameters=True; pass that with a smaller bucket_cap_mb=, split a larger parameter, or use "
+            "more ranks."
+        )
     assert config.ratio is not None
     return BucketPlan(
         topology=topology,
         parts=parts,
-        layout=Layout(max(1, parts.numel), topology.shards(among)),
+        layout=layout,
         world=among,
         workers=world,
         local=local,
@@ -151,3 +159,68 @@ def _with_ratio(
         low, high = (middle, high) if sent(middle) <= budget else (low, middle)
     nearest = min({low, min(high, layout.shard_size)}, key=lambda k: abs(math.log(sent(k) / budget)))
     return replace(config, ratio=ratio(nearest), saving=None)
+
+
+WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
+"""Prefixes that activation checkpointing and torch.compile insert into parameter names."""
+
+
+def names_of(module: torch.nn.Module) -> dict[Tensor, str]:
+    """Names of a module's parameters, the same for wrapped, pruned and plain layers."""
+    pruned = {name.removesuffix("_mask") + "_orig" for name, _ in module.named_buffers() if name.endswith("_mask")}
+    return {
+        parameter: WRAPPERS.sub("", name.removesuffix("_orig") if name in pruned else name)
+        for name, parameter in module.named_parameters()
+    }
+
+
+class Buckets:
+    """Resolves the settings for each bucket of a model's parameters."""
+
+    def __init__(self, config: TopKConfig, world: int, local: int) -> None:
+        self.config, self._world, self._local = config, world, local
+        self._rest = config  # with the saving of the compressed part
+        self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
+        self.names: Mapping[Tensor, str] = {}
+        """The parameters' names."""
+        self._uncompressed: set[Tensor] = set()
+
+    def learn_names(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
+        """Sets the parameters' names, and finds those that ``dense_parameters`` matches.
+
+        Raises:
+            ValueError: A pattern of ``dense_parameters`` matches no parameter, or they match too many for ``saving``.
+        """
+        self.names = names
+        self._uncompressed |= set(whole)
+        for pattern in self.config.dense_parameters:
+            found = {parameter for parameter, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
+            if not found:
+                known = ", ".join(sorted(names.values())[:20])
+                raise ValueError(f"dense_parameters: no parameter's name matches {pattern!r}. The names are {known}.")
+            self._uncompressed |= found
+        numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
+        skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
+        self._rest = for_compressed(self.config, numel, skipped)
+        self._plans.clear()
+
+    @property
+    def compressed(self) -> Collection[Tensor]:
+        """The parameters that may be compressed."""
+        return self.names.keys() - self._uncompressed
+
+    def plan_of(self, bucket: Bucket) -> BucketPlan:
+        """The exchange plan of a bucket."""
+        key = bucket, bucket[0].dtype  # a wrapper may change it
+        if key not in self._plans:
+            names = " ".join(self.names.get(parameter, "") for parameter in bucket)
+            self._plans[key] = plan_bucket(
+                self._rest,
+                [parameter.numel() for parameter in bucket],
+                self._world,
+                self._local,
+                bucket[0].itemsize,
+                [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed],
+                tag=zlib.crc32(names.encode()) >> 8,
+            )
+        return self._plans[key]

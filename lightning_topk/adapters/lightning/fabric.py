@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
-from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
 from lightning_topk.adapters.ddp import TopKState, attach, own_memory_
 from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
 from lightning_topk.runtime.groups import gathered
 from lightning_topk.runtime.optimizers import check_momentum
 
@@ -116,7 +116,6 @@ class TopKStrategy(DDPStrategy):
             timeout=self._timeout,
             residuals=before[0].residuals if len(before) == 1 else None,
             epoch=lambda: self.epoch,
-            init_sync=self._ddp_kwargs.get("init_sync", True),
             optimizer=lambda: [
                 each
                 for each in self._optimizers()

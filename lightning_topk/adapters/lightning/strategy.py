@@ -11,10 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
-from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
-from lightning_topk.core.exchange import TopologyName
-from lightning_topk.core.select import Selector
-from lightning_topk.core.wire import WireName
 from lightning_topk.adapters.ddp import TopKState, attach, own_memory_
 from lightning_topk.adapters.lightning._compat import (
     DDPStrategy,
@@ -22,10 +18,14 @@ from lightning_topk.adapters.lightning._compat import (
     TrainerFn,
     rank_zero_info,
 )
-from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
+from lightning_topk.core.exchange import TopologyName
+from lightning_topk.core.select import Selector
+from lightning_topk.core.wire import WireName
 from lightning_topk.runtime.checkpoint import KEY, absent, collect
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
@@ -189,7 +189,6 @@ class TopKStrategy(DDPStrategy):
             timeout=self._timeout,
             residuals=self._residuals,
             epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
-            init_sync=self._ddp_kwargs.get("init_sync", True),
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
