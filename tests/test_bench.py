@@ -19,15 +19,15 @@ from unittest import mock
 
 import pytest
 import torch
-
-import lightning_topk
-from lightning_topk import CompressionMonitor, __main__
-from lightning_topk.lab import commands, hosts
 from lightning_topk.lab.bench import race, select, steps, wire
 from lightning_topk.lab.bench.peers import PEERS
 from lightning_topk.lab.models import DIGIT, mlp
 from lightning_topk.lab.report import Result
 from lightning_topk.lab.training import Optimizer
+
+import lightning_topk
+from lightning_topk import CompressionMonitor, __main__
+from lightning_topk.lab import commands, hosts
 from lightning_topk.schedule import ExponentialWarmup
 
 ON_THIS_HOST = [peer for peer in PEERS if peer != "ours, hierarchical"]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from groups import script, torchrun
-from PIL import Image
-
 from lightning_topk.lab.data import folders
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"

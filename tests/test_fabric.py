@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from trainers import InThisProcess
 
-from lightning_topk.config import TopKConfig
 from lightning_topk.adapters.lightning.fabric import TopKStrategy
+from lightning_topk.config import TopKConfig
 
 
 def fabric_of(rank: int, world: int, scaled: bool = False, **settings: Any) -> Fabric:

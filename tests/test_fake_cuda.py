@@ -24,8 +24,8 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import exchange, ops
 from lightning_topk.core.link import NOTHING, FusedLink, Link, Measure, aggregate, deliver
-from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.systems import presets
 
 CUDA = torch.device("cuda", 0)

@@ -23,7 +23,7 @@ from trainers import Module, fit
 
 from lightning_topk import TopKStrategy, build
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import exchange
+from lightning_topk.core.guards import exchange
 from lightning_topk.simulate import Cluster
 
 

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topk.adapters import ddp
+from lightning_topk.adapters.fsdp import hook
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.adapters.fsdp import hook
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups, lanes
 from lightning_topk.runtime.groups import Groups
@@ -122,7 +122,7 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     if case.votes:
         state.watch_use([])
-    state.measure = state.measure_layers = case.measured
+    state.telemetry.measure = state.telemetry.measure_layers = case.measured
     hooks = torch.cuda.Stream() if case.hooks else gpu.current
     with fake, gpu:
         if case.resumed:
@@ -218,9 +218,9 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
         state.learn_names({member: name for unit in units for member, name in unit.names.items()})
-        note = state._exchanger.note_time
-        monkeypatch.setattr(state._exchanger, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
-        state.timing, hooks = True, state.lane(CUDA).stream
+        note = state._runner.note_time
+        monkeypatch.setattr(state._runner, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
+        state.telemetry.timing, hooks = True, state.lane(CUDA).stream
         for _ in range(3):
             for unit in units:
                 g = torch.empty(sum(member.numel() for member in unit.members), device=CUDA)
