@@ -21,13 +21,13 @@ import pytest
 import torch
 
 import lightning_topk
+from lab import commands, hosts
+from lab.bench import race, select, steps, wire
+from lab.bench.peers import PEERS
+from lab.models import DIGIT, mlp
+from lab.report import Result
+from lab.training import Optimizer
 from lightning_topk import CompressionMonitor, __main__
-from lightning_topk.lab import commands, hosts
-from lightning_topk.lab.bench import race, select, steps, wire
-from lightning_topk.lab.bench.peers import PEERS
-from lightning_topk.lab.models import DIGIT, mlp
-from lightning_topk.lab.report import Result
-from lightning_topk.lab.training import Optimizer
 from lightning_topk.schedule import ExponentialWarmup
 
 ON_THIS_HOST = [peer for peer in PEERS if peer != "ours, hierarchical"]
@@ -62,7 +62,7 @@ def test_an_exchange_needs_little_memory_beyond_its_residuals():
 
 
 def as_json(rank: int, world: int, function: Callable[[dict[str, Any], int, int], Any], options: str) -> Any:
-    """Calls a function of one rank as :func:`lightning_topk.lab.hosts.main` does: options and result are JSON."""
+    """Calls a function of one rank as :func:`lab.hosts.main` does: options and result are JSON."""
     return json.loads(json.dumps(function(json.loads(options), rank, world)))
 
 

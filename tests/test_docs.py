@@ -12,8 +12,8 @@ from groups import script
 
 import lightning_topk
 import lightning_topk.fabric
+from lab import commands
 from lightning_topk import TopKConfig
-from lightning_topk.lab import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 from groups import on_ranks
+from lab.plan import ddp_buckets, parameter_sizes
 from ranks import attached
 from test_bench import run
 from torch import nn
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.plan import ddp_buckets, parameter_sizes
 from lightning_topk.volume import format_bytes, volume
 
 

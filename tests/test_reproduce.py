@@ -16,12 +16,12 @@ import torch
 from PIL import Image
 from test_bench import run
 
+from lab import commands, data, hosts, training
+from lab.bench import steps
+from lab.papers import at_size, counterexample, saving, saving_curves, speedup, tuning, vectors
+from lab.report import Panel, Result, write_report
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
-from lightning_topk.lab import commands, data, hosts, training
-from lightning_topk.lab.bench import steps
-from lightning_topk.lab.papers import at_size, counterexample, saving, saving_curves, speedup, tuning, vectors
-from lightning_topk.lab.report import Panel, Result, write_report
 from lightning_topk.volume import volume
 
 

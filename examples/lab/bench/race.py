@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from lab import hosts as emulated
+from lab.bench.peers import PEERS, Register, bucket_cap, ours
+from lab.data import Data, digits, image_folder, source_code
+from lab.models import DIGIT, MODELS, mlp
+from lab.report import Panel, Result
+from lab.training import Optimizer, Runs
 from lightning_topk.config import check_name
-from lightning_topk.lab import hosts as emulated
-from lightning_topk.lab.bench.peers import PEERS, Register, bucket_cap, ours
-from lightning_topk.lab.data import Data, digits, image_folder, source_code
-from lightning_topk.lab.models import DIGIT, MODELS, mlp
-from lightning_topk.lab.report import Panel, Result, Row
-from lightning_topk.lab.training import Optimizer, Runs
+from lightning_topk.plan import Row, link
 
 OURS = "saving 50"
 RACERS: dict[str, Register] = {
@@ -120,7 +121,7 @@ def run(
     for racer in racers:
         check_name("racer", racer, RACERS)
     for rate in rates:
-        emulated.link(rate)
+        link(rate)
     emulated.check_available()
     found, given = Runs(out), {"course": course, "images": str(data) if data else None}
     bar, aims = tqdm(total=seeds * (1 + len(rates) * len(racers)), desc="race", unit="run"), []

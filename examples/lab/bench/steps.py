@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from typing_extensions import override
 
+from lab import hosts as emulated
+from lab.bench.peers import PEERS, Register, bucket_cap, prepared
+from lab.report import Result
 from lightning_topk.adapters.ddp import TopKState
-from lightning_topk.lab import hosts as emulated
-from lightning_topk.lab.bench.peers import PEERS, Register, bucket_cap, prepared
-from lightning_topk.lab.models import torchvision_model
-from lightning_topk.lab.report import Result
+from lightning_topk.plan import link, torchvision_model
 
 COLUMNS = 1024
 WARMUP = 4
@@ -183,7 +183,7 @@ def hosts(
 ) -> Result:
     """Times DDP steps with each of the peers on emulated hosts, and counts bytes at their interfaces."""
     settings, chosen, words = prepared(hosts * ranks, ratio, saving, peers, ranks > 1)
-    bits = [emulated.link(rate)[0] for rate in rates]
+    bits = [link(rate)[0] for rate in rates]
     result = Result(
         "hosts",
         "a step is faster than with what a user would pick instead, at any speed of link",
@@ -219,16 +219,16 @@ def train(
         torchvision_model(model)
     if steps <= WARMUP:
         raise ValueError(f"steps={steps}: the first {WARMUP} are not timed; take more.")
-    link = rate or "loopback"
+    where = rate or "loopback"
     result = Result(
         "train",
         "a whole training step",
-        f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({link}), {batch_size} images "
+        f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({where}), {batch_size} images "
         f"of {image_size} pixels a worker and step, SGD, {words}, buckets of 25 MiB; median of {steps - WARMUP} "
         "steps.",
     )
     options = {"model": model, "settings": settings, "batch": batch_size, "size": image_size, "steps": steps}
     with emulated.emulate(workers, rate) if rate else nullcontext(emulated.local(workers)) as group:
         found = worst(group.run(images, {**options, "peers": chosen}, timeout=3600))
-    enter(result, link, found)
+    enter(result, where, found)
     return result
