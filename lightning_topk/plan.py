@@ -155,7 +155,7 @@ def best(
 
     Stops after ``repeats`` timed runs or ``budget`` seconds.
     """
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait: Work = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     times, begin = list[float](), time.perf_counter()
     while len(times) < 2 or (len(times) <= repeats and time.perf_counter() - begin < budget):
         prepare()

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lab import hosts as emulated
-from lab.bench.peers import PEERS, Register, bucket_cap, ours
+from lab.bench.peers import BUCKETS, PEERS, Register, bucket_cap, ours
 from lab.data import Data, digits, image_folder, source_code
 from lab.models import DIGIT, MODELS, mlp
 from lab.report import Panel, Result
@@ -152,7 +152,7 @@ def run(
         "race",
         "the quality of dense training, sooner than with what a user would pick instead",
         f"{hosts} emulated hosts of one process and one thread each (network namespaces, tbf), gloo, "
-        f"{'AdamW' if ran.optimizer.adamw else 'SGD with momentum 0.9'}; {seeds} seeds. The aim is "
+        f"{'AdamW' if ran.optimizer.adamw else 'SGD with momentum 0.9'}; {BUCKETS}; {seeds} seeds. The aim is "
         f"{'what' if ran.text else '99 % of what'} dense training ends with: {ran.measured} {mean(aims):.4g}.",
     )
     result.tables[f"{course}: seconds, median (least to most), and the speed-up over DDP"] = table(raced, rates, racers)
@@ -175,7 +175,7 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     data = image_folder(Path(images)) if images else source_code() if course.text else digits()
     torch.manual_seed(seed)
     net = course.model()
-    model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer, 25), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer), gradient_as_bucket_view=True)
     optimizer = course.optimizer.make(model.parameters())
     state = RACERS[racer](model, {"optimizer": optimizer})
     batches = torch.Generator().manual_seed(world * seed + rank)

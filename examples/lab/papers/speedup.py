@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from lab import hosts
 from lab.bench import steps
-from lab.bench.peers import PEERS, Register, ours
+from lab.bench.peers import BUCKETS, PEERS, Register, ours
 from lab.report import Result
 from lightning_topk.systems import presets
 
@@ -31,7 +31,8 @@ def run() -> Result:
         "speedup",
         "sparsified exchange is faster than dense on slow links, and Gaussian_k's faster than exact TopK's and DGC's",
         f"One exchange of {NUMEL:,} normal float32 on CPU by DDP, with a backward pass that costs nothing, ratio "
-        f"{RATIO}; {WORLD} emulated hosts (network namespaces, tbf) on this machine's cores, gloo, least of several.",
+        f"{RATIO}; {WORLD} emulated hosts (network namespaces, tbf) on this machine's cores, gloo; {BUCKETS}; "
+        "least of several steps.",
     )
     seconds = {}
     for rate in tqdm(RATES, desc="speedup", leave=False):
