@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from lab.bench import race, wire
 from lab.papers import at_size, saving_curves
 from lab.report import draw, in_words, standard_error

@@ -140,7 +140,7 @@ def main() -> None:
     group, _, name = command.partition(" ")
     try:
         results = _bench(name, given) if group == "bench" else _reproduce(name, given)
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         raise SystemExit(f"{parser.prog} {command}: {error}") from error
     if strict and any(not check.holds for result in results for check in result.checks):
         raise SystemExit(1)
