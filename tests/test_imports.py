@@ -29,20 +29,22 @@ MAY_IMPORT = {
     "fsdp": ["core", *SETTINGS, "volume", "runtime", "checks"],
     "attaching": ["config", "runtime", "ddp", "fsdp"],
     "lightning": ["core", *SETTINGS, "runtime", "volume", "checks", "ddp", "fsdp"],
-    "lab": ["core", *SETTINGS, "runtime", "volume", "ddp", "attaching", "simulate", "_version"],
+    "plan": ["core", *SETTINGS, "volume"],
 }
 """The wings that each wing may import, except ``__init__``, ``__main__`` and modules that only re-export public
 names."""
 PUBLIC_NAMES = {"fabric": "lightning.fabric", "metrics": "lightning.metrics", "select": "core.select"}
 """Modules that only re-export public names of another module."""
 PACKAGES = {
-    "torch.distributed": {"runtime", "checks", "ddp", "fsdp", "attaching", "lightning", "lab"},
+    "torch.distributed": {"runtime", "checks", "ddp", "fsdp", "attaching", "lightning"},
     "lightning": {"lightning"},
     "pytorch_lightning": {"lightning"},
     "torchmetrics": {"lightning"},
     "triton": {"core"},
-    "matplotlib": {"lab"},
-    "tqdm": {"lab"},
+    "matplotlib": set(),
+    "torchvision": {"plan"},
+    "tqdm": set(),
+    "lab": set(),
 }
 """The wings that may import packages which are slow to import or optional."""
 MODULES = {
@@ -76,7 +78,12 @@ INSIDE = sorted(name for name in MODULES if wing(name) in MAY_IMPORT)
 
 def test_every_module_belongs_to_a_wing():
     assert {wing(name) for name in MODULES} - {*MAY_IMPORT, *PUBLIC_NAMES} == {"__init__", "__main__", "_version"}
-    assert "lab" not in map(wing, imports(MODULES["__init__"])), "only the command line imports the lab"
+
+
+def test_the_lab_needs_no_strategy():
+    lab = PACKAGE.parent / "examples" / "lab"
+    found = set().union(*map(imports, lab.rglob("*.py")))
+    assert not [name for name in found if f"{name}.".startswith(("lightning.", "lightning_topk.adapters.lightning."))]
 
 
 def test_no_two_wings_import_each_other():
