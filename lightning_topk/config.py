@@ -22,6 +22,8 @@ from lightning_topk.schedule import Ratio, Schedule, ratio_at
 
 SAVING: float = 50
 """Default of ``saving`` if neither ``ratio`` nor ``saving`` is given."""
+CPU_BUCKET_MB = 8
+"""Bucket size in MiB on CPUs where the user gives none: smaller than DDP's 25 MiB, so that more buckets overlap."""
 
 
 class Settings(TypedDict, total=False):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from groups import script, torchrun
-from lightning_topk.lab.data import folders
 from PIL import Image
+
+from lab.data import folders
 
 ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"

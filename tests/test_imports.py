@@ -54,8 +54,10 @@ PACKAGES = {
     "pytorch_lightning": {"adapters.lightning"},
     "torchmetrics": {"adapters.lightning"},
     "triton": {"core"},
+    "torchvision": {"plan"},
     "matplotlib": set(),
     "tqdm": set(),
+    "lab": set(),
 }
 """The wings that may import packages which are slow to import or optional."""
 MODULES = {
@@ -90,6 +92,12 @@ INSIDE = sorted(name for name in MODULES if wing(name) in MAY_IMPORT)
 
 def test_every_module_belongs_to_a_wing():
     assert {wing(name) for name in MODULES} - {*MAY_IMPORT, *PUBLIC_NAMES} == {"__init__", "__main__", "_version"}
+
+
+def test_the_lab_needs_no_strategy():
+    lab = PACKAGE.parent / "examples" / "lab"
+    found = set().union(*map(imports, lab.rglob("*.py")))
+    assert not [name for name in found if f"{name}.".startswith(("lightning.", "lightning_topk.adapters.lightning."))]
 
 
 def test_no_two_wings_import_each_other():
@@ -139,7 +147,8 @@ def test_packages_are_imported_only_in_the_wings_that_need_them():
 HOOK = """
 from lightning_topk import attach, TopKConfig
 import lightning_topk.simulate
-assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib", "lightning_topk.adapters.fsdp"} & set(sys.modules)
+assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib"} & set(sys.modules)
+assert "lightning_topk.adapters.fsdp" not in sys.modules
 """
 REGISTERED = """
 from lightning.pytorch.strategies import StrategyRegistry

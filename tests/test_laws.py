@@ -73,7 +73,7 @@ def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_support(topology, 
 
 @pytest.mark.parametrize(("numel", "world"), [(2**33, 2), (2**32, 1)])
 def test_a_bucket_whose_positions_need_more_than_32_bits_is_refused(numel, world):
-    with pytest.raises(ValueError, match="positions have 32 bits.*use more ranks"):
+    with pytest.raises(ValueError, match=r"positions have 32 bits.*use more ranks"):
         plan_bucket(TopKConfig(), [numel], world)
     assert plan_bucket(TopKConfig(), [2**31], 4).layout.shard_size < 2**31
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters
 from lightning_topk.bucket import Bucket, names_of
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
 from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.messages import LOGGER
@@ -203,6 +203,12 @@ def _check_join(model: DistributedDataParallel, args: Any) -> None:
             "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
             "over all ranks. Leave the argument out."
         )
+
+
+def smaller_buckets_(options: dict[str, Any], device: torch.device) -> None:
+    """Sets ``bucket_cap_mb`` in DDP's options on CPUs, if the user gave none; see :data:`.CPU_BUCKET_MB`."""
+    if device.type == "cpu" and options.get("bucket_cap_mb") is None:
+        options["bucket_cap_mb"] = CPU_BUCKET_MB
 
 
 def is_ddp(model: Any) -> bool:

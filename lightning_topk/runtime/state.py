@@ -1,7 +1,7 @@
 """The exchange of one model during its backward passes, for any wrapper.
 
-A wrapper's adapter (:mod:`lightning_topk.adapters.ddp`) reports the start of a backward pass and passes on gradients; this
-module turns them into jobs, queues them on the lane, and collects their results between two passes.
+A wrapper's adapter (:mod:`lightning_topk.adapters.ddp`) reports the start of a backward pass and passes on gradients;
+this module turns them into jobs, queues them on the lane, and collects their results between two passes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
-from lightning_topk.adapters.ddp import TopKState, attach, own_memory_
+from lightning_topk.adapters.ddp import TopKState, attach, own_memory_, smaller_buckets_
 from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
 from lightning_topk.runtime.groups import gathered
@@ -107,6 +107,7 @@ class TopKStrategy(DDPStrategy):
             return super().setup_module(module)  # DDP raises the error
         own_memory_(module)
         check_same_model(module)
+        smaller_buckets_(self._ddp_kwargs, self.root_device)
         ddp = super().setup_module(module)
         parameters = set(module.parameters())
         before = self._give_up(parameters)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
-from lightning_topk.adapters.ddp import TopKState, attach, own_memory_
+from lightning_topk.adapters.ddp import TopKState, attach, own_memory_, smaller_buckets_
 from lightning_topk.adapters.lightning._compat import (
     DDPStrategy,
     StrategyRegistry,
@@ -144,6 +144,7 @@ class TopKStrategy(DDPStrategy):
         assert self.model is not None
         own_memory_(self.model)
         check_same_model(self.model)
+        smaller_buckets_(self._ddp_kwargs, self.root_device)
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         super().configure_ddp()
 
