@@ -524,7 +524,7 @@ def add_at(out, deal, places, values):
 
 
 @compiled
-def catch_up(b, waited, g, x, momentum, weight, decay, taken, out):
+def catch_up(b, waited, g, x, out, momentum, weight, decay, taken):
     """See ``reference.catch_up_``; ``taken`` is false if the step is skipped.
 
     Most entries are not delivered. The work for all of them is vectorised, tile by tile; a second loop visits the
