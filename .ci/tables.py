@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning_topk.lab.bench import race, wire
-from lightning_topk.lab.papers import at_size, saving_curves
-from lightning_topk.lab.report import Row, draw, in_words, markdown, standard_error
-from lightning_topk.lab.training import Runs
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from lab.bench import race, wire
+from lab.papers import at_size, saving_curves
+from lab.report import draw, in_words, standard_error
+from lab.training import Runs
+from lightning_topk.plan import Row, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lab.data import digits, folders
+from lab.models import cnn, mlp, resnet20
 from lightning_topk import CompressionMonitor, TopKStrategy, presets
-from lightning_topk.lab.data import digits, folders
-from lightning_topk.lab.models import cnn, mlp, resnet20
 from lightning_topk.volume import format_bytes
 
 MODELS = {"mlp": mlp, "cnn": cnn, "resnet20": resnet20}

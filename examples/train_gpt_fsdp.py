@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
+from lab import hosts
+from lab.data import documentation
+from lab.models import GPT
 from lightning_topk import attach
-from lightning_topk.lab import hosts
-from lightning_topk.lab.data import documentation
-from lightning_topk.lab.models import GPT
-from lightning_topk.lab.report import markdown
+from lightning_topk.plan import markdown
 
 
 def train(options: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
@@ -95,9 +94,7 @@ def main() -> None:
         parser.error(f"--steps {options.steps}: the first 3 are not timed; take more.")
     world = options.nodes * options.ranks
     gpus = torch.cuda.device_count() >= world and not options.rate
-    # Ranks import this file as a module.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    module = importlib.import_module(Path(__file__).stem)
+    module = importlib.import_module(Path(__file__).stem)  # ranks import this file as a module
     emulated = hosts.emulate(options.nodes, options.rate, options.ranks) if options.rate else None
     with emulated or nullcontext(hosts.local(world)) as group:
         given = {**vars(options), "device": "cuda" if gpus else "cpu"}

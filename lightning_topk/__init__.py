@@ -17,11 +17,10 @@ from lightning_topk._version import __version__
 
 if TYPE_CHECKING:
     from lightning_topk.adapters.attach import attach
-    from lightning_topk.config import TopKConfig
-    from lightning_topk.adapters.ddp import TopKState, topk_hook
     from lightning_topk.adapters.lightning.callback import CompressionMonitor
     from lightning_topk.adapters.lightning.model_parallel import TopKModelParallelStrategy
     from lightning_topk.adapters.lightning.strategy import TopKStrategy
+    from lightning_topk.config import TopKConfig
     from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
     from lightning_topk.systems import presets
 
@@ -32,12 +31,10 @@ __all__ = [
     "ExponentialWarmup",
     "TopKConfig",
     "TopKModelParallelStrategy",
-    "TopKState",
     "TopKStrategy",
     "__version__",
     "attach",
     "presets",
-    "topk_hook",
 ]
 
 _MODULES = ("fabric", "metrics", "select")
@@ -46,12 +43,10 @@ _HOMES = {
     "CosineWarmup": "schedule",
     "ExponentialWarmup": "schedule",
     "TopKConfig": "config",
-    "TopKState": "adapters.ddp",
     "TopKModelParallelStrategy": "adapters.lightning.model_parallel",
     "TopKStrategy": "adapters.lightning.strategy",
     "attach": "adapters.attach",
     "presets": "systems",
-    "topk_hook": "adapters.ddp",
 }
 """Module of each public name, imported on first access: importing Lightning takes seconds."""
 

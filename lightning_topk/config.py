@@ -22,6 +22,8 @@ from lightning_topk.schedule import Ratio, Schedule, ratio_at
 
 SAVING: float = 50
 """Default of ``saving`` if neither ``ratio`` nor ``saving`` is given."""
+CPU_BUCKET_MB = 8
+"""Bucket size in MiB on CPUs where the user gives none: smaller than DDP's 25 MiB, so that more buckets overlap."""
 
 
 class Settings(TypedDict, total=False):
@@ -274,16 +276,6 @@ def check_count(name: str, value: Any) -> int | None:
     return value
 
 
-GONE = {
-    "beta1": "remove it: adapt_momentum=True does more.",
-    "momentum_masking": "remove it: adapt_momentum=True does more.",
-    "lr_ratio": "remove it.",
-    "scope": "remove it; for one selection over the model, take one bucket: bucket_cap_mb= as large as the model.",
-    "residual_checkpoint": "only the Trainer's strategies have it; elsewhere leave the state out of what you save.",
-}
-"""Settings that were removed or belong to other entry points, with the remedy."""
-
-
 def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
     """Refuses unknown keyword arguments."""
     taken = [parameter for taker in takers for parameter in inspect.signature(taker).parameters.values()]
@@ -292,7 +284,6 @@ def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1, cutoff=0.7)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}."
-            hint = GONE.get(option, hint)
             raise TypeError(f"{name} got an unknown argument {option}={options[option]!r}; {hint}")
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_topk.bucket import for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Exchange, Outcome
-from lightning_topk.core.exchange import exchange
+from lightning_topk.core.guards import exchange
 from lightning_topk.core.link import NOTHING, Measure
-from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Begin, Begun, Broadcast, Gather, Request
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
 
 CPU = torch.device("cpu")
 
@@ -47,8 +47,8 @@ class Cluster:
     ) -> None:
         parts = sizes or (numel,)
         skipped = sum(parts[number] for number in uncompressed)
-        compressed, in_pieces = for_compressed(config, sum(parts), skipped), device.type == "cpu"
-        self.plan = plan_bucket(compressed, parts, world, local, dtype.itemsize, uncompressed, in_pieces=in_pieces)
+        compressed = for_compressed(config, sum(parts), skipped)
+        self.plan = plan_bucket(compressed, parts, world, local, dtype.itemsize, uncompressed)
         """The exchange plan of the gradient."""
         self.local, self.measure = local, measure
         self.endpoints = [self.plan.endpoint(rank, dtype, device) for rank in range(world)]
@@ -86,25 +86,20 @@ class Cluster:
         """
         replies: list[Any] = [None] * len(exchanges)
         while True:
-            asked_for: list[Any] = []
+            requests: list[Request] = []
             outcomes = []
             for each, reply in zip(exchanges, replies, strict=True):
                 try:
-                    asked_for.append(each.send(reply))
+                    requests.append(each.send(reply))
                 except StopIteration as end:
                     outcomes.append(end.value)
-            if not asked_for:
+            if not requests:
                 return outcomes
-            if isinstance(asked_for[0], Begun):
-                replies = [begun.reply for begun in asked_for]  # known immediately
-                continue
-            begins = isinstance(asked_for[0], Begin)
-            requests = [each.request if begins else each for each in asked_for]
             replies = [None] * len(requests)
             for ranks in self._groups(requests[0].among, len(requests)):
                 asked = [requests[rank] for rank in ranks]
                 for rank, reply, (number, request) in zip(ranks, answer(asked), enumerate(asked), strict=True):
-                    replies[rank] = Begun(reply) if begins else reply
+                    replies[rank] = reply
                     self.sent_bytes[request.direction][rank] += request.sent_bytes(number, len(asked))
 
     def _groups(self, among: Among, world: int) -> list[range]:

@@ -1,18 +1,19 @@
-"""Predicts the bytes of an exchange by arithmetic; they equal the measured bytes."""
+"""The bytes of an exchange: predicted by arithmetic, and counted in the same units as requests are made."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from lightning_topk.bucket import BucketPlan, for_compressed, plan_bucket
+from lightning_topk.bucket import for_compressed, plan_bucket
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.requests import AllReduce, placeholder
+from lightning_topk.core.endpoint import BucketPlan
+from lightning_topk.core.requests import AllReduce, Request, placeholder
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes sent in a step.
+    """Bytes sent, predicted or counted.
 
     Attributes:
         uplink: Sent by this rank as a worker, to other ranks.
@@ -32,6 +33,15 @@ class Volume:
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def __getitem__(self, kind: str) -> int:
+        """The bytes of a kind, by its name."""
+        return int(getattr(self, kind))
+
+    def of_shards(self, count: int) -> Volume:
+        """The same if ``count`` ranks of the node each exchange a shard of the gradients like this one."""
+        kinds = ("intra_node", "inter_node", "dense_inter_node")
+        return replace(self, **{kind: count * self[kind] for kind in kinds})
 
     @property
     def sent(self) -> int:
@@ -78,7 +88,7 @@ def volume(
     Args:
         config: The settings.
         buckets: Elements of each DDP bucket. With ``topology="hierarchical"`` the elements of each parameter matter,
-            since the ranks of a node take a piece of each.
+            since the ranks of a node take a slice of each.
         world: Number of ranks.
         rank: The rank to predict for; with ``single_server`` rank 0 differs from the others.
         itemsize: Bytes per element of the dense gradient.
@@ -93,7 +103,8 @@ def volume(
     voters: Sequence[int | None] = list(parameters or ()) or [None] * len(sizes)
     whole = list(uncompressed) or [()] * len(sizes)
     skipped = sum(each[number] for each, numbers in zip(sizes, whole, strict=True) for number in numbers)
-    config, total = for_compressed(config, sum(map(sum, sizes)), skipped), Volume()
+    config = for_compressed(config, sum(map(sum, sizes)), skipped)
+    total = Volume()
     for each, numbers, count in zip(sizes, whole, voters, strict=True):
         total += bucket_volume(plan_bucket(config, each, world, local, itemsize, numbers), rank, step, epoch, count)
     return total
@@ -101,15 +112,29 @@ def volume(
 
 def bucket_volume(plan: BucketPlan, rank: int, step: int = 0, epoch: int = 0, voters: int | None = None) -> Volume:
     """Predicts the bytes of one bucket in a step."""
-    world, local, numel = plan.shape.workers, plan.local, sum(plan.shape.parts.sizes)
-    if not numel:
+    if not plan.numel:
         return Volume()  # nothing is exchanged
-    group = {"all": (rank, world), "node": (rank % local, local), "peers": (rank // local, world // local)}
-    sent, inside, outside = {"uplink": 0, "downlink": 0}, 0, 0
-    for request in plan.requests(step, epoch, voters):
-        sent[request.direction] += request.sent_bytes(*group[request.among])
-        near, far = request.node_bytes(rank, world, local)
-        inside, outside = inside + near, outside + far
-    ring = AllReduce(placeholder(numel * plan.itemsize), "uplink")
-    dense, dense_outside = ring.sent_bytes(rank, world), ring.node_bytes(rank, world, local)[1]
-    return Volume(sent["uplink"], sent["downlink"], dense, inside, outside, dense_outside)
+    asked = plan.requests(step, epoch, voters)
+    return sum((request_volume(each, rank, plan.workers, plan.local) for each in asked), dense_volume(plan, rank))
+
+
+def dense_volume(plan: BucketPlan, rank: int) -> Volume:
+    """The bytes of a ring all-reduce of the bucket."""
+    ring = AllReduce(placeholder(plan.numel * plan.itemsize), "uplink")
+    leaving = ring.node_bytes(rank, plan.workers, plan.local)[1]
+    return Volume(dense=ring.sent_bytes(rank, plan.workers), dense_inter_node=leaving)
+
+
+def request_volume(request: Request, rank: int, world: int, local: int) -> Volume:
+    """The bytes of a request.
+
+    Args:
+        request: The request of one rank.
+        rank: This rank.
+        world: Number of all ranks.
+        local: Ranks per node.
+    """
+    among = {"all": (rank, world), "node": (rank % local, local), "peers": (rank // local, world // local)}
+    inside, outside = request.node_bytes(rank, world, local)
+    sent = {request.direction: request.sent_bytes(*among[request.among])}
+    return Volume(**sent, intra_node=inside, inter_node=outside)

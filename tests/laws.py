@@ -15,7 +15,7 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Codecs, Exchange, Outcome
 from lightning_topk.core.ops import reference
-from lightning_topk.core.requests import Begin, Begun, Request
+from lightning_topk.core.requests import Request
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -90,8 +90,7 @@ class Noted(Cluster):
 def _noted(path: Exchange, asked: list[tuple]) -> Exchange:
     request = next(path)
     while True:
-        if not isinstance(request, Begun):
-            asked.append(in_words(request.request if isinstance(request, Begin) else request))
+        asked.append(in_words(request))
         try:
             request = path.send((yield request))
         except StopIteration as end:
@@ -111,16 +110,16 @@ def cluster_of(config: TopKConfig, workers: int, numel: int, dtype: torch.dtype 
 def undelivered(cluster: Cluster) -> Tensor:
     """The mean of the workers' residuals plus the servers': ``[numel]``."""
     dtype = cluster.endpoints[0].dtype
-    total = torch.zeros(sum(cluster.endpoints[0].parts.sizes), dtype=dtype)
+    total = torch.zeros(sum(cluster.plan.parts.sizes), dtype=dtype)
     for rank, end in enumerate(cluster.endpoints):
-        mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.world
-        mine = mine.expand(end.parts.numel).clone()
+        mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.plan.world
+        mine = mine.expand(end.plan.parts.numel).clone()
         for served in end.server_memory().values():
             mine += served
-        rows = torch.zeros(end.parts.count, end.parts.numel, dtype=dtype)
+        rows = torch.zeros(end.plan.parts.count, end.plan.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)
-        reference.join_parts(rows, end.parts, whole)
+        reference.join_parts(rows, end.plan.parts, whole)
         total += whole
     return total
 
@@ -150,14 +149,13 @@ def simulate(
         assert cluster.asked == [expected] * len(ranks), "generator and arithmetic ask for different things"
         for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):
             codecs = cluster.plan.codecs(step, selector=end.uplink.selector)
-            pieces = end.layout.pieces
-            room = [codecs.uplink.k * end.layout.shards * pieces, codecs.reply.k * pieces]
+            room = [codecs.uplink.k * end.layout.shards, codecs.reply.k]
             for stats, most in zip((outcome.uplink, outcome.downlink), room, strict=True):
                 assert stats is None or stats.selected is None or 0 <= stats.selected <= most
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
     assert received[0].dtype == dtype
     everything = config.ratio == 1 and config.wire == "fp32" and config.server_ratio is None
-    exact = dtype.itemsize >= 4 and (everything or not cluster.plan.config.compresses)
+    exact = dtype.itemsize >= 4 and (everything or not cluster.plan.topology.compresses)
     left = undelivered(cluster) if config.error_feedback is True and not config.momentum else None
     settled = 0 if isinstance(config.ratio, float | None) else None  # no schedule
     check(torch.stack(computed), torch.stack(received, 1), left, sent, planned, exact, settled, atol, rtol)

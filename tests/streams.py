@@ -30,8 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_topk.core import exchange
-from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Begin, Begun, Gather
+from lightning_topk.core import guards
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather
 
 OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in ("lightning_topk", "tests"))
 
@@ -239,7 +239,7 @@ def replace_kernels(setattr: Callable[..., None], stand_in: Callable[[str, list[
             setattr(kernels, name, stand_in(name, value.arg_names))
     setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
     setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
-    setattr(exchange, "_to", lambda x, device: torch.empty_like(x, device=device))
+    setattr(guards, "_to", lambda x, device: torch.empty_like(x, device=device))
 
 
 class Kernel:
@@ -254,10 +254,6 @@ class Kernel:
 
 def reply_to(request: Any, rank: int, world: int, local: int) -> Any:
     """A reply of the right shape to what an exchange on a GPU asks."""
-    if isinstance(request, Begin):
-        return Begun(reply_to(request.request, rank, world, local))
-    if isinstance(request, Begun):
-        return request.reply
     payload, count = request.payload, {"all": world, "node": local, "peers": world // local}[request.among]
     assert payload.is_cuda
     assert payload.is_contiguous()

@@ -20,11 +20,11 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_topk import TopKConfig
 from lightning_topk.adapters.checks import check_parameters, check_same_model
+from lightning_topk.bucket import names_of
 from lightning_topk.core import ops
-from lightning_topk.adapters.ddp import TopKState
 from lightning_topk.runtime import groups as agreement
-from lightning_topk.runtime.buckets import names_of
 from lightning_topk.schedule import ExponentialWarmup, Schedule
+from lightning_topk.volume import Volume
 
 
 def test_warnings_reach_stderr_without_a_logging_configuration(capfd, monkeypatch):
@@ -40,8 +40,7 @@ def test_a_bare_module_of_one_process_is_trained_alone():
     state = attach(net, ratio=0.1, announce=said.append)
     net(torch.randn(2, 3)).sum().backward()
     assert said == ["lightning_topk: a single rank exchanges no gradients, so nothing is compressed."]
-    assert not state.exchanged
-    assert set(state.report().bytes.values()) == {0}
+    assert state.report().bytes == Volume()
     assert state.predicted().uplink == state.nonfinite_steps == 0
     entry = state.state_dict()
     state.load_state_dict(entry)
@@ -212,8 +211,8 @@ def test_local_world_size_comes_from_torchrun_if_nodes_are_equal(rank, world):
     for sizes, local in (([2] * 4, 2), ([4] * 4, 4), ([8] * 4, 1), ([3, 3, 3, 1], 1)):
         with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(sizes[rank])}):
             state = attach(ddp())
-            said = refusal(TopKState, topology="hierarchical") if local == 1 else ""
-        assert state.local == local
+            said = refusal(attach, ddp(), topology="hierarchical") if local == 1 else ""
+        assert state.groups.local == local
         assert ("needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is [" in said) == (local == 1)
 
 

@@ -7,12 +7,14 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -21,22 +23,24 @@ import pytest
 import torch
 
 import lightning_topk
+from lab import commands, hosts
+from lab.bench import race, select, steps, wire
+from lab.bench.peers import PEERS
+from lab.models import DIGIT, mlp
+from lab.report import Result
+from lab.training import Optimizer
 from lightning_topk import CompressionMonitor, __main__
-from lightning_topk.lab import commands, hosts
-from lightning_topk.lab.bench import race, select, steps, wire
-from lightning_topk.lab.bench.peers import PEERS
-from lightning_topk.lab.models import DIGIT, mlp
-from lightning_topk.lab.report import Result
-from lightning_topk.lab.training import Optimizer
+from lightning_topk.plan import link
 from lightning_topk.schedule import ExponentialWarmup
 
+LAB = Path(commands.__file__).parent
 ON_THIS_HOST = [peer for peer in PEERS if peer != "ours, hierarchical"]
 
 
-def run(monkeypatch, *words: str) -> None:
-    """Runs a command in this process."""
-    monkeypatch.setattr(sys, "argv", ["lightning_topk", *words])
-    __main__.main()
+def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> None:
+    """Runs a command, of the lab or of the package, in this process."""
+    monkeypatch.setattr(sys, "argv", ["x", *words])
+    main()
 
 
 def test_select_compares_worker_and_server_with_passes_over_memory(monkeypatch):
@@ -62,7 +66,7 @@ def test_an_exchange_needs_little_memory_beyond_its_residuals():
 
 
 def as_json(rank: int, world: int, function: Callable[[dict[str, Any], int, int], Any], options: str) -> Any:
-    """Calls a function of one rank as :func:`lightning_topk.lab.hosts.main` does: options and result are JSON."""
+    """Calls a function of one rank as :func:`lab.hosts.main` does: options and result are JSON."""
     return json.loads(json.dumps(function(json.loads(options), rank, world)))
 
 
@@ -110,7 +114,7 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
         assert judged[f"bytes counted are bytes predicted, {peer}, 1gbit"]
         assert judged[f"the interface counts little more, {peer}, 1gbit"]
     assert (tmp_path / "r.png").stat().st_size > 0
-    assert "python -m lightning_topk bench hosts --hosts=2" in capsys.readouterr().out
+    assert "python examples/lab bench hosts --hosts=2" in capsys.readouterr().out
     left = subprocess.check_output(["ip", "netns", "list"], text=True)
     assert f"ltk{os.getpid() % 100000}" not in left
 
@@ -118,20 +122,22 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("hosts", "--rate", "fast"), "write it like 100mbit or 2.5gbit"),
-        (("hosts", "--peers", "theirs"), "'theirs' is unknown"),
-        (("hosts", "--hosts", "1"), "it takes 2 ranks or more: one exchanges nothing"),
-        (("wire", "--json", "nowhere/r.json"), "No such file or directory: 'nowhere/r.json'"),
-        (("wire", "--plot", "r.txt"), r"r.txt must end in .png, .svg, .pdf"),
-        (("wire", "--ratios", "0"), r"ratio=0\.0 must be in \(0, 1\]"),
-        (("select", "--numel", "100", "--ratios", "2"), r"ratio=2\.0 must be in \(0, 1\]"),
-        (("train", "--model", "resnet0"), "torchvision has no model 'resnet0'"),
-        (("train", "--ratio", "3"), r"ratio=3\.0 must be in \(0, 1\]"),
+        ("bench hosts --rate fast", "write it like 100mbit or 2.5gbit"),
+        ("bench hosts --peers theirs", "'theirs' is unknown"),
+        ("bench hosts --hosts 1", "it takes 2 ranks or more: one exchanges nothing"),
+        ("bench wire --json nowhere/r.json", "No such file or directory: 'nowhere/r.json'"),
+        ("bench wire --plot r.txt", r"r.txt must end in .png, .svg, .pdf"),
+        ("bench wire --ratios 0", r"ratio=0\.0 must be in \(0, 1\]"),
+        ("bench select --numel 100 --ratios 2", r"ratio=2\.0 must be in \(0, 1\]"),
+        ("bench train --model resnet0", "torchvision has no model 'resnet0'"),
+        ("bench train --ratio 3", r"ratio=3\.0 must be in \(0, 1\]"),
+        ("reproduce", r"name a claim \(counterexample, saving, .*\) or pass --all"),
     ],
 )
 def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, words, message):
-    with pytest.raises(SystemExit, match=f"bench {words[0]}: .*{message}"):
-        run(monkeypatch, "bench", *words)
+    command = words.partition(" --")[0]
+    with pytest.raises(SystemExit, match=f"{command}: .*{message}"):
+        run(monkeypatch, *words.split())
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)
@@ -144,11 +150,9 @@ def test_the_options_of_a_command_are_arguments_of_its_function(name):
         assert commands.OPTIONS[option].get("required", False) == required
 
 
-@pytest.mark.parametrize(
-    ("rate", "link"), [("100mbit", (1e8, 0)), ("2.5gbit", (2.5e9, 0)), ("64Kbit/20ms", (64e3, 0.02))]
-)
-def test_rates_use_the_notation_of_tc(rate, link):
-    assert hosts.link(rate) == link
+def test_rates_use_the_notation_of_tc():
+    found = [link(rate) for rate in ("100mbit", "2.5gbit", "64Kbit/20ms")]
+    assert found == [(1e8, 0), (2.5e9, 0), (64e3, 0.02)]
 
 
 def alone(value: torch.Tensor, reduce_op: str) -> torch.Tensor:
@@ -205,27 +209,35 @@ def test_missing_extras_are_named_before_work_begins(monkeypatch):
 
 
 @pytest.mark.process
-def test_help_does_not_import_torch():
-    code = "import sys\nsys.argv = ['x', 'bench', '-h']\nfrom lightning_topk import __main__\n"
-    code += "try: __main__.main()\nexcept SystemExit: print('torch' in sys.modules)"
-    said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert said.endswith("False\n")
-    assert "whole trainings on emulated hosts" in said
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((str(LAB), "bench", "-h"), "whole trainings on emulated hosts"),
+        (("-m", "lightning_topk", "-h"), "examples/lab of the"),
+    ],
+)
+def test_help_comes_without_torch_and_says_where_the_benches_are(words, text):
+    env = {**os.environ, "PYTHONPATH": str(LAB.parents[1])}  # finds the package, but not the lab
+    command = [sys.executable, "-X", "importtime", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=True)
+    assert text in done.stdout
+    assert not re.search(r"\| torch$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(("text", "count"), [("300", 300), ("25e6", 25_000_000), ("25M", 25_000_000), ("1.5k", 1500)])
 def test_counts_are_read_as_people_write_them(text, count):
-    assert commands.count(text) == count
+    assert __main__.count(text) == count
     for wrong in ("0", "-1", "2.5", "many", "1e-3", "nan"):
         with pytest.raises(argparse.ArgumentTypeError, match="write it like 300, 25e6 or 25M"):
-            commands.count(wrong)
+            __main__.count(wrong)
 
 
 @pytest.mark.unit
-def test_the_version_is_printed(monkeypatch, capsys):
+@pytest.mark.parametrize("main", [__main__.main, commands.main])
+def test_the_version_is_printed(monkeypatch, capsys, main):
     with pytest.raises(SystemExit):
-        run(monkeypatch, "--version")
+        run(monkeypatch, "--version", main=main)
     assert capsys.readouterr().out == f"lightning_topk {lightning_topk.__version__}\n"
 
 

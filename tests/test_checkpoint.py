@@ -126,22 +126,13 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     state.close()
     ddp, _ = made(ddp.module, load=False, residuals=state.residuals)
     found["after another state was made"] = arrived(ddp)
-    ddp, _ = made(Two(), unused=True)
-    arrived(ddp, False)
-    found["unused at first"] = arrived(ddp)
+    if topology != "dense":  # it keeps no residual for later
+        ddp, _ = made(Two(), unused=True)
+        arrived(ddp, False)
+        found["unused at first"] = arrived(ddp)
     frozen = Two()
     frozen.a.weight.requires_grad_(False)
     found["its neighbour frozen"] = arrived(made(frozen)[0])
-    net = Two()
-    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=4.0)
-    ddp, _ = made(net, optimizer=optimizer, scaler=scaler)
-    for step in range(2):
-        optimizer.zero_grad()
-        scaler.scale(ddp(torch.full((4, 8), torch.inf if rank == 1 and step == 0 else 0.0)).sum()).backward()
-        scaler.unscale_(optimizer)
-        found["the first step skipped"] = float(net.b.weight.grad.mean())
-        scaler.step(optimizer)
-        scaler.update()
     assert found == dict.fromkeys(found, 10.0)
 
 

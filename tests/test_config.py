@@ -15,14 +15,13 @@ from laws import codecs_of
 from torch import nn
 
 from lightning_topk import TopKModelParallelStrategy, TopKStrategy
-from lightning_topk.bucket import TOLERANCE, for_compressed, plan_bucket
+from lightning_topk.bucket import TOLERANCE, Buckets, for_compressed, plan_bucket
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WIRES, WireName
-from lightning_topk.runtime.buckets import BucketSettings
-from lightning_topk.runtime.messages import startup_warnings
+from lightning_topk.runtime.messages import saving_warnings, startup_warnings, volume_of
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.systems import presets
@@ -69,7 +68,6 @@ BAD_FOR_DDP = [
     ({"skip_all_reduce_unused_params": True}, ValueError, r"skip_all_reduce_unused_params=True is not supported with"),
     ({"delay_all_reduce_named_params": [("a", 1)]}, ValueError, r"delay_all_reduce_named_params="),
     ({"rato": 0.1}, TypeError, r"unknown argument rato=0\.1; did you mean 'ratio'\?"),
-    ({"beta1": 0.0}, TypeError, r"unknown argument beta1=0\.0; remove it: adapt_momentum=True does more"),
     ({"ddp_kwargs": {}}, TypeError, r"unknown argument ddp_kwargs"),
 ]
 
@@ -294,9 +292,9 @@ def test_uncompressed_parameters_count_towards_the_saving():
 
 def warned(saving: float, buckets: list[list[int]], dtype: torch.dtype = torch.float32) -> str:
     """The warnings for buckets with these parameter sizes, on four ranks."""
-    settings = BucketSettings(TopKConfig(saving=saving), 4, 1)
+    settings = Buckets(TopKConfig(saving=saving), 4, 1)
     made = [tuple(nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes) for sizes in buckets]
-    return " ".join(settings.warnings(made, settings.volume(made, 0, 0, 0, voting=False)))
+    return " ".join(saving_warnings(settings, made, volume_of(settings, made, 0, 0, 0, voting=False)))
 
 
 def test_a_missed_saving_warns_with_a_remedy():

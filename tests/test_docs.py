@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from groups import script
+from test_bench import run
 
 import lightning_topk
 import lightning_topk.fabric
-from lightning_topk import TopKConfig
-from lightning_topk.lab import commands
+from lab import commands
+from lightning_topk import TopKConfig, __main__
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -44,23 +45,21 @@ def code_of(page: Path) -> list[str]:
 
 @every_page
 def test_documented_commands_have_their_options(page, capsys):
-    parser = commands.make_parser()
+    parsers = {"-m lightning_topk": __main__.make_parser(), "examples/lab": commands.make_parser()}
     for line in "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
-        found = re.search(r"python -m lightning_topk (?!--)(.*)", line)
-        words = shlex.split(found[1], comments=True) if found else []
-        if words and "NAME" not in words:
+        found = re.search(r"python (-m lightning_topk|examples/lab) (.*)", line)
+        if found:
             try:
-                parser.parse_args(words)
+                parsers[found[1]].parse_args(shlex.split(found[2], comments=True))
             except SystemExit:
                 pytest.fail(f"{line}\n{capsys.readouterr().err}")
 
 
-def test_documented_plans_run(capsys):
-    parser, lines = commands.make_parser(), "\n".join(block for page in PAGES for block in blocks(page, "sh"))
+def test_documented_plans_run(monkeypatch, capsys):
+    lines = "\n".join(block for page in PAGES for block in blocks(page, "sh"))
     made = [line for line in re.findall(r"lightning_topk (plan .*)", lines) if "mine.models.Net" not in line]
     for line in made:
-        arguments = parser.parse_args(shlex.split(line, comments=True))
-        commands.run(arguments)
+        run(monkeypatch, *shlex.split(line, comments=True), main=__main__.main)
         assert re.search(r"\| sharded +\|", capsys.readouterr().out), line
     assert len(made) >= 2
 
@@ -97,7 +96,7 @@ def test_links_lead_to_existing_files_and_headings(page):
 def test_every_command_is_described_on_a_page():
     text = "\n".join(page.read_text() for page in PAGES)
     names = [name for name in commands.COMMANDS if name.rpartition(" ")[2] not in commands.CLAIMS]
-    assert [name for name in names if name not in text] == []
+    assert [name for name in ("plan", *names) if name not in text] == []
 
 
 def test_every_public_name_is_in_the_reference():

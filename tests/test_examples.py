@@ -12,7 +12,7 @@ import pytest
 from groups import script, torchrun
 from PIL import Image
 
-from lightning_topk.lab.data import folders
+from lab.data import folders
 
 ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"

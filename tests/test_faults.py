@@ -19,9 +19,9 @@ import torch.distributed as dist
 from groups import Group, on_ranks, torchrun
 from ranks import attached, every_rank, four_layers, gradient, loss_of, refusal
 
-from lightning_topk.config import TopKConfig
+from lab import hosts
 from lightning_topk.adapters.ddp import TopKState
-from lightning_topk.lab import hosts
+from lightning_topk.config import TopKConfig
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups as process_groups
 from lightning_topk.runtime.groups import Groups

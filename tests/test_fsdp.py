@@ -67,8 +67,8 @@ class Watched:
     def __init__(self, state: Any) -> None:
         self.given: dict = {}
         self.delivered: dict = {}
-        self._state, self._run = state, state._exchanger._exchange
-        state._exchanger._exchange = self._watch
+        self._state, self._run = state, state._runner._exchange
+        state._runner._exchange = self._watch
 
     def _watch(self, g: Tensor, job: Any, *others: Any) -> Any:
         mean, sizes = g.double().clone(), [member.numel() for member in job.bucket]

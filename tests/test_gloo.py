@@ -1,7 +1,6 @@
 """The laws on real process groups, through DDP's reducer, in all its modes."""
 
 import copy
-import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,18 +14,16 @@ import ranks
 import torch
 import torch.distributed as dist
 from groups import on_ranks
-from laws import ON_NODES, ROUTES, SELECTED, WIRES, codecs_of
+from laws import ON_NODES, ROUTES, SELECTED, WIRES
 from ranks import attach, attached, every_rank, gradient, local_gradient, loss_of, mean_over_ranks, undelivered
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk import bucket as build
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.exchange import exchange
-from lightning_topk.adapters.ddp import TopKState, topk_hook, tree_broadcast_sends
-from lightning_topk.runtime.collectives import Meter, dense_cost, drive, finish
-from lightning_topk.runtime.jobs import Job
+from lightning_topk.core.guards import exchange
+from lightning_topk.runtime.collectives import dense_cost, drive, finish
 from lightning_topk.runtime.groups import Groups
+from lightning_topk.runtime.jobs import Job
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -50,16 +47,16 @@ some case, as in two orthogonal Latin squares. test_laws covers combinations of 
 def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str, settings: dict[str, Any]) -> None:
     """Checks the laws on four steps of a DDP model in a ``mode``.
 
-    The settings may contain ``local``, the ranks per node, ``device``, and ``piece``, the elements in a piece.
+    The settings may contain ``local``, the ranks per node, and ``device``.
     """
-    local, device, piece = (settings.pop(*each) for each in (("local", 1), ("device", "cpu"), ("piece", build.PIECE)))
+    local, device = settings.pop("local", 1), settings.pop("device", "cpu")
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
     net, alone = ranks.Net().to(device), ranks.Net().to(device)
     ddp, state = attached(net, MODES[mode], config=config, local_world_size=local)
     whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in config.dense_parameters)}
     computed, received, sent, planned = [], [], [], []
     names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
-    with mock.patch.object(build, "PIECE", piece), ranks.Counted() as counted:
+    with ranks.Counted() as counted:
         for step in range(4):
             some = mode == "find_unused_parameters"  # all ranks, one rank and no rank use the branch in turn
             use = {"branch": not some or step % 3 == 0 or (step % 3 == 1 and rank == 0)}
@@ -95,9 +92,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
         *(((2, 3, 4)[one % 3], *way, mode, {"wire": WIRES[other % 4]}) for *way, mode, one, other in SQUARE),
         *(((2, 3)[one % 2], *way, mode, WHOLE) for *way, mode, one, _ in SQUARE),
         *((3, *way, SEVERAL[0], {**SAVING, **more}) for way in ROUTES for more in ({}, {"dense_parameters": "scale"})),
-        *((3, "sharded", both, mode, {"piece": 500}) for both in (True, False) for mode in SEVERAL),
-        (2, "sharded", True, "one_bucket", {"piece": 500, **SAVING, "dense_parameters": "scale"}),
-        (4, "hierarchical", True, SEVERAL[0], {"piece": 500, "local": 2}),
+        (2, "sharded", True, "one_bucket", {**SAVING, "dense_parameters": "scale"}),
         *((2, *way, SEVERAL[0], {"selector": selector}) for way in ROUTES for selector in SELECTED),
         *((4, *way, mode, {"local": 2}) for way in ON_NODES for mode in MODES),
         *((6, *way, SEVERAL[(i + n) % 2], {"local": 3 - n}) for i, way in enumerate(ON_NODES) for n in (0, 1)),
@@ -129,7 +124,7 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
         given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = given[rank].clone()
         codecs = simulated.plan.codecs(step, selector=end.uplink.selector)
-        finish(drive(exchange(end, mine, codecs, step), groups, Meter()))
+        finish(drive(exchange(end, mine, codecs, step), groups))
         results.append((mine, simulated.step(given)[rank]))
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
@@ -174,7 +169,7 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
         received.append(gradient(net).double())
         computed.append(local_gradient(alone, net, rank, step))
     expected = mean_over_ranks(torch.stack(computed))
-    state.timing, begin = True, time.monotonic()
+    state.telemetry.timing, begin = True, time.monotonic()
     loss_of(ddp, rank, 9).backward()
     took, report = time.monotonic() - begin, state.report()
     assert len(state.residuals.buckets) >= 3
@@ -188,138 +183,16 @@ def test_an_empty_bucket_completes_in_its_turn(rank, world):
     """Otherwise the batch after the next would start on groups in use, on some ranks earlier than on others."""
     _, state = attached(nn.Linear(4, 4))
     lane, empty = state.lane(torch.device("cpu")), nn.Parameter(torch.empty(0))
-    assert next(state._exchanger.run(torch.empty(0), Job((empty,), state.config), lane), "ended") is None
-
-
-@on_ranks(3)
-def test_buckets_travel_while_backward_runs(rank, world):
-    net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(6)])
-    ddp, state = attached(net, {"bucket_cap_mb": 0.001}, ratio=0.1)
-    loss_of(ddp, rank, 0).backward()  # DDP regroups its buckets after this
-    promised, seen = [], []
-    launch = state.launch
-    state.launch = lambda bucket: promised.append(launch(bucket)) or promised[-1]
-
-    def wait(_: torch.Tensor) -> None:
-        """Holds up the first layer's gradient, which comes last, until some bucket's exchange has completed."""
-        deadline = time.monotonic() + 20
-        while not any(future.done() for future in promised) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        seen.append(any(future.done() for future in promised))
-
-    net[0].weight.register_hook(wait)
-    loss_of(ddp, rank, 1).backward()
-    assert seen == [True]
-
-
-@on_ranks(2)
-def test_the_registered_hook_compresses_plain_ddp(rank, world):
-    net = nn.Linear(20, 30)
-    ddp = DistributedDataParallel(net)
-    state = TopKState(ratio=0.1)
-    state.measure = state.measure_layers = True
-    ddp.register_comm_hook(state, topk_hook)
-    loss_of(ddp, rank, 0).backward()
-    report = state.report()
-    kept = report.k
-    state.close()
-    assert report.layers == {}, "without names"
-    assert kept == codecs_of(state.config, 630, world).uplink.k * world
-    assert 0 < gradient(net).count_nonzero() <= kept * world
-
-
-@pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.01])  # clipping applies to the exchanged gradient
-@on_ranks(2)
-def test_parameters_that_take_turns_lose_nothing_and_touch_no_other(rank, world, topology, view, clip):
-    """Each of two parts zeroes only its own gradients, as the optimizers of a GAN do."""
-    net = nn.ModuleList([nn.Linear(20, 50), nn.Linear(20, 5)])
-    alone, options = copy.deepcopy(net), {**MODES["find_unused_parameters"], "gradient_as_bucket_view": view}
-    settings = {"topology": topology, "bidirectional": topology != "allgather", "clip_norm": clip}
-    ddp, state = attached(net, options, ratio=0.05, wire="fp32", **settings)
-    produced, delivered = torch.zeros(2, sum(p.numel() for p in net.parameters())).double()
-    for step in range(6):
-        mine, other = net[step % 2], net[1 - step % 2]
-        alone.forward, net.forward = alone[step % 2].forward, mine.forward
-        produced += mean_over_ranks(local_gradient(alone, net, rank, step))
-        kept = gradient(other)
-        mine.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        assert torch.equal(gradient(other), kept), "another's gradient was touched"
-        delivered += torch.cat([gradient(part) * (part is mine) for part in net])
-    left = undelivered(state, net)
-    if clip is None:
-        torch.testing.assert_close(delivered + left, produced, atol=1e-7, rtol=1e-5)
-
-
-@on_ranks(2)
-def test_a_closed_state_leaves_no_thread_and_no_group_and_refuses_use(rank, world):
-    before = threading.active_count(), ranks.open_now()[-1]
-    ddp, state = attached(nn.Linear(20, 10), ratio=0.5)
-    loss_of(ddp, rank, 0).backward()
-    entry = state.state_dict()
-    state.close()
-    assert (threading.active_count(), ranks.open_now()[-1]) == before
-    uses = (lambda: loss_of(ddp, rank, 1).backward(), state.state_dict, state.measure_link)
-    for use in (*uses, lambda: state.load_state_dict(entry)):
-        with pytest.raises(RuntimeError, match="was closed"):
-            use()
-
-
-@on_ranks(4)
-def test_process_groups_can_be_recreated_after_closing(rank, world):
-    """Torch 2.9 names subgroups by the number of groups: a late rank could find a closed group's addresses."""
-    for _ in range(3):
-        if rank == 1:
-            time.sleep(0.3)
-        state = TopKState(topology="hierarchical", local_world_size=2)
-        dist.all_reduce(torch.ones(1), group=state.groups.node)
-        dist.all_reduce(torch.ones(1), group=state.groups.peers)
-        state.close()
+    assert next(state._runner.run(torch.empty(0), Job((empty,), None), lane), "ended") is None
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @on_ranks()
-def test_bytes_of_ddps_broadcasts_are_counted_as_broadcasts(rank, world):
-    """Every other rank receives each broadcast once: the model when it is wrapped, then its buffers."""
-    net = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16))
-    ddp, state = attached(net, ratio=0.1)
-    first, broadcast, coalesced = state.report().bytes["broadcast"], [], dist._broadcast_coalesced
-
-    def counted(group, tensors, *rest):
-        broadcast.extend(tensor.nbytes for tensor in tensors)
-        return coalesced(group, tensors, *rest)
-
-    with mock.patch.object(dist, "_broadcast_coalesced", counted):
-        for _ in range(3):
-            loss_of(ddp, rank, 0).backward()
-        for sync in (ddp.no_sync, ddp.no_sync, nullcontext):
-            with sync():
-                loss_of(ddp, rank, 0).backward()
-    sent = every_rank(torch.tensor([first, state.report().bytes["broadcast"]]))
-    model = sum(x.nbytes for x in (*net.parameters(), *net.buffers()))
-    assert sum(broadcast) > 0
-    assert sent.sum(0).tolist() == [model * (world - 1), sum(broadcast) * (world - 1)]
-    assert sent[0, 1] > sent[-1, 1] == 0
-
-
-@pytest.mark.parametrize(("world", "sends"), [(1, [0]), (2, [1, 0]), (3, [2, 0, 0]), (4, [2, 1, 0, 0])])
-def test_tree_broadcast_sends_match_those_observed_of_gloo(world, sends):
-    # Counted at the network interfaces of four hosts.
-    assert [tree_broadcast_sends(rank, world) for rank in range(world)] == sends
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-@on_ranks()
-def test_every_rank_gets_the_same_all_reduce_cost_and_counts_its_bytes(rank, world):
-    meter = Meter()
-    cost = dense_cost(1 << 16, torch.device("cpu"), dist.group.WORLD, meter)
+def test_every_rank_gets_the_same_all_reduce_cost(rank, world):
+    cost = dense_cost(1 << 16, torch.device("cpu"), dist.group.WORLD)
     rows = every_rank(torch.tensor(cost))
     assert torch.equal(rows, rows[:1].expand_as(rows))
     assert cost[0] > 0
-    assert meter.bytes["broadcast"] == sum(meter.bytes.values())
-    assert meter.bytes["broadcast"] == 2 * (2 * (world - 1) * 64 // world) + 2 * (2 * (world - 1) * 65536 // world)
 
 
 @on_ranks(2)

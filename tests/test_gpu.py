@@ -216,7 +216,7 @@ def test_the_replicas_of_a_sharded_model_exchange_without_waiting_for_the_gpu(lo
         fully_shard(part, mesh=mesh["shard"])
     optimizer, x = torch.optim.SGD(net.parameters(), lr=0.01), torch.randn(64, 2000, device="cuda")
     state = attach(net, process_group=mesh["replicate"], saving=50, optimizer=optimizer)
-    state.timing = True
+    state.telemetry.timing = True
     for step in range(4):
         loss = net(x).square().mean()
         try:

@@ -14,35 +14,50 @@ import lightning_topk
 
 PACKAGE = Path(lightning_topk.__file__).parent
 
-SETTINGS = ["schedule", "config", "systems", "build"]
+ADAPTERS = ["attach", "checks", "ddp", "fsdp", "lightning", "workarounds"]
+SETTINGS = ["schedule", "config", "systems", "bucket"]
 MAY_IMPORT = {
-    "core": [],
     "schedule": [],
+    "core": ["schedule"],
     "config": ["core", "schedule"],
     "systems": ["schedule"],
-    "build": ["config", "core", "schedule"],
-    "simulate": ["build", "config", "core"],
+    "bucket": ["config", "core"],
+    "simulate": ["bucket", "config", "core"],
+    "plan": ["bucket", "config", "core", "simulate", "volume"],
     "volume": ["core", *SETTINGS],
     "runtime": ["core", *SETTINGS, "volume"],
-    "checks": ["runtime"],
-    "ddp": ["core", *SETTINGS, "volume", "runtime", "checks"],
-    "fsdp": ["core", *SETTINGS, "volume", "runtime", "checks"],
-    "attaching": ["config", "runtime", "ddp", "fsdp"],
-    "lightning": ["core", *SETTINGS, "runtime", "volume", "checks", "ddp", "fsdp"],
-    "lab": ["core", *SETTINGS, "runtime", "volume", "ddp", "attaching", "simulate", "_version"],
+    "adapters": [],
+    "adapters.checks": ["runtime"],
+    "adapters.workarounds": [],
+    "adapters.ddp": ["bucket", "config", "runtime", "adapters.checks"],
+    "adapters.fsdp": ["bucket", "config", "runtime", "volume", "adapters.checks"],
+    "adapters.attach": ["config", "volume", "runtime", "adapters.ddp", "adapters.fsdp"],
+    "adapters.lightning": [
+        "core",
+        *SETTINGS,
+        "volume",
+        "runtime",
+        *(f"adapters.{name}" for name in ("checks", "workarounds", "ddp", "fsdp")),
+    ],
 }
 """The wings that each wing may import, except ``__init__``, ``__main__`` and modules that only re-export public
 names."""
-PUBLIC_NAMES = {"fabric": "lightning.fabric", "metrics": "lightning.metrics", "select": "core.select"}
+PUBLIC_NAMES = {
+    "fabric": "adapters.lightning.fabric",
+    "metrics": "adapters.lightning.metrics",
+    "select": "core.select",
+}
 """Modules that only re-export public names of another module."""
 PACKAGES = {
-    "torch.distributed": {"runtime", "checks", "ddp", "fsdp", "attaching", "lightning", "lab"},
-    "lightning": {"lightning"},
-    "pytorch_lightning": {"lightning"},
-    "torchmetrics": {"lightning"},
+    "torch.distributed": {"runtime", *(f"adapters.{name}" for name in ADAPTERS)},
+    "lightning": {"adapters.lightning"},
+    "pytorch_lightning": {"adapters.lightning"},
+    "torchmetrics": {"adapters.lightning"},
     "triton": {"core"},
-    "matplotlib": {"lab"},
-    "tqdm": {"lab"},
+    "torchvision": {"plan"},
+    "matplotlib": set(),
+    "tqdm": set(),
+    "lab": set(),
 }
 """The wings that may import packages which are slow to import or optional."""
 MODULES = {
@@ -68,7 +83,8 @@ def imports(path: Path) -> set[str]:
 
 def wing(module: str) -> str:
     """The wing of a module of the package, given by its full name."""
-    return module.removeprefix("lightning_topk.").partition(".")[0]
+    parts = module.removeprefix("lightning_topk.").split(".")
+    return ".".join(parts[:2] if parts[0] == "adapters" else parts[:1])
 
 
 INSIDE = sorted(name for name in MODULES if wing(name) in MAY_IMPORT)
@@ -76,7 +92,12 @@ INSIDE = sorted(name for name in MODULES if wing(name) in MAY_IMPORT)
 
 def test_every_module_belongs_to_a_wing():
     assert {wing(name) for name in MODULES} - {*MAY_IMPORT, *PUBLIC_NAMES} == {"__init__", "__main__", "_version"}
-    assert "lab" not in map(wing, imports(MODULES["__init__"])), "only the command line imports the lab"
+
+
+def test_the_lab_needs_no_strategy():
+    lab = PACKAGE.parent / "examples" / "lab"
+    found = set().union(*map(imports, lab.rglob("*.py")))
+    assert not [name for name in found if f"{name}.".startswith(("lightning.", "lightning_topk.adapters.lightning."))]
 
 
 def test_no_two_wings_import_each_other():
@@ -124,9 +145,10 @@ def test_packages_are_imported_only_in_the_wings_that_need_them():
 
 
 HOOK = """
-from lightning_topk import topk_hook, TopKState, attach, TopKConfig
+from lightning_topk import attach, TopKConfig
 import lightning_topk.simulate
-assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib", "lightning_topk.adapters.fsdp"} & set(sys.modules)
+assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib"} & set(sys.modules)
+assert "lightning_topk.adapters.fsdp" not in sys.modules
 """
 REGISTERED = """
 from lightning.pytorch.strategies import StrategyRegistry

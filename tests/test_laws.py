@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_turn, routes, simulate, wires
 from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, deal
 
-from lightning_topk import bucket as build
+from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import NodeShards
@@ -71,37 +71,15 @@ def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_support(topology, 
     simulate(TopKConfig(ratio=0.005, bidirectional=bidirectional, wire="e4m3", topology=topology), 3, 150_001)
 
 
-PIECED = [way for way in [*ROUTES, *ON_NODES] if way[0] in ("sharded", "hierarchical")]
+@pytest.mark.parametrize(("numel", "world"), [(2**33, 2), (2**32, 1)])
+def test_a_bucket_whose_positions_need_more_than_32_bits_is_refused(numel, world):
+    with pytest.raises(ValueError, match=r"positions have 32 bits.*use more ranks"):
+        plan_bucket(TopKConfig(), [numel], world)
+    assert plan_bucket(TopKConfig(), [2**31], 4).layout.shard_size < 2**31
 
 
-@pytest.mark.parametrize(("topology", "bidirectional"), PIECED)
-@pytest.mark.parametrize(("numel", "piece"), [(150_001, 20_000), (150_001, 50_000), (1500, 300), (7, 2)])
-def test_laws_hold_for_buckets_of_several_pieces(topology, bidirectional, numel, piece, monkeypatch):
-    monkeypatch.setattr(build, "PIECE", piece)
-    more = [{"wire": wire} for wire in WIRES] + [{"ratio": None, "saving": 20}, {"ratio": lambda step: 1 / (1 + step)}]
-    for number, each in enumerate(more):
-        config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **each})
-        cluster = simulate(config, 2 + number % 2, numel)
-        assert cluster.plan.shape.layout.pieces > 1
-
-
-@pytest.mark.parametrize(
-    ("numel", "amount", "pieces"),
-    [
-        (25_000_000, {"saving": 50}, 6),
-        (25_000_000, {"ratio": 0.01}, 4),
-        (25_000_000, {"ratio": 0.001}, 1),
-        (5_000_000, {"saving": 50}, 1),
-        (2**33, {"ratio": 1e-5}, 8),
-    ],
-)
-def test_pieces_are_larger_where_less_is_sent(numel, amount, pieces):
-    assert build.plan_bucket(TopKConfig(**amount), [numel], world=4).shape.layout.pieces == pieces
-
-
-def test_pieces_are_compressed_to_the_same_bits_whatever_is_fused(monkeypatch):
+def test_buckets_are_compressed_to_the_same_bits_whether_fused_or_not():
     """Measuring gives the same bits too."""
-    monkeypatch.setattr(build, "PIECE", 40_000)
     ends, errors = [], []
     for fused, measure in ((True, NOTHING), (False, NOTHING), (True, Measure(error=True, per_layer=True))):
         cluster = Cluster(TopKConfig(), 3, 150_001, sizes=(100_000, 50_001), measure=measure)

@@ -25,15 +25,15 @@ from trainers import ELEMENTS, Gan, Module, Normed, fit
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
 from lightning_topk.adapters.lightning import callback
-from lightning_topk.adapters.lightning.callback import BUFFERS, DEFAULT
+from lightning_topk.adapters.lightning.callback import DEFAULT
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.volume import format_bytes, volume
 
 ROOT = Path(__file__).parent.parent
 NAMES = (
     "uplink_bytes downlink_bytes dense_bytes saving uplink_error downlink_error bound worker_residual_norm "
-    "server_residual_norm total_bytes broadcast_bytes density selected_density total_uplink_bytes total_downlink_bytes "
-    "total_dense_bytes total_broadcast_bytes nonfinite_steps exchange_seconds hidden_share"
+    "server_residual_norm total_bytes density selected_density total_uplink_bytes total_downlink_bytes "
+    "total_dense_bytes nonfinite_steps exchange_seconds hidden_share"
 )
 KEYS = {f"topk/{name}" for name in NAMES.split()}
 PLAN = volume(TopKConfig(), [ELEMENTS], world=2)
@@ -91,21 +91,6 @@ def test_loggers_and_early_stopping_see_keys_beside_the_throughput_monitor(rank,
         assert {int(row["step"]) for row in ours} == {1, 3}
         assert all(row[key] for row in ours for key in KEYS)
         assert any("batches_per_sec" in key for key in rows[0])
-
-
-@on_ranks(2)
-def test_broadcasts_of_buffers_are_counted_apart_from_the_exchange(rank, world):
-    size, weights = (sum(x.nbytes for x in each) for each in (Normed().buffers(), Normed().parameters()))
-    link = 2 * 64 + 2 * weights  # two ranks time two all-reduces twice: a small one, one of the largest bucket
-    _, logged = fit(rank, world, Normed(), max_steps=4)
-    sent = logged["topk/total_uplink_bytes"] + logged["topk/total_downlink_bytes"]
-    _, without = fit(rank, world, Normed(), TopKStrategy(**{BUFFERS: False}), max_steps=4)  # as the monitor advises
-    assert logged["topk/broadcast_bytes"] == size * (rank == 0)
-    first = weights + size
-    assert logged["topk/total_broadcast_bytes"] == (first + 4 * size) * (rank == 0) + link
-    assert logged["topk/total_bytes"] == sent
-    first = weights + size * (BUFFERS == "forward_sync_buffers")
-    assert without["topk/total_broadcast_bytes"] == first * (rank == 0) + link
 
 
 @pytest.mark.unit
@@ -336,9 +321,9 @@ def test_lightning_cli_configures_the_strategy(tmp_path, options, words):
 def test_metrics_work_in_a_collection_and_count_exactly():
     metrics = MetricCollection({"volume": ExchangeVolume()})
     metrics["volume"].update(uplink=10, downlink=30, dense=4000)
-    metrics["volume"].update(uplink=10, downlink=30, dense=4000, broadcast=5)
+    metrics["volume"].update(uplink=10, downlink=30, dense=4000)
     computed = metrics.compute()
-    assert [computed[name] for name in ("total_bytes", "broadcast_bytes", "saving")] == [80, 5, 100]
+    assert [computed[name] for name in ("total_bytes", "saving")] == [80, 100]
     metrics["volume"].update(uplink=2**24 + 1, downlink=2**40 + 1, dense=0)
     assert int(metrics.compute()["total_bytes"]) == 2**24 + 2**40 + 82
     error = CompressionError()
@@ -351,7 +336,7 @@ def test_metrics_work_in_a_collection_and_count_exactly():
 
 def summary_of(topology: str, since: int = 0, steps: int = 1000, end: float = 0.05) -> str:
     monitor = CompressionMonitor()
-    sent = {"uplink": 0, "downlink": 3_000_000, "dense": 90_000_000, "broadcast": 23_200_000}
+    sent = {"uplink": 0, "downlink": 3_000_000, "dense": 90_000_000}
     fit = monitor._fit
     fit.k, fit.elements, fit.density = 5, 100, end
     fit.volume.update(**sent, intra_node=8_000_000, inter_node=1_500_000)
@@ -374,7 +359,6 @@ def test_the_summary_tells_who_sends_what_and_since_when():
     assert "each node sent 1.5 MB to others (and 8 MB inside) instead of 90 MB (60.0x less)" in words
     words = summary_of("sharded")
     assert "each rank sent 0 B up and 3 MB down instead of 90 MB (30.0x less); density 0.05." in words
-    assert words.endswith("Not counted: 23.2 MB of initial weights, buffers and link timing.")
     assert "in 1 step each rank" in summary_of("sharded", steps=1)
     assert "; density 0.05 on average, 0.01 at the end." in summary_of("sharded", end=0.01)
 

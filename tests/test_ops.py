@@ -13,7 +13,7 @@ from laws import codecs_of, residual_and_gradient, vector
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, k_of
-from lightning_topk.core.link import FusedLink, aggregate, deliver
+from lightning_topk.core.link import Link, aggregate, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
 from lightning_topk.core.select import GaussianK, RandK, SampledK, TopK, TrimmedK
@@ -226,7 +226,7 @@ def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wi
     e, x = residual_and_gradient(name, numel)
     ends = []
     for context in (nullcontext(), mock.patch.object(ops, "fast", return_value=None)):
-        link = FusedLink(layout, TopK(), Residual(numel, torch.float32, torch.device("cpu")))
+        link = Link(layout, TopK(), Residual(numel, torch.float32, torch.device("cpu")))
         link.memory.residual.copy_(e)
         given = x.clone()
         with context:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -11,8 +12,10 @@ from ranks import attached
 from test_bench import run
 from torch import nn
 
+from lightning_topk.__main__ import main, make_parser
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.plan import ddp_buckets, parameter_sizes
+from lightning_topk.plan import ddp_buckets, parameter_sizes
+from lightning_topk.plan import run as plan
 from lightning_topk.volume import format_bytes, volume
 
 
@@ -55,8 +58,14 @@ def rows(shown: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in lines[2:]}
 
 
+def test_every_option_is_an_argument_of_the_plan():
+    words = "plan --nodes 2 --gpus-per-node 1 --model a --module b --params 1 --inter c --saving 2 --ratio 1"
+    given = vars(make_parser().parse_args([*words.split(), "--device=cpu"]))
+    assert {*given} == {"command", *inspect.signature(plan).parameters}
+
+
 def test_the_plan_has_exact_bytes_a_time_and_the_break_even_link(monkeypatch, capsys):
-    run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--inter", "100mbit")
+    run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--inter", "100mbit", main=main)
     found = rows(capsys.readouterr().out)
     assert [*found] == ["dense (DDP)", "sharded", "single_server", "allgather"]
     sent = volume(TopKConfig(saving=50), [25_000_000], 4)
@@ -64,7 +73,7 @@ def test_the_plan_has_exact_bytes_a_time_and_the_break_even_link(monkeypatch, ca
     assert float(found["dense (DDP)"][3]) == pytest.approx(12_000, rel=0.01)  # 1.5 x 100 MB at 12.5 MB a second
     assert 240 < float(found["sharded"][3]) < 3000
     assert re.fullmatch(r"[\d.e+]+ [MG]bit/s", found["sharded"][4])
-    run(monkeypatch, "plan", "--params", "1M", "--nodes", "2", "--gpus-per-node", "2", "--ratio", "0.001")
+    run(monkeypatch, "plan", "--params", "1M", "--nodes", "2", "--gpus-per-node", "2", "--ratio", "0.001", main=main)
     shown = capsys.readouterr().out
     assert "ratio 0.001" in shown
     sent = volume(TopKConfig(ratio=0.001, topology="hierarchical"), [1_000_000], 4, local=2)
@@ -84,4 +93,4 @@ def test_the_plan_has_exact_bytes_a_time_and_the_break_even_link(monkeypatch, ca
 )
 def test_invalid_plans_are_refused(monkeypatch, words, message):
     with pytest.raises(SystemExit, match=message):
-        run(monkeypatch, "plan", *words)
+        run(monkeypatch, "plan", *words, main=main)

@@ -16,12 +16,13 @@ import torch
 from PIL import Image
 from test_bench import run
 
+from lab import commands, data, hosts, training
+from lab.bench import steps
+from lab.models import TEXT
+from lab.papers import at_size, counterexample, saving, saving_curves, speedup, tuning, vectors
+from lab.report import Panel, Result, write_report
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
-from lightning_topk.lab import commands, data, hosts, training
-from lightning_topk.lab.bench import steps
-from lightning_topk.lab.papers import at_size, counterexample, saving, saving_curves, speedup, tuning, vectors
-from lightning_topk.lab.report import Panel, Result, write_report
 from lightning_topk.volume import volume
 
 
@@ -67,13 +68,18 @@ def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
     assert (tmp_path / "bound.svg").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("model", ["mlp", "wide mlp", "cnn", "lstm"])
-def test_simulated_training_learns(model):
+@pytest.mark.parametrize("model", ["mlp", "wide mlp", "cnn", "lstm", "char lstm", "gpt"])
+def test_simulated_training_learns_and_sends_what_is_predicted(monkeypatch, model):
+    optimizer, steps, batch = training.Optimizer(0.3), 30, 10
+    if model in TEXT:
+        parts = (part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor))
+        monkeypatch.setattr(training, "documentation", partial(data.Data, *parts))
+        optimizer, steps, batch = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0), 15, 4
     start = training.Problem(model, seed=0)
     before, *_ = start.evaluate(start.start)
-    run = training.train(model, TopKConfig(ratio=0.1), 2, 30, training.Optimizer(0.3), seed=0)
+    run = training.train(model, TopKConfig(ratio=0.1), 2, steps, optimizer, seed=0, batch=batch)
     assert run.loss < before
-    assert len(run.union) == 30
+    assert len(run.union) == steps
     sent = volume(TopKConfig(ratio=0.1), [len(start.start)], world=2)
     assert (run.uplink_bytes, run.downlink_bytes) == (sent.uplink, sent.downlink)
 
@@ -148,11 +154,8 @@ def test_convergence_and_tuning_judge_every_system(monkeypatch):
 
 
 def test_opposite_workers_favour_the_second_compression():
-    gaps = {
-        system: counterexample.descend("opposites", 0, system, lr=0.1, steps=500)[-100:].mean()
-        for system in ("uni", "bi")
-    }
-    assert gaps["uni"] > 5 * gaps["bi"]
+    uni, bi = (counterexample.descend("opposites", 0, each, 0.1, 500)[-100:].mean() for each in ("uni", "bi"))
+    assert uni > 5 * bi
 
 
 def test_the_toys_gap_is_the_papers_objective_minus_its_least_value():
@@ -163,18 +166,15 @@ def test_the_toys_gap_is_the_papers_objective_minus_its_least_value():
     assert torch.allclose(sum(toy.gradients(x)) / 3, x - 16 / 3)
 
 
-def test_the_error_of_sign_vectors_is_the_general_bound():
-    assert vectors.error(torch.ones(1000), 0.1) == pytest.approx(0.9)
-    assert vectors.error(torch.tensor([3.0, 4.0]), 0.5) == pytest.approx(9 / 25)
-
-
 def test_the_union_of_two_selections_is_at_most_twice_one():
     k = k_of(4810, 0.01)
     assert k <= saving._union("mlp", 0.01, 2) <= 2 * k
     assert saving._slope({2: 6.0, 4: 12.0, 8: 24.0, 16: 24.0}, up_to=8) == pytest.approx(1.0)
 
 
-def test_the_shape_of_known_vectors():
+def test_the_shape_and_the_error_of_known_vectors():
+    assert vectors.error(torch.ones(1000), 0.1) == pytest.approx(0.9), "the general bound"
+    assert vectors.error(torch.tensor([3.0, 4.0]), 0.5) == pytest.approx(9 / 25)
     normal = vectors.statistics(torch.randn(100_000, generator=torch.Generator().manual_seed(0)).double())
     assert normal["kurtosis"] == pytest.approx(3, abs=0.1)
     assert normal["π² below the line"] > 0.999
@@ -325,21 +325,10 @@ def test_no_run_starts_after_the_time_limit():
     assert noted.keys() == found.keys()
 
 
-@pytest.mark.parametrize("model", ["char lstm", "gpt"])
-def test_models_of_text_learn_from_pythons_documentation(monkeypatch, model):
-    parts = (part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor))
-    few = data.Data(*parts)
-    monkeypatch.setattr(training, "documentation", lambda: few)
-    start = training.Problem(model, seed=0)
-    assert start.data.examples.shape[1:] == start.data.labels.shape[1:] == (64,)
-    assert torch.equal(start.data.examples[0, 1:], start.data.labels[0, :-1])
-    _, before, _ = start.evaluate(start.start)
-    optimizer = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0)
-    assert training.train(model, TopKConfig(ratio=0.1), 2, 15, optimizer, seed=0, batch=4).held_loss < before
-
-
-def test_a_gpt_sees_no_future_characters():
+def test_a_gpt_predicts_the_next_characters_and_sees_no_later_ones():
     gpt = training.Problem("gpt", seed=0)
+    assert gpt.data.examples.shape[1:] == gpt.data.labels.shape[1:] == (64,)
+    assert torch.equal(gpt.data.examples[0, 1:], gpt.data.labels[0, :-1])
     text = gpt.data.examples[:1].clone()
     before = gpt.net(text)
     text[0, 40] += 1
@@ -352,8 +341,3 @@ def alone(jobs, title, note, *_):
     """Runs jobs in this process, where a test's patches apply."""
     for key, job in jobs.items():
         note(key, job())
-
-
-def test_reproduce_wants_the_name_of_a_claim(monkeypatch):
-    with pytest.raises(SystemExit, match=r"name a claim \(counterexample, saving, .*\) or pass --all"):
-        run(monkeypatch, "reproduce")

@@ -1,4 +1,4 @@
-"""Hook, lane, residuals and undo on the streams of a fake GPU: the order of operations, and the reuse of memory.
+"""Hook, lane and residuals on the streams of a fake GPU: the order of operations, and the reuse of memory.
 
 See :mod:`streams`. Training is simulated: backward and optimizers are a few operations on the caller's stream.
 """
@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topk.adapters import ddp
+from lightning_topk.adapters.fsdp import hook
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.adapters.fsdp import hook
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime import groups, lanes
 from lightning_topk.runtime.groups import Groups
@@ -35,7 +35,7 @@ SIZES = (30_000, 300, 20_000, 17)
 class Case:
     """How training is simulated."""
 
-    scaler: str = ""  # "plain": a GradScaler that skips every other step; "fused": its verdict stays on the device
+    scaler: bool = False  # a GradScaler, which skips every other step
     votes: bool = False  # parameters may go unused
     hooks: bool = False  # gradients are accumulated on a stream of their own
     resumed: bool = False  # training starts with residuals of a checkpoint
@@ -53,32 +53,25 @@ class Bucket:
 
 
 class Scaler:
-    """A GradScaler with its scale on the GPU; so is its verdict if the optimizer is fused."""
+    """A GradScaler with its scale on the GPU."""
 
-    def __init__(self, fused: bool) -> None:
-        self._fused, self._scale, self._skips = fused, torch.full((), 2.0**16, device=CUDA), False
+    def __init__(self) -> None:
+        self._scale, self._skips = torch.full((), 2.0**16, device=CUDA), False
 
     def is_enabled(self) -> bool:
         return True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._skips = not self._skips
-        found = torch.stack([p.grad.sum() for group in optimizer.param_groups for p in group["params"]]).sum()
-        if self._fused:
-            optimizer.found_inf = found
+        if not self._skips:
             optimizer.step()
-            del optimizer.found_inf
-        elif not self._skips:
-            optimizer.step()
-        else:
-            self._per_optimizer_states = {id(optimizer): {"found_inf_per_device": {CUDA: True}}}
 
     def update(self) -> None:
         self._scale.mul_(2.0)
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer with one operation per parameter; torch's SGD refuses ``found_inf``."""
+    """An optimizer with one operation per parameter."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -117,12 +110,12 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     with fake:
         parameters = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES]
         optimizers = [Plain(each) for each in (parameters[:2], parameters[2:])]
-        scaler = Scaler(case.scaler == "fused") if case.scaler else None
+        scaler = Scaler() if case.scaler else None
     state = ddp.TopKState(optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL, **given)
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     if case.votes:
         state.watch_use([])
-    state.measure = state.measure_layers = case.measured
+    state.telemetry.measure = state.telemetry.measure_layers = case.measured
     hooks = torch.cuda.Stream() if case.hooks else gpu.current
     with fake, gpu:
         if case.resumed:
@@ -162,9 +155,9 @@ def backward(gpu: Gpu, hooks: Stream, state: ddp.TopKState, groups: list[list[to
 
 CASES = [
     Case(kernels=True),
-    Case(scaler="plain", votes=True),
-    Case(scaler="fused", hooks=True),
-    Case(scaler="fused", resumed=True, kernels=True),
+    Case(scaler=True, votes=True),
+    Case(scaler=True, hooks=True),
+    Case(scaler=True, resumed=True, kernels=True),
     Case(votes=True, hooks=True),
     Case(measured=True),
     Case(hooks=True, read=True),
@@ -218,9 +211,9 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
         state.learn_names({member: name for unit in units for member, name in unit.names.items()})
-        note = state._exchanger.note_time
-        monkeypatch.setattr(state._exchanger, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
-        state.timing, hooks = True, state.lane(CUDA).stream
+        note = state._runner.note_time
+        monkeypatch.setattr(state._runner, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
+        state.telemetry.timing, hooks = True, state.lane(CUDA).stream
         for _ in range(3):
             for unit in units:
                 g = torch.empty(sum(member.numel() for member in unit.members), device=CUDA)
@@ -261,19 +254,16 @@ def test_a_caller_that_does_not_wait_for_the_lane_is_detected(gpu, monkeypatch):
     assert any(race.startswith("test_stream_order.py") for race in gpu.races), gpu.races
 
 
-@pytest.mark.parametrize(
-    ("forgets", "case"), [("skipped_steps.py", Case(scaler="fused")), ("by_parameter.py", Case(resumed=True))], ids=str
-)
-def test_memory_freed_while_another_stream_uses_it_is_detected(gpu, monkeypatch, forgets, case):
-    """A scaler's verdict that the lane reads, and residuals of a checkpoint, without ``record_stream``."""
+def test_memory_freed_while_another_stream_uses_it_is_detected(gpu, monkeypatch):
+    """Residuals of a checkpoint, without ``record_stream``."""
     keep = torch.Tensor.record_stream
 
     def record_stream(tensor, stream):
-        if not sys._getframe(1).f_code.co_filename.endswith(forgets):
+        if not sys._getframe(1).f_code.co_filename.endswith("residuals.py"):
             keep(tensor, stream)
 
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
-    train(gpu, monkeypatch, case, "sharded")
+    train(gpu, monkeypatch, Case(resumed=True), "sharded")
     assert gpu.reuses
 
 

@@ -1,4 +1,4 @@
-"""The laboratory: benchmarks and the reproduction of the papers' claims, run by ``python -m lightning_topk``.
+"""The laboratory: benchmarks and the reproduction of the papers' claims, run by ``python examples/lab``.
 
-May import: everything but the ``lightning`` wing. Only ``__main__`` and the examples, for models and data, import it.
+May import everything but ``lightning_topk.adapters.lightning``. The examples import its models and data.
 """

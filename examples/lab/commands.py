@@ -1,4 +1,4 @@
-"""The command line: ``python -m lightning_topk`` ``plan``, ``bench NAME`` or ``reproduce NAME``.
+"""The command line: ``python examples/lab`` ``bench NAME`` or ``reproduce NAME``.
 
 A command calls a function of the lab with the given options. It imports the function only then, since torch takes
 seconds.
@@ -9,38 +9,25 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.papers import CLAIMS
+from lightning_topk.__main__ import count
 from lightning_topk._version import __version__
-from lightning_topk.lab.papers import CLAIMS
 
 if TYPE_CHECKING:
-    from lightning_topk.lab.report import Result
-
-
-def count(text: str) -> int:
-    """Parses a count of at least 1, such as 300, 25e6 or 25M."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgb]?)", text.lower())
-    value = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}[found[2]] if found else 0.0
-    if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count of at least 1; write it like 300, 25e6 or 25M")
-    return int(value)
+    from lab.report import Result
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "nodes": {"type": count, "required": True, "help": "number of nodes"},
-    "gpus_per_node": {"type": count, "help": "ranks on each node (default: 1)"},
     "model": {"help": "torchvision model, such as resnet50"},
-    "module": {"help": "class such as mine.models.Net, called without arguments"},
-    "params": {"type": count, "help": "number of parameters, such as 25e6"},
-    "inter": {"help": "speed of the links between nodes (default: 1gbit)"},
     "saving": {"type": float, "help": "how many times fewer bytes than all-reduce to send (default: 50)"},
     "ratio": {"type": float, "help": "fraction of the entries to send, instead of --saving"},
     "device": {"choices": ("cpu", "cuda"), "help": "device to compute on (default: cpu)"},
@@ -77,11 +64,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 COMMANDS = {
-    "plan": (
-        "plan:run",
-        "the bytes and the approximate time of a step with each topology",
-        "nodes gpus_per_node model module params inter saving ratio device",
-    ),
     "bench select": ("bench.select:run", "the compress step in passes over memory; peak memory", "numel device ratios"),
     "bench wire": ("bench.wire:run", "bits and bytes of payloads against the entropy of positions", "numel ratios"),
     "bench hosts": (
@@ -123,21 +105,21 @@ COMMANDS = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of all commands."""
-    about = "Plans and measures top-k gradient exchange, and reproduces the papers' claims."
-    parser = argparse.ArgumentParser(prog="python -m lightning_topk", description=about)
+    about = "Measures top-k gradient exchange, and reproduces the papers' claims."
+    parser = argparse.ArgumentParser(prog="python examples/lab", description=about)
     parser.add_argument("--version", action="version", version=f"lightning_topk {__version__}")
-    groups = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
+    kinds = parser.add_subparsers(required=True, metavar="COMMAND")
     about = "speed, against memory, links and the alternatives"
-    bench = groups[""].add_parser("bench", help=about, description=f"Measures {about}.")
+    bench = kinds.add_parser("bench", help=about, description=f"Measures {about}.")
     about = "the claims of the papers, reproduced or refuted"
-    claims = groups[""].add_parser("reproduce", help=about, description=f"Measures {about}, and writes a report.")
+    claims = kinds.add_parser("reproduce", help=about, description=f"Measures {about}, and writes a report.")
     claims.set_defaults(command="reproduce")
     add_options(claims, "all out strict")
-    groups["bench"] = bench.add_subparsers(required=True, metavar="NAME")
+    groups = {"bench": bench.add_subparsers(required=True, metavar="NAME")}
     groups["reproduce"] = claims.add_subparsers(metavar="NAME")
-    more = {"": "", "bench": " json plot strict", "reproduce": " out strict"}
+    more = {"bench": " json plot strict", "reproduce": " out strict"}
     for name, (_, about, options) in COMMANDS.items():
-        group, _, last = name.rpartition(" ")
+        group, _, last = name.partition(" ")
         one = groups[group].add_parser(last, help=about, description=f"Measures {about}.")
         add_options(one, options + more[group])
         one.set_defaults(command=name)
@@ -150,26 +132,23 @@ def add_options(parser: argparse.ArgumentParser, names: str) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **OPTIONS[name])
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Runs the parsed command; exits with status 1 if ``--strict`` is given and a statement fails.
-
-    Raises:
-        ValueError: An option has an invalid value, or a package is missing.
-    """
-    given = dict(vars(arguments))
-    group, _, name = given.pop("command").partition(" ")
-    strict = given.pop("strict", False)
-    if group == "plan":
-        print(function_of("plan")(**given))
-        return
-    results = _bench(name, given) if group == "bench" else _reproduce(name, given)
+def main() -> None:
+    """Runs the requested command; exits with a message if it fails, and with 1 if a statement does and ``--strict``."""
+    parser = make_parser()
+    given = vars(parser.parse_args())
+    command, strict = given.pop("command"), given.pop("strict", False)
+    group, _, name = command.partition(" ")
+    try:
+        results = _bench(name, given) if group == "bench" else _reproduce(name, given)
+    except (ImportError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        raise SystemExit(f"{parser.prog} {command}: {error}") from error
     if strict and any(not check.holds for result in results for check in result.checks):
         raise SystemExit(1)
 
 
 def _bench(name: str, given: dict[str, Any]) -> list[Result]:
     """Runs one bench, and writes its result."""
-    from lightning_topk.lab.report import draw
+    from lab.report import draw
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that emulated hosts are removed
     json, plot = given.pop("json", None), given.pop("plot", None)
@@ -189,7 +168,7 @@ def _bench(name: str, given: dict[str, Any]) -> list[Result]:
 
 def _reproduce(name: str, given: dict[str, Any]) -> list[Result]:
     """Runs one claim or all, and writes their results and the report."""
-    from lightning_topk.lab.report import write_report
+    from lab.report import write_report
 
     whole, out = given.pop("all", False), given.pop("out", Path("reproduced"))
     if not whole and not name:
@@ -215,7 +194,7 @@ def finish(function: Callable[..., Result], given: Mapping[str, Any]) -> Result:
     begin = time.perf_counter()
     result = function(**given)
     result.seconds = time.perf_counter() - begin
-    result.command = f"python -m lightning_topk {shlex.join(sys.argv[1:])}"
+    result.command = f"python examples/lab {shlex.join(sys.argv[1:])}"
     print(f"{result.text()}\n", flush=True)
     return result
 
@@ -223,7 +202,7 @@ def finish(function: Callable[..., Result], given: Mapping[str, Any]) -> Result:
 def function_of(name: str) -> Callable[..., Any]:
     """Imports the function of a command."""
     module, _, function = COMMANDS[name][0].partition(":")
-    return getattr(importlib.import_module(f"lightning_topk.lab.{module}"), function)
+    return getattr(importlib.import_module(f"lab.{module}"), function)
 
 
 def need(module: str, package: str | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lightning_topk.lab.commands import need
+from lab.commands import need
 
 CHARACTERS, LENGTH, LONG = 128, 64, 128
 """Size of the alphabet, and T, the length of the pieces of :func:`documentation` and of :func:`source_code`."""

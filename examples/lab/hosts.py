@@ -10,7 +10,6 @@ import importlib
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +19,8 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from lightning_topk.plan import link
 
 PORT = 29400
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -34,19 +35,6 @@ def check_available() -> None:
     """Raises a RuntimeError if hosts cannot be emulated."""
     if not available():
         raise RuntimeError("Emulated hosts need root and iproute2 (ip, tc). Only bench train runs without them.")
-
-
-def link(rate: str) -> tuple[float, float]:
-    """Bits per second and seconds of a round trip of a link such as ``100mbit``, or ``100mbit/20ms``.
-
-    Raises:
-        ValueError: The rate is not a number with ``kbit``, ``mbit`` or ``gbit``, and perhaps ``/`` and a number with
-            ``ms``.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit(?:/(\d+(?:\.\d+)?)ms)?", rate.lower())
-    if not found or float(found[1]) == 0:
-        raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit or 2.5gbit, or 1gbit/20ms with a round trip.")
-    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]], float(found[3] or 0) / 1000
 
 
 def sent_bytes() -> int:
@@ -88,8 +76,9 @@ class Hosts:
         path, world, started = f"{function.__module__}:{function.__qualname__}", len(self.names) * self.ranks, []
         for rank in range(world):
             place = [str(rank), str(world), self.address]
-            command = [sys.executable, "-m", "lightning_topk.lab.hosts", *place, path, json.dumps(options)]
+            command = [sys.executable, "-m", "lab.hosts", *place, path, json.dumps(options)]
             local = {"LOCAL_WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(rank % self.ranks)}
+            local["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # it imports what this process can
             started.append(self.start(rank // self.ranks, command, local, shown and rank == 0))
         try:
             outputs = [process.communicate(timeout=timeout) for process in started]
@@ -145,7 +134,7 @@ def emulate(count: int, rate: str, ranks: int = 1) -> Iterator[Hosts]:
             _ip(f"netns add {name}")
             stack.callback(_ip, f"netns del {name}")
         if round_trip:
-            from lightning_topk.lab.delays import Switch  # needs fcntl, which Windows lacks
+            from lab.delays import Switch  # needs fcntl, which Windows lacks
 
             switch = Switch(bits, round_trip / 2)
             stack.callback(switch.close)
@@ -186,7 +175,7 @@ def _ip(arguments: str) -> None:
 
 
 def main() -> None:
-    """Runs one rank: ``python -m lightning_topk.lab.hosts RANK WORLD ADDRESS:PORT MODULE:FUNCTION OPTIONS``.
+    """Runs one rank: ``python -m lab.hosts RANK WORLD ADDRESS:PORT MODULE:FUNCTION OPTIONS``.
 
     It joins the process group, calls the function on one thread, and prints the result as a line of JSON.
     """

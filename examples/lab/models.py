@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_topk.lab.commands import need
-from lightning_topk.lab.data import CHARACTERS, LENGTH, LONG
+from lab.commands import need
+from lab.data import CHARACTERS, LENGTH, LONG
+from lightning_topk.plan import torchvision_model
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
@@ -105,7 +106,7 @@ class RowLSTM(nn.Module):
 
 
 class CharLSTM(nn.Module):
-    """Predicts the next of :data:`lightning_topk.lab.data.CHARACTERS` characters from all earlier ones."""
+    """Predicts the next of :data:`lab.data.CHARACTERS` characters from all earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,17 +190,3 @@ LARGE = ("large gpt", "huge gpt")
 """Models that learn source code."""
 TEXT = ("char lstm", "gpt", "gpt2", *LARGE)
 """Models that learn text."""
-
-
-def torchvision_model(name: str, **options: Any) -> nn.Module:
-    """Makes an untrained torchvision model with the given options.
-
-    Raises:
-        ValueError: No model has that name, or torchvision is missing.
-    """
-    need("torchvision")
-    import torchvision
-
-    if name not in torchvision.models.list_models():
-        raise ValueError(f"torchvision has no model {name!r}; torchvision.models.list_models() names them.")
-    return torchvision.models.get_model(name, weights=None, **options)

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from lab.papers import CLAIMS
 from lightning_topk._version import __version__
-from lightning_topk.lab.papers import CLAIMS
+from lightning_topk.plan import Row, markdown
 
-Row = dict[str, Any]
 Curve = tuple[Sequence[float], Sequence[float]]
 """The x and the y values."""
 
@@ -140,17 +140,6 @@ def in_words(values: Sequence[float], style: str, unit: str = "") -> str:
 def standard_error(values: Sequence[float]) -> float:
     """The standard error of the mean; zero for a single value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table with aligned columns."""
-    heads = list(dict.fromkeys(key for row in rows for key in row))
-    found = [[row.get(head, "") for head in heads] for row in rows]
-    cells = [heads, *([f"{each:.4g}" if isinstance(each, float) else str(each) for each in row] for row in found)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    rule = "|".join("-" * (width + 2) for width in widths)
-    return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 
 
 def draw(panels: Sequence[Panel], path: str | Path) -> None:

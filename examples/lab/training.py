@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lab.data import Data, digits, documentation, image_folder, source_code
+from lab.models import LARGE, MODELS, TEXT
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.data import Data, digits, documentation, image_folder, source_code
-from lightning_topk.lab.models import LARGE, MODELS, TEXT
 from lightning_topk.runtime.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
 
@@ -32,9 +32,9 @@ class Problem:
     """A model as a function of one flat vector of parameters.
 
     Args:
-        model: A key of :data:`lightning_topk.lab.models.MODELS`.
+        model: A key of :data:`lab.models.MODELS`.
         seed: Seed of the initial parameters.
-        data: Training data, or a folder of images, see :func:`lightning_topk.lab.data.folders`. Default: Python's
+        data: Training data, or a folder of images, see :func:`lab.data.folders`. Default: Python's
             documentation for models of text, its library's source code for the large ones, else digits.
         device: Device to compute on.
 
@@ -177,7 +177,7 @@ def train(
     every: int = 0,
     device: torch.device | str = "cpu",
 ) -> Run:
-    """Trains a model of :data:`lightning_topk.lab.models.MODELS` by simulated workers.
+    """Trains a model of :data:`lab.models.MODELS` by simulated workers.
 
     Args:
         model: Name of the model.

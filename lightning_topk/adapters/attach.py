@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_topk.adapters import ddp
-from lightning_topk.config import Settings, TopKConfig, one_config
 from lightning_topk.adapters.ddp import TopKState
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.config import Settings, TopKConfig, one_config
 from lightning_topk.runtime.checkpoint import EMPTY
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings
 from lightning_topk.runtime.optimizers import GetOptimizers
-from lightning_topk.runtime.telemetry import Reporting
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.telemetry import Report
+from lightning_topk.volume import Volume
 
 if TYPE_CHECKING:
     from lightning_topk.adapters.fsdp.hook import ShardState
@@ -31,7 +32,7 @@ def attach(
     timeout: timedelta | None = None,
     residuals: Residuals | None = None,
     epoch: Callable[[], int] | None = None,
-    init_sync: bool = True,
+    broadcast_weights: bool = True,
     optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
     local_world_size: int | None = None,
@@ -52,16 +53,18 @@ def attach(
         model: The wrapped model. In a single process it may be a bare module, as Accelerate's ``prepare`` returns it
             there; the state then exchanges nothing.
         config: The settings; or pass them as keywords.
-        timeout: See :class:`TopKState`.
-        residuals: See :class:`TopKState`.
-        epoch: See :class:`TopKState`.
-        init_sync: For DDP, whether the model was wrapped with ``init_sync``, which broadcasts the weights once. For
-            FSDP2, whether to broadcast the first replica's weights to the others now.
+        timeout: Timeout of collectives. Default: the timeout of the model's process group.
+        residuals: Residuals of an earlier state of the same model, to continue from.
+        epoch: Function that returns the epoch, for schedules by epoch.
+        broadcast_weights: For FSDP2 only: whether to broadcast the first replica's weights to the others now. DDP
+            broadcasts weights when it wraps a model.
         optimizer: The optimizer or a list of optimizers, for settings that depend on them (``adapt_momentum``,
-            ``momentum``, ``scaler``); or, if they do not exist yet, a function that returns them at the first step.
-        scaler: See :class:`TopKState`.
-        local_world_size: See :class:`TopKState`. For DDP only.
-        announce: See :class:`TopKState`.
+            ``momentum``); or, if they do not exist yet, a function that returns them at the first step.
+        scaler: The GradScaler that scales the loss. Residuals are then unscaled.
+        local_world_size: For DDP only: ranks per node, for ``topology="hierarchical"`` and to count bytes between
+            nodes. Ranks of a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
+        announce: Called on rank 0 with messages for the user, such as settings without effect or adapted momentum.
+            Default: warnings of the logger ``lightning_topk``.
         process_group: For FSDP2 only: the ranks that hold the same shard, one per node, as a process group or as one
             dimension of a device mesh. A DDP model has its own group.
         **settings: See :class:`lightning_topk.TopKStrategy`.
@@ -74,19 +77,21 @@ def attach(
             another type, or a setting is unknown.
         ValueError: A model option bypasses or contradicts the hook, a setting needs an argument that was not passed,
             or an argument belongs to the other wrapper.
-        RuntimeError: The model already has a communication hook.
+        RuntimeError: The model already has a communication hook, or torch.distributed is not initialised.
     """
     config = one_config(attach, config, settings)
     given = {"timeout": timeout, "residuals": residuals, "epoch": epoch, "scaler": scaler, "announce": announce}
     if _is_sharded(model):
-        from lightning_topk.adapters.fsdp import hook as fsdp  # FSDP2 is slow to import; a sharded model has imported it already
+        from lightning_topk.adapters.fsdp import (
+            hook as fsdp,  # FSDP2 is slow to import; a sharded model has imported it already
+        )
 
         if local_world_size is not None:
             raise ValueError(
                 f"local_world_size={local_world_size} applies only to DDP models: the nodes of an FSDP model follow "
                 "from process_group=. Leave it out."
             )
-        return fsdp.attach(model, config, process_group, optimizer, init_sync, **given)
+        return fsdp.attach(model, config, process_group, optimizer, broadcast_weights, **given)
     if process_group is not None:
         raise ValueError(
             f"process_group= applies only to models wrapped by fully_shard, and this is a {type(model).__name__}. Pass "
@@ -94,7 +99,7 @@ def attach(
         )
     if _trains_alone(model):
         return Alone(config, announce)
-    return ddp.attach(model, config, optimizer, init_sync, local_world_size=local_world_size, **given)
+    return ddp.attach(model, config, optimizer, local_world_size=local_world_size, **given)
 
 
 def _is_sharded(model: Any) -> bool:
@@ -111,22 +116,32 @@ def _trains_alone(model: Any) -> bool:
     return isinstance(model, torch.nn.Module) and not (ddp.is_ddp(model) or fsdp1 or others)
 
 
-class Alone(Reporting):
+class Alone:
     """The state of a module that a single process trains: it exchanges and keeps nothing.
 
     Args:
         config: The settings.
-        announce: See :class:`TopKState`.
+        announce: See :func:`attach`.
     """
 
+    nonfinite_steps = 0
+    rank, world = 0, 1
+
     def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
-        say = WarnOnce(announce, 0)
-        super().__init__(config.dense, Residuals(), rank=0, world=1, local=1, epoch=lambda: 0, say=say)
+        self.config, self.residuals, self._say = config.dense, Residuals(), WarnOnce(announce, 0)
         for message in startup_warnings(config, self.config, 1, has_optimizers=True):
-            say(message)
+            self._say(message)
+
+    def report(self) -> Report:
+        """Returns an empty report."""
+        return Report()
+
+    def predicted(self) -> Volume:
+        """Returns no bytes."""
+        return Volume()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns an entry without residuals, see :meth:`TopKState.state_dict`."""
+        """Returns an entry without residuals, see :meth:`.HookState.state_dict`."""
         return dict(EMPTY)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:

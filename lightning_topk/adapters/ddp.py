@@ -7,7 +7,6 @@ and returns a future immediately, so backward continues while bytes travel.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters
-from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.collectives import tree_broadcast_sends
-from lightning_topk.runtime.jobs import Bucket
+from lightning_topk.bucket import Bucket, names_of
+from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
 from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.messages import LOGGER
@@ -34,29 +31,7 @@ from lightning_topk.runtime.state import HookState
 class TopKState(HookState):
     """State of the communication hook of one model: queues the exchanges of DDP's buckets.
 
-    Construct it at the same point on every rank, since it creates process groups. Prefer :func:`attach`, which also
-    checks DDP's options, counts DDP's broadcasts and supports unused parameters. Without it, every parameter must get a
-    gradient in every step.
-
-    Args:
-        config: The settings; or pass them as keywords.
-        process_group: The ranks that exchange gradients. Default: all.
-        timeout: Timeout of collectives. Default: the timeout of ``process_group``.
-        residuals: Residuals of an earlier state of the same model, to continue from.
-        epoch: Function that returns the epoch, for schedules by epoch.
-        optimizers: Function that returns the optimizers at the first step, for ``scaler`` and settings that need them.
-        scaler: The GradScaler that scales the loss. Residuals are then unscaled, and gradients delivered for a skipped
-            step return to them; the payloads are kept until the step is taken.
-        local_world_size: Ranks per node, for ``topology="hierarchical"`` and to count bytes between nodes. Ranks of a
-            node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
-        announce: Called on rank 0 with messages for the user, such as settings without effect or adapted momentum.
-            Default: warnings of the logger ``lightning_topk``.
-        **settings: See :class:`lightning_topk.TopKStrategy`.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialised.
-        ValueError: Ranks have different settings or cannot be divided into whole nodes, a scaler or ``momentum`` is
-            passed without optimizers, a schedule by epoch without ``epoch``, or a setting is invalid.
+    Created by :func:`lightning_topk.attach`.
     """
 
     _usage: "_Usage | None" = None
@@ -75,7 +50,7 @@ class TopKState(HookState):
             A future of the buffer.
 
         Raises:
-            RuntimeError: The state was closed, or ``dense_parameters`` is set and the parameters' names are unknown.
+            RuntimeError: The state was closed.
             TypeError: The bucket is not a GradBucket, or it is on an unsupported device.
             ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
                 the step.
@@ -94,9 +69,9 @@ class TopKState(HookState):
             )
         promised, future = lane.promise()
         self._buckets.append(parameters)
-        ready = lane.mark() if self.timing and last else None
+        ready = lane.mark() if self.telemetry.timing and last else None
         job = self.job(parameters, f"bucket {index}", self._usage.take(parameters) if self._usage else None)
-        lane.submit(self._exchanger.run(buffer, job, lane, self.timing, ready), promised)
+        lane.submit(self._runner.run(buffer, job, lane, self.telemetry.timing, ready), promised)
         if last:
             self.end_pass(self._buckets)
         return future
@@ -157,11 +132,6 @@ def _check_bucket(bucket: Any) -> None:
 def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook that exchanges a bucket's gradient with the settings of ``state``.
 
-    Example::
-
-        model = DistributedDataParallel(net)
-        model.register_comm_hook(TopKState(saving=50), topk_hook)  # or attach(model, saving=50), which does more
-
     Args:
         state: Settings and residuals; one state per DDP model.
         bucket: DDP's bucket.
@@ -176,13 +146,9 @@ def attach(
     model: torch.nn.Module,
     config: TopKConfig,
     optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
-    init_sync: bool = True,
     **arguments: Any,
 ) -> TopKState:
-    """Makes a DDP model exchange its gradients with :func:`topk_hook`, and counts DDP's broadcasts too.
-
-    See :func:`lightning_topk.attach`, which has the same errors; :class:`TopKState` takes the other arguments.
-    """
+    """Makes a DDP model exchange its gradients with :func:`topk_hook`; see :func:`lightning_topk.attach`."""
     model = _ddp_of(model)
     check_ddp_options(
         {
@@ -213,7 +179,7 @@ def attach(
         raise
     if model.find_unused_parameters and not model.static_graph:
         state.watch_use(exchanged)
-    model.register_forward_pre_hook(_BeforeForward(model, state, init_sync))
+    model.register_forward_pre_hook(_check_join)
     return state
 
 
@@ -230,38 +196,19 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
     }
 
 
-class _BeforeForward:
-    """Counts DDP's broadcasts before each forward pass, and refuses a ``join`` whose mean is not over all ranks."""
-
-    def __init__(self, model: DistributedDataParallel, state: TopKState, init_sync: bool) -> None:
-        self._bytes = state.meter.bytes
-        self._sends = tree_broadcast_sends(state.rank, state.world)
-        if init_sync:
-            ignored: set[str] = model.parameters_to_ignore
-            weights = sum(p.nbytes for name, p in model.module.named_parameters() if name not in ignored)
-            # forward_sync_buffers (torch 2.14) does not apply to this broadcast. The deprecated broadcast_buffers=False
-            # does, but the model does not store it, so this then counts too many bytes.
-            buffers = model.broadcast_buffers or hasattr(model, "forward_sync_buffers")
-            self._count(weights + sum(buffer.nbytes for buffer in model.modules_buffers) * buffers)
-
-    def __call__(self, model: DistributedDataParallel, args: Any) -> None:
-        if model._join_config.enable and not model._divide_by_initial_world_size:
-            raise ValueError(
-                "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
-                "over all ranks. Leave the argument out."
-            )
-        if model.will_sync_module_buffers():
-            self._count(sum(buffer.nbytes for buffer in model.modules_buffers))
-
-    def _count(self, nbytes: int) -> None:
-        self._bytes["broadcast"] += self._sends * nbytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_nothing,)  # a copy of the model has no exchange
+def _check_join(model: DistributedDataParallel, args: Any) -> None:
+    """Refuses a ``join`` whose mean is not over all ranks."""
+    if model._join_config.enable and not model._divide_by_initial_world_size:
+        raise ValueError(
+            "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
+            "over all ranks. Leave the argument out."
+        )
 
 
-def _nothing(*_: Any) -> None:
-    """Does nothing."""
+def smaller_buckets_(options: dict[str, Any], device: torch.device) -> None:
+    """Sets ``bucket_cap_mb`` in DDP's options on CPUs, if the user gave none; see :data:`.CPU_BUCKET_MB`."""
+    if device.type == "cpu" and options.get("bucket_cap_mb") is None:
+        options["bucket_cap_mb"] = CPU_BUCKET_MB
 
 
 def is_ddp(model: Any) -> bool:

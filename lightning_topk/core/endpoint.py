@@ -1,22 +1,26 @@
-"""State of an exchange: the bucket and its topology, one rank's links, a step's codecs, and the outcome."""
+"""The plan of a bucket's exchange, one rank's links for it, and the outcome."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Layout, NodeShards
+from lightning_topk.core.layout import Layout, NodeShards, k_of
 from lightning_topk.core.link import Link, LinkStats, Measure
+from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
-from lightning_topk.core.requests import Begin, Begun, Request
-from lightning_topk.core.wire import Codec
+from lightning_topk.core.requests import AllGather, AllReduce, Request, placeholder
+from lightning_topk.core.select import RandK, Selector, TopK
+from lightning_topk.core.wire import WIRES, Codec, Wire
+from lightning_topk.schedule import Ratio, ratio_at
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,12 @@ class Codecs:
 
 
 @dataclass(frozen=True, eq=False)
-class BucketSpec:
-    """Integer description of one bucket and of the ranks that exchange it.
+class BucketPlan:
+    """How one bucket is exchanged: between whom, how it is split, and what is sent.
 
-    In a hierarchical exchange each rank of a node owns one part of the bucket. ``layout`` then describes that part, and
-    ``world`` counts the ranks, one per node, that own it.
+    Created by :func:`lightning_topk.bucket.plan_bucket`. In a hierarchical exchange each rank of a node exchanges one
+    part of the bucket; ``layout`` then describes this part, and ``world`` counts the ranks, one per node, that exchange
+    it.
 
     Attributes:
         topology: Who sends what to whom.
@@ -45,6 +50,17 @@ class BucketSpec:
         layout: How a part is split among the servers.
         world: Number of ranks that exchange a part; each of them is a worker.
         workers: Number of all ranks.
+        local: Ranks per node.
+        itemsize: Bytes per gradient element.
+        ratio: Fraction of the entries that a worker sends.
+        server_ratio: Fraction of the entries that the servers send together; None for every nonzero entry.
+        wire: Format of the values.
+        selector: The selector; each endpoint copies it.
+        feedback: The sides that keep a residual: ``worker``, ``server``.
+        momentum: Factor of the workers' momentum; 0 for none.
+        clip_norm: Maximum norm of one worker's gradient; None disables clipping.
+        uncompressed: Indices of the parameters that are all-reduced.
+        tag: Identifies the bucket on the wire, see :class:`lightning_topk.core.wire.Codec`.
     """
 
     topology: Topology
@@ -52,35 +68,124 @@ class BucketSpec:
     layout: Layout
     world: int
     workers: int
+    local: int
+    itemsize: int
+    ratio: Ratio
+    server_ratio: Ratio | None
+    wire: Wire
+    selector: Selector
+    feedback: Collection[str] = ()
+    momentum: float = 0.0
+    clip_norm: float | None = None
+    uncompressed: tuple[int, ...] = ()
+    tag: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the bucket."""
+        return sum(self.parts.sizes)
+
+    @cached_property
+    def uncompressed_spans(self) -> list[tuple[int, int]]:
+        """Begin and end, in the bucket, of each uncompressed parameter."""
+        ends = list(accumulate(self.parts.sizes))
+        return [(ends[number] - self.parts.sizes[number], ends[number]) for number in self.uncompressed]
+
+    def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
+        """Returns the codecs for the payloads of a step.
+
+        Args:
+            step: Gradients exchanged before this one, for schedules.
+            epoch: Epochs completed, for schedules.
+            selector: The selector whose selections are encoded. Default: the plan's own, which is enough for sizes.
+
+        Returns:
+            The codecs. Payloads of a server that does not compress have room for all entries that its workers can send.
+        """
+        layout, selector = self.layout, selector or self.selector
+        if not self.topology.compresses:
+            whole = Codec(WIRES["fp32"], layout.numel, layout.numel)
+            return Codecs(whole, whole)
+        shared = selector if isinstance(selector, RandK) else None
+        up = layout.k_per_shard(k_of(layout.numel, ratio_at(self.ratio, step, epoch)))
+        if self.server_ratio is not None:
+            down = layout.k_per_shard(k_of(layout.numel, ratio_at(self.server_ratio, step, epoch)))
+        else:
+            # Workers that draw the same positions send no others.
+            down = up if shared is not None else min(layout.shard_size, self.world * up)
+        return Codecs(*(Codec(self.wire, layout.shard_size, k, shared, self.tag) for k in (up, down)))
+
+    def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
+        """Predicts the requests of :func:`lightning_topk.core.guards.exchange`: payloads of the right size, no content.
+
+        ``voters`` is the number of parameters in the bucket if some may be unused; else None.
+        """
+        asked: list[Request] = []
+        if voters is not None:
+            asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
+        if self.uncompressed:
+            numel = sum(end - begin for begin, end in self.uncompressed_spans)
+            asked.append(AllReduce(placeholder(numel * self.itemsize), "uplink"))
+        return asked + self.topology.requests(self, self.codecs(step, epoch))
+
+    def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
+        """Creates the endpoint of one rank, with empty memories.
+
+        Args:
+            rank: The rank, among all ranks.
+            dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
+            device: Device of the residuals.
+        """
+        layout, selector, rank = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
+        whole = torch.promote_types(dtype, torch.float32)
+        memory = Residual(layout.numel, whole, device) if "worker" in self.feedback else Memory(whole)
+        if self.momentum:
+            memory = MomentumResidual(layout.numel, whole, device, self.momentum)
+        uplink, downlink = Link(layout, selector, memory, sizes=self.parts.slices), None
+        if self.topology.has_servers and (layout.shards == self.world or rank == 0):
+            served, lossless = Layout(layout.shard_size), self.server_ratio is None
+            memory = Residual(served.numel, whole, device) if "server" in self.feedback else Memory(whole)
+            # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
+            selector = TopK() if lossless and not isinstance(selector, RandK) else selector
+            downlink = Link(served, selector, memory, dtype, exact=lossless)
+        return Endpoint(self, rank, whole, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 
 @dataclass(frozen=True, eq=False)
-class Endpoint(BucketSpec):
+class Endpoint:
     """State of one rank for one bucket.
 
     Attributes:
+        plan: The bucket's plan.
         rank: Index of this rank among the ranks that exchange its part.
         dtype: dtype of sums and residuals.
-        uplinks: The worker's links, one per piece; they share one memory and one selector.
-        downlinks: The server's links, one per piece; empty on a rank that is not a server.
+        uplink: The worker's link.
+        downlink: The server's link; None on a rank that is not a server.
         sizes: ``[parameters]`` int64 on the bucket's device, number of elements of each parameter.
-        clip_norm: Maximum norm of the worker's gradient, applied before anything else; None disables clipping.
-        uncompressed: Begin and end, in the bucket, of each parameter that is all-reduced uncompressed, in order.
     """
 
+    plan: BucketPlan
     rank: int
     dtype: torch.dtype
-    uplinks: tuple[Link, ...]
-    downlinks: tuple[Link, ...]
+    uplink: Link
+    downlink: Link | None
     sizes: Tensor
-    clip_norm: float | None = None
-    uncompressed: Sequence[tuple[int, int]] = ()
+
+    @property
+    def layout(self) -> Layout:
+        """How this rank's part of the bucket is split among the servers."""
+        return self.plan.layout
+
+    @property
+    def links(self) -> list[Link]:
+        """The worker's link and, on a server, the server's."""
+        return [self.uplink] if self.downlink is None else [self.uplink, self.downlink]
 
     @cached_property
     def starts(self) -> Tensor:
         """Offset of every nonempty parameter in the bucket: ``[nonempty parameters]`` int64."""
-        ends = accumulate(self.parts.sizes)
-        starts = [end - size for end, size in zip(ends, self.parts.sizes, strict=True) if size]
+        ends = accumulate(self.plan.parts.sizes)
+        starts = [end - size for end, size in zip(ends, self.plan.parts.sizes, strict=True) if size]
         return torch.tensor(starts, device=self.sizes.device)
 
     @property
@@ -88,62 +193,30 @@ class Endpoint(BucketSpec):
         """Index of the shard that this rank serves; 0 if there is only one."""
         return self.rank if self.layout.shards > 1 else 0
 
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """The links that own a memory: the worker's, and the server's for each piece."""
-        return (self.uplink, *self.downlinks)
-
-    @property
-    def uplink(self) -> Link:
-        """The worker's link of the first piece; all pieces share its memory."""
-        return self.uplinks[0]
-
-    @property
-    def downlink(self) -> Link | None:
-        """The server's link of the first piece; None on a rank that is not a server."""
-        return self.downlinks[0] if self.downlinks else None
-
-    def served(self, kept: Tensor) -> list[Tensor]:
-        """Slices ``kept`` ``[parts.numel]`` to this rank's shard of each piece: ``[shard_size]``, padded with zeros."""
-        return [reference.shard_rows(kept, layout)[self.shard] for layout in self.layout.of_each_piece]
+    def served(self, kept: Tensor) -> Tensor:
+        """This rank's shard ``[shard_size]`` of ``kept`` ``[parts.numel]``, padded with zeros."""
+        return reference.shard_rows(kept, self.layout)[self.shard]
 
     def server_memory(self) -> dict[str, Tensor]:
         """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""
         found: dict[str, Tensor] = {}
-        for link, layout in zip(self.downlinks, self.layout.of_each_piece, strict=False):
-            for name, kept in link.memory.tensors().items():
-                every = torch.arange(len(kept), device=kept.device).unsqueeze(0)
-                places = reference.flat_index(every, layout, torch.tensor([[self.shard]], device=kept.device))[0]
-                whole = found.setdefault(name, kept.new_zeros(self.layout.numel))
-                whole.index_add_(0, places, kept)
+        for name, kept in self.downlink.memory.tensors().items() if self.downlink is not None else ():
+            every = torch.arange(len(kept), device=kept.device).unsqueeze(0)
+            places = reference.flat_index(every, self.layout, torch.tensor([[self.shard]], device=kept.device))[0]
+            found[name] = kept.new_zeros(self.layout.numel).index_add_(0, places, kept)
         return found
 
     def folded(self) -> dict[str, Tensor]:
         """The worker's memory plus W times the server's: ``[parts.numel]`` by name."""
         found = {name: kept.clone() for name, kept in self.uplink.memory.tensors().items()}
         for name, served in self.server_memory().items():
-            found[name] += served * self.world
+            found[name] += served * self.plan.world
         return found
 
     def spread(self, flags: Tensor) -> Tensor:
         """Expands ``flags``, one per parameter, to the elements of each parameter in this rank's part."""
-        if self.parts.count == 1:
-            return flags.repeat_interleave(self.sizes, output_size=self.layout.numel)
-        pieces = (self.sizes + self.parts.count - 1) // self.parts.count
-        return flags.repeat_interleave(pieces, output_size=self.layout.numel)
-
-
-class TakenBack(NamedTuple):
-    """Correction to this worker's residual if the optimizer skips the step.
-
-    Attributes:
-        value: ``[numel]`` of the endpoint's dtype, to add to the residual.
-        absorbed: Bool, scalar or per element: whether the residual has absorbed this worker's gradient. A gradient that
-            accumulates over several exchanges contains what earlier exchanges of the step delivered.
-    """
-
-    value: Tensor
-    absorbed: Tensor
+        count = self.plan.parts.count
+        return flags.repeat_interleave((self.sizes + count - 1) // count, output_size=self.layout.numel)
 
 
 @dataclass(frozen=True)
@@ -154,22 +227,19 @@ class Outcome:
         finite: Scalar bool, the same on every rank: whether all delivered values are finite.
         uplink: Statistics of the worker's payloads.
         downlink: Statistics of the server's payloads; None on a rank that is not a server.
-        undo: Computes the correction to this worker's residual if the optimizer skips the step. Keeps the payloads
-            alive. None if everything is all-reduced.
     """
 
     finite: Tensor
     uplink: LinkStats
     downlink: LinkStats | None = None
-    undo: Callable[[], TakenBack] | None = None
 
 
-Exchange = Generator[Request | Begin | Begun, Any, Outcome]
+Exchange = Generator[Request, Any, Outcome]
 """Generator that exchanges one bucket: yields requests, receives their replies, and returns an :class:`Outcome`."""
 
 
 class Topology(ABC):
-    """Who sends what to whom. Its subclasses are in :mod:`lightning_topk.core.exchange`."""
+    """Who sends what to whom."""
 
     name: ClassVar[str]
     """Name in the settings."""
@@ -191,11 +261,5 @@ class Topology(ABC):
         """Replaces ``g`` ``[numel]`` by the mean that all ranks agree on."""
 
     @abstractmethod
-    def requests(self, shape: BucketSpec, codecs: Codecs, itemsize: int) -> list[Request]:
-        """Predicts the requests of :meth:`exchange`, with payloads of the right size and no content.
-
-        Args:
-            shape: The bucket.
-            codecs: Codecs of the payloads.
-            itemsize: Bytes per gradient element.
-        """
+    def requests(self, plan: BucketPlan, codecs: Codecs) -> list[Request]:
+        """Predicts the requests of :meth:`exchange`, with payloads of the right size and no content."""

@@ -7,16 +7,14 @@ instances of one class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
-from lightning_topk.core.memory import Memory, MomentumResidual, Residual
+from lightning_topk.core.memory import Memory, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.select import Selector, TopK
 from lightning_topk.core.wire import Codec
@@ -53,27 +51,21 @@ class LinkStats:
     error: Tensor | None = None
     per_layer: Tensor | None = None
 
-    @classmethod
-    def total(cls, pieces: Sequence[LinkStats]) -> LinkStats:
-        """Sums the statistics of all pieces of a vector."""
-        if len(pieces) == 1:
-            return pieces[0]
-        sums = {}
-        for name in ("selected", "error", "per_layer"):
-            found = [value for each in pieces if (value := getattr(each, name)) is not None]
-            sums[name] = torch.stack(found).sum(0) if found else None
-        return cls(**sums)
-
 
 class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
+
+    Top-k with a residual runs in one pass over memory if :func:`lightning_topk.core.ops.send` has a fast version for
+    the vector and nothing is measured. On a GPU that pass sends the entries above a threshold, which may be fewer than
+    k (:mod:`lightning_topk.core.ops.cuda`).
 
     Args:
         layout: How the vector is split among its receivers.
         selector: Selects the entries to send.
         memory: Keeps the rest.
         delivered: dtype of the receivers' output, if the residual must include its rounding error.
-        pieces: Number of elements of each parameter, for statistics per layer; empty if unknown.
+        sizes: Number of elements of each parameter, for statistics per layer; empty if unknown.
+        exact: Whether to send exactly the k largest entries on a GPU too.
     """
 
     def __init__(
@@ -82,117 +74,60 @@ class Link:
         selector: Selector,
         memory: Memory,
         delivered: torch.dtype | None = None,
-        pieces: tuple[int, ...] = (),
+        sizes: tuple[int, ...] = (),
+        exact: bool = False,
     ) -> None:
-        self.layout = layout
-        self.selector = selector
-        self.memory = memory
-        self.delivered = delivered
-        self.pieces = pieces
+        self.layout, self.selector, self.memory, self.delivered = layout, selector, memory, delivered
+        self.sizes, self.exact = sizes, exact
         self._ends: Tensor | None = None  # of the parameters, on the vector's device: copied there once
 
-    def send(
-        self, x: Tensor, codec: Codec, measure: Measure = NOTHING, finite: Tensor | None = None
-    ) -> tuple[Tensor, LinkStats]:
+    def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
         """Compresses ``x`` and keeps the rest in the memory.
 
         If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and
         the memory is unchanged.
 
         Args:
-            x: ``[numel]``, floating. Zeroed in the layout's piece.
+            x: ``[numel]``, floating; zero afterwards.
             codec: Codec of the payloads; sets their number of entries.
             measure: What to measure.
-            finite: Scalar bool, whether ``x`` is finite. Default: computed here.
 
         Returns:
             The payloads ``[shards, P]`` uint8, and their statistics.
         """
-        a, finite, index, value, selected = self.select(x, codec.k, finite)
-        if codec.scale is not None and self.delivered is not None and self.memory.tensors():
+        finite, memory = ops.is_finite(x), self.memory
+        topk = type(self.selector) is TopK and type(memory) is Residual and not (self.exact and x.device.type != "cpu")
+        if topk and measure == NOTHING and codec.scale is None:
+            form = codec.format(self.delivered)
+            sent = ops.send(memory.residual, x, finite, self.layout, form, self.delivered)  # type: ignore[attr-defined]
+            if sent is not None:
+                return sent[0], LinkStats(sent[1])
+        a = memory.compensate(reference.zero_unless_(x, finite), finite)
+        index, value, selected = self.selector.select(a, self.layout, codec.k)
+        if codec.scale is not None and self.delivered is not None and memory.tensors():
             # The residual keeps the excess. Without a residual, the scaler sees an infinity and backs off.
             limit = codec.largest_scaled(self.delivered)
             value = value.clamp(-limit, limit)
-        payloads, sent = codec.encode(index, value, self.delivered, finite)
-        flat, arrives = reference.flat_index(index, self.layout).view(-1), sent.view(-1)
-        if self.layout.pieces > 1 and measure != NOTHING:
-            a = a.masked_fill(~reference.in_piece(self.layout, a.device), 0)
+        payloads, arrives = codec.encode(index, value, self.delivered, finite)
+        flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
         error = _error(a, flat, arrives) if measure.error else None
-        per_layer = self._error_per_layer(a, flat, arrives) if measure.per_layer and self.pieces else None
-        self.memory.keep(flat, arrives)
+        per_layer = self._error_per_layer(a, flat, arrives) if measure.per_layer and self.sizes else None
+        memory.keep(flat, arrives)
         return payloads, LinkStats(selected, error, per_layer)
 
     def _error_per_layer(self, a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
         """``[3, parameters]`` float64, see :class:`LinkStats`."""
 
         def energies(x: Tensor) -> Tensor:
-            norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.split(self.pieces)]
+            norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.split(self.sizes)]
             return torch.stack(norms).square()
 
         if self._ends is None:
-            self._ends = torch.tensor(self.pieces).cumsum(0).to(a.device)
-        count = torch.zeros(len(self.pieces), dtype=torch.float64, device=a.device)
-        layer = torch.bucketize(flat, self._ends, right=True).clamp_(max=len(self.pieces) - 1)
+            self._ends = torch.tensor(self.sizes).cumsum(0).to(a.device)
+        count = torch.zeros(len(self.sizes), dtype=torch.float64, device=a.device)
+        layer = torch.bucketize(flat, self._ends, right=True).clamp_(max=len(self.sizes) - 1)
         count.index_add_(0, layer, (sent != 0).double())
         return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
-
-    def select(self, x: Tensor, k: int, finite: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Compensates and selects.
-
-        Args:
-            x: ``[numel]``, floating; zero afterwards.
-            k: Maximum number of entries to select from each shard.
-            finite: See :meth:`send`.
-
-        Returns:
-            The sum ``[numel]``, or the residual alone if ``x`` is not finite; whether ``x`` is finite, a scalar bool;
-            and the result of :meth:`lightning_topk.select.Selector.select` on the sum.
-        """
-        finite = ops.is_finite(x) if finite is None else finite
-        a = self.memory.compensate(reference.zero_unless_(x, finite), finite)
-        return a, finite, *self.selector.select(a, self.layout, k)
-
-
-class FusedLink(Link):
-    """A link that compensates, selects, encodes and keeps in one pass over memory, for top-k with a residual.
-
-    On a GPU it also supports momentum, and may send fewer than k entries (:mod:`lightning_topk.core.ops.cuda`). When
-    errors are measured, only compensation and selection share a pass, and not with momentum.
-    """
-
-    @staticmethod
-    def suits(selector: Selector, memory: Memory, given: torch.dtype) -> bool:
-        """Whether the single pass supports this selector and memory, and vectors of dtype ``given``."""
-        if type(selector) is not TopK or type(memory) not in (Residual, MomentumResidual):
-            return False
-        assert isinstance(memory, Residual)
-        on_gpu = memory.residual.device.type == "cuda"
-        return on_gpu or (type(memory) is Residual and memory.residual.dtype == given)
-
-    @override
-    def send(
-        self, x: Tensor, codec: Codec, measure: Measure = NOTHING, finite: Tensor | None = None
-    ) -> tuple[Tensor, LinkStats]:
-        assert isinstance(self.memory, Residual)
-        if measure == NOTHING and codec.scale is None:
-            form, velocity = codec.format(self.delivered), None
-            finite = ops.is_finite(x) if finite is None else finite
-            if isinstance(self.memory, MomentumResidual):
-                velocity = ops.Velocity(self.memory.velocity, self.memory.momentum)
-            sent = ops.send(self.memory.residual, x, finite, self.layout, form, self.delivered, velocity)
-            if sent is not None:
-                return sent[0], LinkStats(sent[1])
-        return super().send(x, codec, measure, finite)
-
-    @override
-    def select(self, x: Tensor, k: int, finite: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        assert isinstance(self.memory, Residual)
-        everything = k == self.layout.shard_size and self.layout.pieces == 1
-        if everything or isinstance(self.memory, MomentumResidual):
-            return super().select(x, k, finite)
-        a, finite = self.memory.residual, ops.is_finite(x) if finite is None else finite
-        index, value = ops.add_and_select(a, x, finite, self.layout, k)
-        return a, finite, index, value, value.count_nonzero()
 
 
 def _error(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:

@@ -133,21 +133,3 @@ class MomentumResidual(Residual):
     @override
     def tensors(self) -> dict[str, Tensor]:
         return {"residual": self.residual, "velocity": self.velocity}
-
-
-class Leftover(Residual):
-    """A residual of earlier settings, under settings without error feedback: added once, then dropped."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(numel, dtype, device)
-        self._finite = torch.ones((), dtype=torch.bool, device=device)  # whether the last vector was finite
-
-    @override
-    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        self._finite = finite
-        return super().compensate(x, finite)
-
-    @override
-    def keep(self, index: Tensor, sent: Tensor) -> None:
-        """Clears the residual, unless the vector was not finite and nothing was sent."""
-        self.residual.masked_fill_(self._finite, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -116,30 +116,6 @@ class Broadcast(Request):
     @override
     def leaving_bytes(self, node: int, world: int, local: int) -> int:
         return 0 if node else self.payload.nbytes * (world - local)
-
-
-@dataclass(frozen=True)
-class Begin:
-    """Starts a request whose reply is needed later. The reply is a :class:`Begun`.
-
-    Attributes:
-        request: The request.
-    """
-
-    request: Request
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A started request. An exchange yields it when it needs the reply.
-
-    Attributes:
-        reply: The reply, once ``work`` is done.
-        work: Handle to wait on; None if the reply is ready.
-    """
-
-    reply: Tensor | None
-    work: Any = None
 
 
 def placeholder(*shape: int) -> Tensor:

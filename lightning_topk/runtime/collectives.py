@@ -13,36 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.core.endpoint import Exchange, Outcome
-from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Begin, Begun, Broadcast, Gather, Request
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
+from lightning_topk.volume import Volume, request_volume
 
 T = TypeVar("T")
 Steps = Generator["dist.Work | None", None, T]
 """A generator that yields before it waits: a collective, or None to wait until all earlier steps have ended."""
-
-
-class Meter:
-    """Counts bytes sent to other ranks, by purpose.
-
-    Attributes:
-        bytes: Sent by this rank: ``uplink`` and ``downlink`` in exchanges; ``broadcast`` of weights and buffers, and to
-            measure links; ``dense``, the bytes that a ring all-reduce of the same gradients would have sent. Sent by
-            all ranks of its node together, in exchanges: ``intra_node`` to each other (with FSDP2, including FSDP's own
-            bytes), ``inter_node`` to other nodes.
-    """
-
-    def __init__(self) -> None:
-        self.bytes = dict.fromkeys(("uplink", "downlink", "broadcast", "dense", "intra_node", "inter_node"), 0)
-
-    def count(self, request: Request, groups: Groups) -> None:
-        """Counts the bytes of a request that this rank is about to make."""
-        group = groups.among(request.among)
-        self.bytes[request.direction] += request.sent_bytes(dist.get_rank(group), dist.get_world_size(group))
-        place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
-        inside, outside = request.node_bytes(*place)
-        self.bytes["intra_node"] += inside
-        self.bytes["inter_node"] += outside
 
 
 def finish(steps: Steps[T]) -> T:
@@ -55,43 +33,34 @@ def finish(steps: Steps[T]) -> T:
 
 
 def drive(
-    exchange: Exchange, groups: Groups, meter: Meter, name: str = "an exchange", background: bool = False
-) -> Steps[Outcome]:
+    exchange: Exchange, groups: Groups, name: str = "an exchange", background: bool = False
+) -> Steps[tuple[Outcome, Volume]]:
     """The steps of an exchange over process groups.
 
     Args:
         exchange: One rank's exchange; every rank drives its own.
         groups: The groups that carry it.
-        meter: Counts the bytes sent.
         name: Name of the exchange in the DEBUG log, which gets a line before each collective: after a timeout, NCCL's
             watchdog ends the process and names only the group, the collective and its size.
         background: Whether collectives run asynchronously while other exchanges progress; if not, it never yields.
 
     Returns:
-        Result of the exchange.
+        Result of the exchange, and the bytes sent.
     """
-    reply: Tensor | Begun | None = None
-    logged = LOGGER.isEnabledFor(logging.DEBUG)
+    reply: Tensor | None = None
+    logged, sent = LOGGER.isEnabledFor(logging.DEBUG), Volume()
+    place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
     while True:
         try:
-            asked = exchange.send(reply)
+            request = exchange.send(reply)
         except StopIteration as end:
-            return end.value
-        if isinstance(asked, Begun):
-            if asked.work is not None:
-                yield asked.work
-                asked.work.wait()
-            reply = asked.reply
-            continue
-        request = asked.request if isinstance(asked, Begin) else asked
-        meter.count(request, groups)
+            return end.value, sent
+        sent += request_volume(request, *place)
         if logged:
             kind, size = type(request).__name__, request.payload.numel()
             LOGGER.debug("%s: %s of %d elements among %s, %s", name, kind, size, request.among, request.direction)
         reply, work = perform(request, groups.among(request.among), background)
-        if isinstance(asked, Begin):
-            reply = Begun(reply, work)
-        elif work is not None:
+        if work is not None:
             yield work
             work.wait()
 
@@ -142,19 +111,18 @@ def perform(
     return received, dist.scatter(received, row, src=root, group=group, async_op=background)
 
 
-def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, meter: Meter) -> tuple[float, float]:
+def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
     """Times a very small all-reduce and one of a given size. A collective; all ranks return the same.
 
     Args:
         nbytes: Size of the larger one.
         device: Device of the tensors; the host waits for a GPU.
         group: The ranks.
-        meter: Counts the bytes sent as ``broadcast``, since they are not gradients.
 
     Returns:
         Seconds for each all-reduce of any size, and for each byte of its tensor.
     """
-    world, took = dist.get_world_size(group), []
+    took = []
     for count in (16, max(32, nbytes // 4)):
         x = torch.zeros(count, dtype=torch.float32, device=device)
         for timed in (False, True):  # the first one sets up connections
@@ -164,19 +132,9 @@ def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup, mete
             dist.all_reduce(x, group=group)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            meter.bytes["broadcast"] += 2 * (world - 1) * x.nbytes // world
             if timed:
                 took.append(time.perf_counter() - begin)
     slowest = torch.tensor(took, dtype=torch.float32, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     small, large = slowest.tolist()
     return small, max(0.0, large - small) / x.nbytes
-
-
-def tree_broadcast_sends(rank: int, world: int) -> int:
-    """How often ``rank`` sends the message when rank 0 broadcasts it over a binomial tree, as gloo does (not NCCL).
-
-    In round i the ranks below 2^i have the message, and each sends it to the rank 2^i above its own.
-    """
-    rounds = (world - 1).bit_length()
-    return sum(rank < 2**i and rank + 2**i < world for i in range(rounds))

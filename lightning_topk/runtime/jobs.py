@@ -8,7 +8,7 @@ the same field, and nothing here calls the side that submits jobs.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,18 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.bucket import BucketPlan
-from lightning_topk.core.endpoint import Outcome
-from lightning_topk.core.exchange import exchange
+from lightning_topk.bucket import Bucket
+from lightning_topk.core.endpoint import BucketPlan, Outcome
+from lightning_topk.core.guards import exchange
 from lightning_topk.core.link import NOTHING, Measure
-from lightning_topk.runtime.collectives import Meter, Steps, drive
+from lightning_topk.runtime.collectives import Steps, drive
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.skipped_steps import Sent, StepOutcome
-
-Bucket = tuple[Tensor, ...]
-"""The parameters whose gradients are exchanged together, in order."""
+from lightning_topk.volume import Volume, dense_volume
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,6 @@ class Job:
         step: Gradients exchanged before this one.
         epoch: Epochs completed.
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
-        step_outcome: Records whether the optimizers skip their step; None if they never do.
         measure: Errors to measure.
     """
 
@@ -53,7 +49,6 @@ class Job:
     step: int = 0
     epoch: int = 0
     scale: Tensor | None = None
-    step_outcome: StepOutcome | None = None
     measure: Measure = NOTHING
 
 
@@ -64,7 +59,7 @@ class JobResult:
     Attributes:
         job: The job.
         outcome: Result of the exchange.
-        meter: The bytes sent.
+        volume: The bytes sent, and those of a ring all-reduce.
         nbytes: Bytes of the gradient.
         elements: Elements of the gradient, or of this rank's part of it.
         k: Capacity of this worker's payloads in entries.
@@ -73,7 +68,7 @@ class JobResult:
 
     job: Job
     outcome: Outcome
-    meter: Meter
+    volume: Volume
     nbytes: int
     elements: int
     k: int
@@ -153,23 +148,22 @@ class JobRunner:
         if g.numel() == 0:
             yield None  # ends in its turn: until then the next job must not use its groups
             return
-        meter = Meter()
         try:
-            end = self._residuals.endpoint(job.bucket, job.plan, job.step_outcome)
+            end, left = self._residuals.endpoint(job.bucket, job.plan)
+            if left is not None:
+                g.add_(left if job.scale is None else left * job.scale)
             codecs = job.plan.codecs(job.step, job.epoch, end.uplink.selector)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
             name = f"{self._place}, step {job.step}, {job.name}"
-            outcome = yield from drive(path, groups, meter, name, background=lane.max_in_flight > 1)
+            outcome, sent = yield from drive(path, groups, name, background=lane.max_in_flight > 1)
         except Exception as error:
-            topology = job.plan.config.topology
             raise RuntimeError(
-                f"lightning_topk: the {topology} exchange of {job.name} ({g.numel()} elements) failed on "
+                f"lightning_topk: the {job.plan.topology.name} exchange of {job.name} ({g.numel()} elements) failed on "
                 f"{self._place}: {error} (A rank that does not respond within the timeout of {self._timeout} counts "
                 "as lost.)"
             ) from error
-        uncompressed = sum(stop - begin for begin, stop in end.uncompressed) // end.parts.count
-        k = min(codecs.uplink.k * end.layout.shards * end.layout.pieces + uncompressed, end.layout.numel)
-        if job.step_outcome is not None and outcome.undo is not None:
-            self._residuals.remember(Sent(job.bucket, end.parts.pieces, outcome.undo, job.step_outcome))
-        outcome = replace(outcome, undo=None)  # the payloads are kept no longer than needed
-        self._finished.append(JobResult(job, outcome, meter, g.nbytes, end.layout.numel, k, uncompressed))
+        plan = job.plan
+        uncompressed = sum(stop - begin for begin, stop in plan.uncompressed_spans) // plan.parts.count
+        k = min(codecs.uplink.k * plan.layout.shards + uncompressed, plan.layout.numel)
+        sent += dense_volume(plan, self._residuals.rank)
+        self._finished.append(JobResult(job, outcome, sent, g.nbytes, plan.layout.numel, k, uncompressed))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from lightning_topk.bucket import TOLERANCE, Bucket, Buckets
 from lightning_topk.config import TopKConfig
+from lightning_topk.schedule import ratio_at
+from lightning_topk.volume import Volume, bucket_volume
 
 LOGGER = logging.getLogger("lightning_topk")
 
@@ -41,3 +44,46 @@ def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_opti
             "training may end behind DDP's. Pass optimizer=, or adapt_momentum=False to silence this."
         ]
     return []
+
+
+def volume_of(settings: Buckets, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:
+    """Predicts the bytes that a rank sends in a step; with ``voting``, ranks share which parameters they used."""
+    plans = [(settings.plan_of(bucket), len(bucket) if voting else None) for bucket in buckets]
+    return sum((bucket_volume(plan, rank, step, epoch, voters) for plan, voters in plans), Volume())
+
+
+def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -> list[str]:
+    """Returns the warnings about ``saving=`` once the buckets are final; ``sent`` are the bytes of a step."""
+    if settings.config.saving is None or not settings.config.compresses:
+        return []
+    return [words for words in (_missed_saving(settings, buckets, sent), _narrow(settings, buckets)) if words]
+
+
+def _missed_saving(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -> str:
+    """Warning that the saving is lower than requested, with the reason; empty if it is not."""
+    asked, by_node = settings.config.saving or 0, settings.config.by_node
+    seen = sent.node_saving if by_node else sent.saving
+    if seen >= asked * (1 - TOLERANCE):
+        return ""
+    together = volume_of(settings, [tuple(p for bucket in buckets for p in bucket)], 0, 0, 0, voting=False)
+    small, remedy = "this model is", "Use DDP"
+    if len(buckets) > 1 and (together.node_saving if by_node else together.saving) >= asked * (1 - TOLERANCE):
+        small, remedy = "its buckets are", "Use a larger bucket_cap_mb= or, with fully_shard, larger modules"
+    return (
+        f"lightning_topk: saving={asked:g} was requested, but {small} too small: each step saves {seen:.3g}x. {remedy}."
+    )
+
+
+def _narrow(settings: Buckets, buckets: Sequence[Bucket]) -> str:
+    """Explains the baseline of ``saving`` for gradients of less than four bytes per entry; empty otherwise."""
+    asked, narrow = settings.config.saving or 0, [bucket for bucket in buckets if bucket[0].itemsize < 4]
+    plans = [plan for bucket in narrow if (plan := settings.plan_of(bucket)).numel]
+    if not plans:
+        return ""
+    kept = sum(ratio_at(plan.ratio, 0, 0) * plan.numel for plan in plans) / sum(plan.numel for plan in plans)
+    dtype = str(narrow[0][0].dtype).removeprefix("torch.")
+    return (
+        f"lightning_topk: saving={asked:g} is relative to the {dtype} gradients that DDP would send: the density "
+        f"is {kept:.2g}. saving={asked * narrow[0][0].itemsize / 4:g} sends as many entries as saving={asked:g} does "
+        "of float32 gradients."
+    )

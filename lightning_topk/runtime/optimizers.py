@@ -1,4 +1,4 @@
-"""The user's optimizers, as the exchange uses them: their momentum, and their skipped steps."""
+"""The user's optimizers, as the exchange uses them: their momentum, their steps, and the loss scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.skipped_steps import ScalerSteps, StepOutcome
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
@@ -46,10 +45,9 @@ class Optimizers:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
         self._parameters = 0  # number of parameters that they update
-        self.exchanged = False  # whether any backward pass has begun
+        self.exchanged = False
+        """Whether any backward pass has begun."""
         self._watched: list[_Watched] = []
-        self.outcome: StepOutcome | None = None
-        """Outcome of the current step; None without a GradScaler."""
 
     @property
     def _in_use(self) -> list[Optimizer]:
@@ -79,24 +77,10 @@ class Optimizers:
         if self._config.adapts_momentum:
             for message in adapt_momentum(now, self, compressed):
                 self.say(message)
-        if self._scaler is not None:
-            ScalerSteps.of(self._scaler).watch(now)
         torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
         self._watched = [_Watched(each, self._first_that_learns(each, compressed), self) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
         return {p for each in now for group in each.param_groups for p in group["params"]}
-
-    def begin_pass(self, sums: bool) -> None:
-        """Begins a backward pass.
-
-        It belongs to the next step if a step was taken or skipped since the last pass.
-        """
-        self.exchanged = True
-        if self._scaler is not None and (self.outcome is None or self.outcome.skipped):
-            if self.outcome is not None:
-                self.outcome.final = True
-            self.outcome = StepOutcome(sums)
-            ScalerSteps.of(self._scaler).outcomes.add(self.outcome)
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""

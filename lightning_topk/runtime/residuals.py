@@ -6,25 +6,22 @@ move to it without communication, as one memory per parameter: a worker's residu
 rank adds its server residual, times W, to its own worker residual. As one of W workers it then sends that to the new
 server, and the mean cancels the factor. The total mass does not change.
 
-If the ranks of a node exchange as one worker, a rank holds the memory of its piece of every parameter, whatever bucket
+If the ranks of a node exchange as one worker, a rank holds the memory of its slice of every parameter, whatever bucket
 the parameter is in (:class:`lightning_topk.core.layout.NodeShards`), and W is the number of nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_topk.bucket import BucketPlan
-from lightning_topk.core.endpoint import Endpoint
+from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
-from lightning_topk.core.memory import Leftover, Memory
 from lightning_topk.core.ops import reference
-from lightning_topk.runtime.skipped_steps import OpenSteps, Sent, StepOutcome
 
 Memories = dict[Tensor, dict[str, Tensor]]
 """Tensors by parameter and name: ``residual``, and ``velocity`` with momentum on the workers."""
@@ -76,53 +73,40 @@ class Residuals:
         self.rank = 0
         """This rank."""
         self.counts: dict[Tensor, int] = {}
-        """Number of pieces of a parameter among the ranks of a node: this rank holds piece ``rank % count``. 1 if
+        """Number of slices of a parameter among the ranks of a node: this rank holds slice ``rank % count``. 1 if
         missing."""
         self.reset = 0
         """Number of parameters whose residual was dropped because their size or memory format changed."""
         self._by_parameter: Memories = {}  # views of an endpoint's memory, while a parameter has an endpoint
-        self._open = OpenSteps()
         self._loaded: set[Tensor] = set()  # parameters whose whole memory every rank has, from a checkpoint
         self._forms: dict[Tensor, Form] = {}
-        self._live: dict[tuple[Tensor, ...], tuple[Endpoint, BucketPlan]] = {}
+        self._live: dict[tuple[Tensor, ...], Endpoint] = {}
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
         """The endpoints in use."""
-        self.settle()
-        return [end for end, _ in self._live.values()]
+        return self._live.values()
 
     # -------------------------------------------------------------------------------- endpoints
 
-    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan, step: StepOutcome | None = None) -> Endpoint:
-        """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters."""
-        if self._open.of_other_than(step):
-            self.settle()
-        end, made_by = self._live.get(parameters, (None, None))
-        if end is None or made_by is not plan:
+    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan) -> tuple[Endpoint, Tensor | None]:
+        """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters.
+
+        If the endpoint keeps no residual, the second result is what earlier settings left undelivered, ``[numel]``, to
+        add to the gradient once; else None.
+        """
+        end, left = self._live.get(parameters), None
+        if end is None or end.plan is not plan:
             self.drop_endpoints(set(parameters))
             end = plan.endpoint(self.rank, parameters[0].dtype, parameters[0].device)
-            self._fill(end, parameters)
-            self._live[parameters] = end, plan
-        elif isinstance(end.uplink.memory, Leftover) and not self._open.sent and not end.uplink.memory.residual.any():
-            end.uplink.memory = Memory(end.dtype)  # the residual left by other settings was delivered
-            self._by_parameter.update({parameter: {} for parameter in parameters})
-        return end
-
-    def remember(self, sent: Sent) -> None:
-        """Keeps the record of an exchange until the optimizers take or skip their step."""
-        if any(self._by_parameter.get(parameter) for parameter in sent.bucket):  # without a memory, it is lost
-            self._open.sent.append(sent)
-
-    def settle(self) -> None:
-        """Adds the gradients delivered for skipped steps back to the residuals."""
-        self._open.settle(lambda parameter: self._by_parameter.get(parameter, {}).get("residual"))
+            left = self._fill(end, parameters)
+            self._live[parameters] = end
+        return end, left
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
-        self.settle()
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
-            end, _ = self._live.pop(bucket)
+            end = self._live.pop(bucket)
             for link in end.links:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # possibly created on another stream, and still in use on this one when freed
@@ -130,35 +114,36 @@ class Residuals:
             if end.downlink is not None and end.downlink.memory.tensors():
                 _scatter(self._by_parameter, bucket, end, end.folded())
 
-    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
-        """Moves the memories of the parameters into their new endpoint."""
+    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> Tensor | None:
+        """Moves the memories of the parameters into their new endpoint; see :meth:`endpoint` for the result."""
         self.forget_changed(parameters)
-        self._cut(parameters, end.parts.count)
-        known = [kept for parameter in parameters for kept in self._by_parameter.get(parameter, {}).values()]
-        may_return = any(not set(parameters).isdisjoint(sent.bucket) for sent in self._open.sent)
-        if not end.uplink.memory.tensors() and (may_return or any(bool(kept.any()) for kept in known)):
-            end.uplink.memory = Leftover(end.layout.numel, end.dtype, end.sizes.device)
         mine = end.uplink.memory.tensors()
+        self._cut(parameters, end.plan.parts.count if mine else 1)
+        left = None
+        if not mine and any(bool(kept.any()) for p in parameters for kept in self._by_parameter.get(p, {}).values()):
+            like = torch.empty(0, dtype=end.dtype, device=end.sizes.device)
+            left = _gather(self._by_parameter, parameters, [p.numel() for p in parameters], "residual", like)
         for name, flat in mine.items():
-            flat.copy_(_gather(self._by_parameter, parameters, end, name, flat))
+            flat.copy_(_gather(self._by_parameter, parameters, end.plan.parts.slices, name, flat))
         for parameter in parameters:
             self._by_parameter[parameter] = {}  # memories that the new settings do not keep would be stale
         _scatter(self._by_parameter, parameters, end, mine)
+        return left
 
     def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
-        """Cuts the memories of parameters into another number of pieces."""
+        """Cuts the memories of parameters into another number of slices."""
         for p in parameters:
             was = self.counts.get(p, 1)
             if was != count:
                 kept = self._by_parameter.get(p, {})
                 if count != 1 and p not in self._loaded and any(bool(part.any()) for part in kept.values()):
                     raise ValueError(
-                        f"the residuals of a parameter are cut into {was} pieces, one per rank, and cutting them into "
-                        f"{count} needs the pieces of other ranks. Save them with state_dict, and load them with "
+                        f"the residuals of a parameter are cut into {was} slices, one per rank, and cutting them into "
+                        f"{count} needs the slices of other ranks. Save them with state_dict, and load them with "
                         "load_state_dict, which converts them."
                     )
                 if kept and count == 1:  # each rank is now its own worker, one of `was` times as many
-                    self._by_parameter[p] = {name: self._whole(piece, p) * was for name, piece in kept.items()}
+                    self._by_parameter[p] = {name: self._whole(part, p) * was for name, part in kept.items()}
                 elif kept:
                     parts = NodeShards((p.numel(),), count)
                     self._by_parameter[p] = {
@@ -208,7 +193,6 @@ class Residuals:
             memories: By parameter and name, each ``[numel]``.
         """
         self._live.clear()
-        self._open = OpenSteps()
         self.counts.clear()
         self._by_parameter = {parameter: dict(kept) for parameter, kept in memories.items()}
         self._forms = {parameter: Form.of(parameter) for parameter in memories}
@@ -225,11 +209,10 @@ class Residuals:
         Returns:
             Two tensors ``[numel]`` for each parameter; the server's is zero where another rank serves. Over all ranks,
             the mean of the first plus the sum of the second is the gradient not yet delivered. So a rank that holds a
-            piece for its node returns it times the ranks per node, and zero elsewhere.
+            slice for its node returns it times the ranks per node, and zero elsewhere.
         """
-        self.settle()
         server: Memories = {}
-        for bucket, (end, _) in self._live.items():
+        for bucket, end in self._live.items():
             _scatter(server, bucket, end, end.server_memory())
         found = {}
         for p, kept in self._by_parameter.items():
@@ -253,39 +236,38 @@ class Residuals:
             for number, link in enumerate(end.links):
                 kept = link.memory.tensors().get("residual")
                 if kept is not None:
-                    side, shared = (1, 1) if number else (0, end.parts.count)
+                    side, shared = (1, 1) if number else (0, end.plan.parts.count)
                     energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
-    # -------------------------------------------------------------------------------- pieces
+    # -------------------------------------------------------------------------------- slices
 
-    def _whole(self, piece: Tensor, parameter: Tensor) -> Tensor:
-        """Places a piece of a parameter in a tensor ``[numel]`` that is zero elsewhere."""
+    def _whole(self, part: Tensor, parameter: Tensor) -> Tensor:
+        """Places a slice of a parameter in a tensor ``[numel]`` that is zero elsewhere."""
         parts = NodeShards((parameter.numel(),), self.counts.get(parameter, 1))
         if parts.count == 1:
-            return piece
-        rows = piece.new_zeros(parts.count, len(piece))
-        rows[self.rank % parts.count] = piece
-        whole = piece.new_empty(parameter.numel())
+            return part
+        rows = part.new_zeros(parts.count, len(part))
+        rows[self.rank % parts.count] = part
+        whole = part.new_empty(parameter.numel())
         reference.join_parts(rows, parts, whole)
         return whole
 
 
 def _scatter(memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, memory: Mapping[str, Tensor]) -> None:
-    """Splits a bucket's tensors ``[pieces]`` into ``memories``, by parameter."""
+    """Splits a bucket's tensors ``[slices]`` into ``memories``, by parameter."""
     for name, flat in memory.items():
-        for parameter, piece in zip(bucket, flat.split(list(end.parts.pieces)), strict=True):
-            memories.setdefault(parameter, {})[name] = piece
+        for parameter, part in zip(bucket, flat.split(list(end.plan.parts.slices)), strict=True):
+            memories.setdefault(parameter, {})[name] = part
 
 
-def _gather(memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, name: str, like: Tensor) -> Tensor:
-    """Inverse of :func:`_scatter`: ``[pieces]``, dtype and device of ``like``; zero for missing memories."""
+def _gather(memories: Memories, bucket: tuple[Tensor, ...], sizes: Sequence[int], name: str, like: Tensor) -> Tensor:
+    """Inverse of :func:`_scatter`: ``[sum of sizes]``, dtype and device of ``like``; zero for missing memories."""
     zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
     found = [
-        memories.get(parameter, {}).get(name, zero.expand(size))
-        for parameter, size in zip(bucket, end.parts.pieces, strict=True)
+        memories.get(parameter, {}).get(name, zero.expand(size)) for parameter, size in zip(bucket, sizes, strict=True)
     ]
-    for piece in found:
-        if piece.is_cuda:  # possibly created on another stream, such as a checkpoint's, and freed after this
-            piece.record_stream(torch.cuda.current_stream(piece.device))
-    return torch.cat([piece.to(like.device, like.dtype) for piece in found])
+    for part in found:
+        if part.is_cuda:  # possibly created on another stream, such as a checkpoint's, and freed after this
+            part.record_stream(torch.cuda.current_stream(part.device))
+    return torch.cat([part.to(like.device, like.dtype) for part in found])

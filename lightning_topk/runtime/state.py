@@ -1,7 +1,7 @@
 """The exchange of one model during its backward passes, for any wrapper.
 
-A wrapper's adapter (:mod:`lightning_topk.adapters.ddp`) reports the start of a backward pass and passes on gradients; this
-module turns them into jobs, queues them on the lane, and collects their results between two passes.
+A wrapper's adapter (:mod:`lightning_topk.adapters.ddp`) reports the start of a backward pass and passes on gradients;
+this module turns them into jobs, queues them on the lane, and collects their results between two passes.
 """
 
 from __future__ import annotations
@@ -14,34 +14,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Unpack, override
+from typing_extensions import Unpack
 
+from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import Settings, TopKConfig, check_count, one_config
 from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
-from lightning_topk.runtime.collectives import dense_cost
-from lightning_topk.runtime.jobs import Bucket, Job, JobRunner
-from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
-from lightning_topk.runtime.lanes import Lane, StreamLane, ThreadLane
 from lightning_topk.runtime import checkpoint
-from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.messages import WarnOnce, startup_warnings
+from lightning_topk.runtime.collectives import dense_cost
+from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
+from lightning_topk.runtime.jobs import Job, JobRunner
+from lightning_topk.runtime.lanes import Lane, StreamLane, ThreadLane
+from lightning_topk.runtime.messages import WarnOnce, saving_warnings, startup_warnings, volume_of
 from lightning_topk.runtime.optimizers import Optimizers
-from lightning_topk.runtime.telemetry import PROBE_BYTES, Reporting
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.telemetry import PROBE_BYTES, Report, Telemetry
 from lightning_topk.schedule import Schedule
+from lightning_topk.volume import Volume
 
 _LEFT_OPEN: list[Groups] = []
 """Groups with an unfinished collective after an error. Dropping or destroying one would wait for the collective."""
 
 
-class HookState(Reporting):
+class HookState:
     """State of one rank for exchanging the gradients of one model. Only the caller's side writes its fields.
 
-    See :class:`lightning_topk.TopKState` for arguments and errors.
+    :func:`lightning_topk.attach` creates it; see there for arguments and errors.
     """
 
-    EXCHANGES_SUMS = True
-    """Whether gradients are accumulated before their exchange, as in DDP; FSDP2 accumulates after it."""
+    shards_per_node = 1
+    """Ranks of this node, this one included, that each exchange a shard of the same gradients."""
 
     def __init__(
         self,
@@ -57,37 +59,43 @@ class HookState(Reporting):
         **settings: Unpack[Settings],
     ) -> None:
         self._given = config = one_config(type(self), config, settings)
-        _check_arguments(config, epoch, optimizers, scaler, local_world_size)
+        _check_arguments(config, epoch, optimizers, local_world_size)
         residuals = residuals or Residuals()
         residuals.offload_to_cpu()  # their endpoints may come from other settings
         residuals.forget_changed()
         timeout = timeout or timeout_of(process_group)
-        groups, agreed = connect(config, process_group, timeout, local_world_size)
+        groups, self.config = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
-        rank, world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
-        residuals.rank = rank
+        self.rank, self.world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
+        residuals.rank = self.rank
+        self.residuals, self._epoch = residuals, epoch or (lambda: 0)
         # Every rank of the first node is rank 0 of the replicas of its shard.
-        say = WarnOnce(announce, rank if self.shards_per_node == 1 else dist.get_rank())
-        super().__init__(agreed, residuals, rank, world, groups.local, epoch or (lambda: 0), say)
-        self._optimizers = Optimizers(optimizers, scaler, agreed, say)
-        self._exchanger = JobRunner(residuals, groups, timeout)
+        self._say = WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank())
+        self.buckets = Buckets(self.config, self.world, groups.local)
+        self.voting = False
+        """Whether the ranks exchange in every step which parameters they used."""
+        self._optimizers = Optimizers(optimizers, scaler, self.config, self._say)
+        self._runner = JobRunner(residuals, groups, timeout)
+        self.telemetry = Telemetry(self._runner.finished, lambda: self.names, self.shards_per_node)
+        """Bytes, times and errors of the exchanges."""
         self._lane: Lane | None = None
         self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._say_what_was_reset()
         if not self.residuals.steps:  # not for a model that is wrapped again
-            for message in startup_warnings(config, agreed, world, optimizers is not None):
+            for message in startup_warnings(config, self.config, self.world, optimizers is not None):
                 self._say(message)
+
+    @property
+    def names(self) -> Mapping[Tensor, str]:
+        """The parameters' names."""
+        return self.buckets.names
 
     # -------------------------------------------------------------------------------- a backward pass
 
     def lane(self, device: torch.device) -> Lane:
         """Returns the lane for gradients on a device."""
-        if self.config.dense_parameters and not self.names:
-            raise RuntimeError(
-                "dense_parameters needs the parameters' names; create the state with lightning_topk.attach."
-            )
         groups = self._open_groups()
         if self._lane is None:
             if device.type not in ("cpu", "cuda"):
@@ -112,10 +120,10 @@ class HookState(Reporting):
         """Begins a backward pass, when its first gradients are ready."""
         if self.residuals.steps not in self._compared:
             self._compared = compare_functions(self.config, self.residuals.steps, self._open_groups().all)
-        self._collect()
+        self.telemetry.collect()
         self._say_what_was_reset()
         self.sync_optimizers()
-        self._optimizers.begin_pass(self.EXCHANGES_SUMS)
+        self._optimizers.exchanged = True
 
     def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
         """Creates the job for a bucket's gradient.
@@ -125,9 +133,6 @@ class HookState(Reporting):
             name: Name in error messages.
             used: ``[parameters]`` bool, which of them this rank used; None if all.
         """
-        outcome = self._optimizers.outcome
-        if outcome is not None:
-            outcome.watch({self.parameter_of(member): member for member in bucket})
         return Job(
             bucket,
             self.buckets.plan_of(bucket),
@@ -136,8 +141,7 @@ class HookState(Reporting):
             step=self.residuals.steps,
             epoch=self._epoch(),
             scale=self._optimizers.scale,
-            step_outcome=outcome,
-            measure=Measure(self.measure, self.measure and self.measure_layers),
+            measure=Measure(self.telemetry.measure, self.telemetry.measure and self.telemetry.measure_layers),
         )
 
     def parameter_of(self, member: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ class HookState(Reporting):
         self._unchanged = self._unchanged + 1 if same else 0
         residuals.steps, residuals.buckets = residuals.steps + 1, tuple(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
-            for message in self.buckets.warnings(buckets, self.predicted()):
+            for message in saving_warnings(self.buckets, buckets, self.predicted()):
                 self._say(message)
         self._optimizers.end_pass()
 
@@ -160,13 +164,12 @@ class HookState(Reporting):
 
         Names trained parameters that are in no optimizer.
         """
-        given = self.buckets.compressed
-        compressed = None if given is None else {self.parameter_of(member) for member in given}
+        compressed = {self.parameter_of(member) for member in self.buckets.compressed}
         updated = self._optimizers.sync(compressed)
         if not updated or not self.config.compresses or self.world == 1:
             return
         names = {self.parameter_of(member): name for member, name in self.names.items()}
-        trained = [p for p in names if p.requires_grad and (compressed is None or p in compressed)]
+        trained = [p for p in names if p.requires_grad and p in compressed]
         idle = [names[p] for p in trained if p not in updated]
         if idle:
             self._say(
@@ -184,17 +187,33 @@ class HookState(Reporting):
             which = "1 parameter has" if count == 1 else f"{count} parameters have"
             self._say(f"lightning_topk: {which} a different size or memory format now; the residuals start at zero.")
 
-    @override
-    def _collect(self) -> None:
-        """Collects the results of finished exchanges."""
-        self._add(self._exchanger.finished())
+    def report(self) -> Report:
+        """Returns the bytes, times and errors since the last call; see :meth:`.Telemetry.report`."""
+        return self.telemetry.report()
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
+        return self.telemetry.nonfinite_steps
+
+    def predicted(self, rank: int | None = None) -> Volume:
+        """Predicts the bytes that a rank sends in the next step, if it exchanges the same buckets as in the last.
+
+        The bytes that FSDP2 sends inside a node are not included.
+        """
+        residuals, mine = self.residuals, self.rank if rank is None else rank
+        total = volume_of(self.buckets, residuals.buckets, mine, residuals.steps, self._epoch(), self.voting)
+        return total.of_shards(self.shards_per_node)
 
     def measure_link(self) -> None:
         """Times two all-reduces of at most 1 MiB. A collective; call it between two backward passes."""
-        groups = self._open_groups()
-        self._collect()
-        nbytes = min(self._report.largest, PROBE_BYTES)
-        self._dense_cost = dense_cost(nbytes, self._device(), groups.all, self.meter)
+        groups, nbytes = self._open_groups(), min(self.telemetry.largest, PROBE_BYTES)
+        self.telemetry.dense_cost = dense_cost(nbytes, self._device(), groups.all)
+
+    def continue_from(self, other: HookState) -> None:
+        """Continues the counts, measurements and messages of another state of the same run."""
+        self.telemetry.continue_from(other.telemetry)
+        self._say.said = other._say.said
 
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.
@@ -204,11 +223,10 @@ class HookState(Reporting):
             ranks the same without tensors.
 
         Raises:
-            RuntimeError: The state was not made by :func:`lightning_topk.attach`, which knows the parameters' names, or
-                it was closed.
+            RuntimeError: The state was closed.
         """
         group = self._open_groups().all
-        return checkpoint.collect(self.residuals, self._names(), self._given, self._device(), group)
+        return checkpoint.collect(self.residuals, self.names, self._given, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
@@ -217,33 +235,28 @@ class HookState(Reporting):
             entry: The entry that :meth:`state_dict` returned on rank 0.
 
         Raises:
-            RuntimeError: The state was not made by :func:`lightning_topk.attach`, or it was closed.
+            RuntimeError: The state was closed.
             ValueError: The entry is damaged or belongs to another model.
         """
         self._open_groups()
-        checkpoint.restore(self.residuals, self._names(), entry)
+        checkpoint.restore(self.residuals, self.names, entry)
         changed = checkpoint.changes(entry, self._given)
         if changed:
             self._say(f"lightning_topk: resuming with {changed}. Stored residuals are kept.")
 
-    def _names(self) -> Mapping[Tensor, str]:
-        if not self.names:
-            raise RuntimeError("residuals are saved by parameter name; create the state with lightning_topk.attach.")
-        return self.names
-
     def _device(self) -> torch.device:
-        return next(iter(self._names())).device
+        return next(iter(self.names)).device
 
     def close(self) -> None:
         """Ends the lane and releases the process groups, but keeps the residuals."""
         idle = self._lane is None or self._lane.close()
-        self._collect()
+        self.telemetry.collect()
         self._optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
             self.groups.destroy(failed=self._lane is not None and self._lane.error is not None)
         elif self.groups is not None and not idle:
             _LEFT_OPEN.append(self.groups)
-        self._exchanger.close()
+        self._runner.close()
         self._lane = self.groups = None
 
 
@@ -251,7 +264,6 @@ def _check_arguments(
     config: TopKConfig,
     epoch: Callable[[], int] | None,
     optimizers: Callable[[], Sequence[Optimizer]] | None,
-    scaler: torch.amp.GradScaler | None,
     local_world_size: int | None,
 ) -> None:
     """Refuses settings whose required arguments were not passed."""
@@ -268,11 +280,7 @@ def _check_arguments(
         raise ValueError(
             f"{by_epoch[0]!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=."
         )
-    if optimizers is not None:
-        return
-    if scaler is not None and scaler.is_enabled():
-        raise ValueError("scaler= needs the optimizers whose steps it may skip: pass optimizer= to attach.")
-    if config.momentum:
+    if config.momentum and optimizers is None:
         raise ValueError(
             f"momentum={config.momentum!r} is applied on the workers, and the optimizer must have none of its own. "
             "Pass optimizer=, so that it can be checked."

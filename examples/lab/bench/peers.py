@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.adapters.attach import attach
-from lightning_topk.config import SAVING, TopKConfig, check_name
+from lightning_topk.config import CPU_BUCKET_MB, SAVING, TopKConfig, check_name
 from lightning_topk.core.layout import k_of
 from lightning_topk.runtime.collectives import all_gather
 
@@ -62,7 +62,7 @@ def ours(**own: Any) -> Register:
 
     def register(model: DistributedDataParallel, settings: Settings) -> Any:
         given = {name: value for name, value in settings.items() if name not in amounts}
-        return attach(model, init_sync=False, **{**given, **own})
+        return attach(model, **{**given, **own})
 
     return register
 
@@ -79,9 +79,18 @@ PEERS: dict[str, Register] = {
 """Peers by name. Naive top-k sends the given ratio, or a thousandth."""
 
 
-def bucket_cap(peer: str, megabytes: float) -> float:
-    """Bucket size of a peer in MiB. PowerSGD's hook hangs on gloo with several buckets (torch 2.15), so it gets one."""
-    return 10_000 if peer.startswith("PowerSGD") else megabytes
+BUCKETS = f"buckets of {CPU_BUCKET_MB} MiB for ours, DDP's 25 MiB for others, one for PowerSGD"
+"""What :func:`bucket_cap` gives, in words."""
+
+
+def bucket_cap(peer: str) -> float | None:
+    """Bucket size of a peer in MiB, or None for DDP's own; a peer that is not in :data:`PEERS` is ours.
+
+    PowerSGD's hook hangs on gloo with several buckets (torch 2.15), so it gets one.
+    """
+    if peer.startswith("PowerSGD"):
+        return 10_000
+    return None if peer in PEERS and not peer.startswith("ours") else CPU_BUCKET_MB
 
 
 def prepared(

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from lab import hosts as emulated
+from lab.bench.peers import BUCKETS, PEERS, Register, bucket_cap, ours
+from lab.data import Data, digits, image_folder, source_code
+from lab.models import DIGIT, MODELS, mlp
+from lab.report import Panel, Result
+from lab.training import Optimizer, Runs
 from lightning_topk.config import check_name
-from lightning_topk.lab import hosts as emulated
-from lightning_topk.lab.bench.peers import PEERS, Register, bucket_cap, ours
-from lightning_topk.lab.data import Data, digits, image_folder, source_code
-from lightning_topk.lab.models import DIGIT, MODELS, mlp
-from lightning_topk.lab.report import Panel, Result, Row
-from lightning_topk.lab.training import Optimizer, Runs
+from lightning_topk.plan import Row, link
 
 OURS = "saving 50"
 RACERS: dict[str, Register] = {
@@ -120,7 +121,7 @@ def run(
     for racer in racers:
         check_name("racer", racer, RACERS)
     for rate in rates:
-        emulated.link(rate)
+        link(rate)
     emulated.check_available()
     found, given = Runs(out), {"course": course, "images": str(data) if data else None}
     bar, aims = tqdm(total=seeds * (1 + len(rates) * len(racers)), desc="race", unit="run"), []
@@ -151,7 +152,7 @@ def run(
         "race",
         "the quality of dense training, sooner than with what a user would pick instead",
         f"{hosts} emulated hosts of one process and one thread each (network namespaces, tbf), gloo, "
-        f"{'AdamW' if ran.optimizer.adamw else 'SGD with momentum 0.9'}; {seeds} seeds. The aim is "
+        f"{'AdamW' if ran.optimizer.adamw else 'SGD with momentum 0.9'}; {BUCKETS}; {seeds} seeds. The aim is "
         f"{'what' if ran.text else '99 % of what'} dense training ends with: {ran.measured} {mean(aims):.4g}.",
     )
     result.tables[f"{course}: seconds, median (least to most), and the speed-up over DDP"] = table(raced, rates, racers)
@@ -174,7 +175,7 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     data = image_folder(Path(images)) if images else source_code() if course.text else digits()
     torch.manual_seed(seed)
     net = course.model()
-    model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer, 25), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer), gradient_as_bucket_view=True)
     optimizer = course.optimizer.make(model.parameters())
     state = RACERS[racer](model, {"optimizer": optimizer})
     batches = torch.Generator().manual_seed(world * seed + rank)

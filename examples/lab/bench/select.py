@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,79 +11,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lab import hosts
+from lab.report import Result
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import SAVING, TopKConfig
-from lightning_topk.core.link import aggregate, deliver
-from lightning_topk.lab import hosts
-from lightning_topk.lab.report import Result
+from lightning_topk.core.link import deliver
+from lightning_topk.plan import WORLD, Rank, best, copies
 from lightning_topk.runtime.momentum import adapt_momentum
 
-WORLD = 4
 A_THOUSANDTH = TopKConfig(ratio=0.001, wire="bf16")
 AN_EIGHTH = TopKConfig(ratio=0.12, wire="int4")
 STEP = {0.001: (2.0, 0.6), 0.01: (2.4, 0.7), 0.12: (3.5, 1.5)}
 """Targets by ratio: passes of ``add_`` and ``zero_`` for the compress step of a worker, and of a server."""
 BEYOND = {"SGD": 1, "AdamW, fused": 2}
 """Targets: passes of ``add_`` and ``zero_`` that adapted momentum takes beyond the optimizer's own step."""
-
-
-def best(
-    work: Callable[[], object],
-    device: torch.device,
-    prepare: Callable[[], object] = lambda: None,
-    repeats: int = 5,
-    budget: float = 8.0,
-) -> float:
-    """Least seconds of several runs of ``work``, after an untimed one; calls ``prepare``, untimed, before each.
-
-    Stops after ``repeats`` timed runs or ``budget`` seconds. Waits for a GPU.
-    """
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    times: list[float] = []
-    begin = time.perf_counter()
-    while len(times) < 2 or (len(times) <= repeats and time.perf_counter() - begin < budget):
-        prepare()
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-class Rank:
-    """One of :data:`WORLD` ranks that exchange a gradient such as ``like`` ``[d]``; the others send the same."""
-
-    def __init__(self, config: TopKConfig, like: Tensor) -> None:
-        plan = plan_bucket(config, [len(like)], WORLD, in_pieces=False)
-        end, codecs = plan.endpoint(0, like.dtype, like.device), plan.codecs()
-        assert end.downlink is not None
-        self.uplink, self.downlink, self.up, self.reply = end.uplink, end.downlink, codecs.uplink, codecs.reply
-
-    def serve(self, received: Tensor, g: Tensor) -> Tensor:
-        """Aggregates the payloads ``[WORLD, P]`` with ``g`` as scratch memory; returns the server's ``[1, P]``."""
-        return self.downlink.send(aggregate(received, self.up, g.dtype, g), self.reply)[0]
-
-    def exchange(self, g: Tensor) -> None:
-        """Runs a worker's and a server's part of an exchange."""
-        replies = self.serve(copies(self.uplink.send(g, self.up)[0]), g)
-        deliver(copies(replies), self.reply, self.uplink.layout, g)
-
-
-def copies(payloads: Tensor) -> Tensor:
-    """The first payload, as if every rank had sent it: ``[WORLD, P]``."""
-    return payloads[:1].expand(WORLD, -1).contiguous()
-
-
-def step_seconds(config: TopKConfig, numel: int, device: torch.device) -> float:
-    """Seconds for a rank to compress and decompress a gradient of ``numel`` entries, as worker and server."""
-    x = torch.randn(numel, device=device)
-    rank, g = Rank(config, x), x.clone()
-    return best(partial(rank.exchange, g), device, lambda: g.copy_(x))
 
 
 def run(
@@ -107,7 +47,7 @@ def run(
     def floor() -> float:  # timed again for each table: machines are noisy
         return best(lambda: (y.add_(x), out.zero_()), where, repeats=12)
 
-    least, density = floor(), plan_bucket(TopKConfig(), [numel], WORLD, in_pieces=False).ratio
+    least, density = floor(), plan_bucket(TopKConfig(), [numel], WORLD).ratio
     result.tables["Passes over memory"] = [
         {"pass": "e.add_(g); g.zero_()", "ms": 1000 * least, "GB/s": 16e-9 * numel / least}
     ]

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from typing_extensions import override
 
+from lab import hosts as emulated
+from lab.bench.peers import BUCKETS, PEERS, Register, bucket_cap, prepared
+from lab.report import Result
 from lightning_topk.adapters.ddp import TopKState
-from lightning_topk.lab import hosts as emulated
-from lightning_topk.lab.bench.peers import PEERS, Register, bucket_cap, prepared
-from lightning_topk.lab.models import torchvision_model
-from lightning_topk.lab.report import Result
+from lightning_topk.plan import link, torchvision_model
 
 COLUMNS = 1024
 WARMUP = 4
@@ -65,7 +65,7 @@ def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Re
     for peer in options["peers"]:
         net = Noise(options["numel"], rank)  # all ranks have the same weights: no need to send them
         model = DistributedDataParallel(
-            net, bucket_cap_mb=bucket_cap(peer, 128), gradient_as_bucket_view=True, init_sync=False
+            net, bucket_cap_mb=bucket_cap(peer), gradient_as_bucket_view=True, init_sync=False
         )
         model.require_backward_grad_sync = peer != "no exchange"
 
@@ -83,7 +83,7 @@ def images(options: dict[str, Any], rank: int, world: int) -> Measured:
     examples = torch.randn(options["batch"], 3, options["size"], options["size"])
     labels = torch.randint(0, 1000, (options["batch"],))
     for peer in options["peers"]:
-        model = DistributedDataParallel(torchvision_model(options["model"]), bucket_cap_mb=bucket_cap(peer, 25))
+        model = DistributedDataParallel(torchvision_model(options["model"]), bucket_cap_mb=bucket_cap(peer))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def step(model: DistributedDataParallel = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -117,7 +117,7 @@ def measured(
     cpu, sent, go_on, reports, begin = 0.0, 0, torch.ones(()), [], time.perf_counter()
     while go_on:
         if state is not None:
-            state.timing = True
+            state.telemetry.timing = True
         model.zero_grad()
         dist.barrier()
         wire, used, start = emulated.sent_bytes(), time.process_time(), time.perf_counter()
@@ -183,13 +183,13 @@ def hosts(
 ) -> Result:
     """Times DDP steps with each of the peers on emulated hosts, and counts bytes at their interfaces."""
     settings, chosen, words = prepared(hosts * ranks, ratio, saving, peers, ranks > 1)
-    bits = [emulated.link(rate)[0] for rate in rates]
+    bits = [link(rate)[0] for rate in rates]
     result = Result(
         "hosts",
         "a step is faster than with what a user would pick instead, at any speed of link",
         f"{hosts} emulated hosts of {ranks} ranks (network namespaces, tbf), gloo, one thread each; a DDP model of "
-        f"{numel:,} float32 parameters whose backward pass costs nothing, so nothing hides an exchange; {words}, "
-        "buckets of 128 MiB that gradients are views of; least of several steps, the slowest rank's.",
+        f"{numel:,} float32 parameters whose backward pass costs nothing, so nothing hides an exchange; {words}; "
+        f"{BUCKETS}; gradients are views of buckets; least of several steps, the slowest rank's.",
     )
     options = {"numel": numel, "settings": settings, "seconds": seconds, "peers": ["no exchange", *chosen]}
     timed = []
@@ -219,16 +219,15 @@ def train(
         torchvision_model(model)
     if steps <= WARMUP:
         raise ValueError(f"steps={steps}: the first {WARMUP} are not timed; take more.")
-    link = rate or "loopback"
+    where = rate or "loopback"
     result = Result(
         "train",
         "a whole training step",
-        f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({link}), {batch_size} images "
-        f"of {image_size} pixels a worker and step, SGD, {words}, buckets of 25 MiB; median of {steps - WARMUP} "
-        "steps.",
+        f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({where}), {batch_size} images "
+        f"of {image_size} pixels a worker and step, SGD, {words}; {BUCKETS}; median of {steps - WARMUP} steps.",
     )
     options = {"model": model, "settings": settings, "batch": batch_size, "size": image_size, "steps": steps}
     with emulated.emulate(workers, rate) if rate else nullcontext(emulated.local(workers)) as group:
         found = worst(group.run(images, {**options, "peers": chosen}, timeout=3600))
-    enter(result, link, found)
+    enter(result, where, found)
     return result

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lab.report import Result
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.wire import WIRES, Codec
-from lightning_topk.lab.report import Result, Row
+from lightning_topk.plan import Row
 from lightning_topk.volume import volume
 
 WORLDS = (2, 4, 8, 16, 32, 64)
@@ -32,9 +33,9 @@ def run(numel: int = 25_000_000, ratios: Sequence[float] = (0.001, 0.01)) -> Res
         config, bits = TopKConfig(ratio=ratio, wire="bf16"), entropy(ratio)
         rows = result.tables[f"Bytes at {ratio} (bf16; entropy {bits:.2f} bits an entry)"] = []
         for world in WORLDS:
-            plan, sent = plan_bucket(config, [numel], world, in_pieces=False), volume(config, [numel], world)
+            plan, sent = plan_bucket(config, [numel], world), volume(config, [numel], world)
             up = plan.codecs().uplink
-            nbytes, k = sent.sent, up.k * plan.shape.layout.shards
+            nbytes, k = sent.sent, up.k * plan.layout.shards
             index, bound = 8 * up.index_bytes / up.k, 2 * k * (world - 1) / world * (bits + 16) / 8
             row = {"workers": world, "index bits an entry": index, "of entropy": index / bits, "bytes sent": nbytes}
             rows.append(row | {"of the bound": nbytes / bound, "dense bytes": sent.dense})

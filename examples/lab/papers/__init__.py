@@ -1,7 +1,7 @@
-"""Every claim of the two papers as a command: ``python -m lightning_topk reproduce NAME``.
+"""Every claim of the two papers as a command: ``python examples/lab reproduce NAME``.
 
 Each command trains, measures or counts through the exchange that a cluster runs, and returns a
-:class:`lightning_topk.lab.report.Result`: tables, curves, and a verdict on every statement, failed ones included.
+:class:`lab.report.Result`: tables, curves, and a verdict on every statement, failed ones included.
 """
 
 CLAIMS = ("counterexample", "saving", "bound", "distribution", "operators", "convergence", "tuning", "speedup")

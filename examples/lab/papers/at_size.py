@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lab.report import Panel, Result, in_words
+from lab.training import Optimizer, Runs, train
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.report import Panel, Result, Row, in_words
-from lightning_topk.lab.training import Optimizer, Runs, train
+from lightning_topk.plan import Row
 
 _adamw = partial(Optimizer, momentum=0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=100)
 WORKERS = 8

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.report import Result
+from lab.training import run_all
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.report import Result
-from lightning_topk.lab.training import run_all
 from lightning_topk.simulate import Cluster
 
 SYSTEMS: dict[str, dict[str, Any]] = {

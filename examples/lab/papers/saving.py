@@ -11,10 +11,10 @@ from functools import partial
 from statistics import linear_regression, mean
 from typing import Any
 
+from lab.report import Result
+from lab.training import Optimizer, Problem, run_all, train
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
-from lightning_topk.lab.report import Result
-from lightning_topk.lab.training import Optimizer, Problem, run_all, train
 from lightning_topk.volume import volume
 
 COUNTS = [2, 4, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256]

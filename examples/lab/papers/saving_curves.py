@@ -15,10 +15,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from lab.models import TEXT
+from lab.report import Panel, Result, in_words, standard_error
+from lab.training import Optimizer, Runs, train
 from lightning_topk.config import SAVING, TopKConfig
-from lightning_topk.lab.models import TEXT
-from lightning_topk.lab.report import Panel, Result, Row, in_words, standard_error
-from lightning_topk.lab.training import Optimizer, Runs, train
+from lightning_topk.plan import Row
 from lightning_topk.systems import presets
 
 AMOUNTS = (50, 150, 0.001)

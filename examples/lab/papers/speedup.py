@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from lightning_topk.lab import hosts
-from lightning_topk.lab.bench import steps
-from lightning_topk.lab.bench.peers import PEERS, Register, ours
-from lightning_topk.lab.report import Result
+from lab import hosts
+from lab.bench import steps
+from lab.bench.peers import BUCKETS, PEERS, Register, ours
+from lab.report import Result
 from lightning_topk.systems import presets
 
 RATES = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10}
@@ -31,7 +31,8 @@ def run() -> Result:
         "speedup",
         "sparsified exchange is faster than dense on slow links, and Gaussian_k's faster than exact TopK's and DGC's",
         f"One exchange of {NUMEL:,} normal float32 on CPU by DDP, with a backward pass that costs nothing, ratio "
-        f"{RATIO}; {WORLD} emulated hosts (network namespaces, tbf) on this machine's cores, gloo, least of several.",
+        f"{RATIO}; {WORLD} emulated hosts (network namespaces, tbf) on this machine's cores, gloo; {BUCKETS}; "
+        "least of several steps.",
     )
     seconds = {}
     for rate in tqdm(RATES, desc="speedup", leave=False):
@@ -57,7 +58,7 @@ def run() -> Result:
 
 
 def timed(options: dict[str, Any], rank: int, world: int) -> steps.Measured:
-    """Times steps with each of the systems, see :func:`lightning_topk.lab.bench.steps.noise`."""
+    """Times steps with each of the systems, see :func:`lab.bench.steps.noise`."""
 
     def register(own: Mapping[str, Any]) -> Register:  # DGC requires an optimizer without momentum
         return lambda model, given: ours(optimizer=torch.optim.SGD(model.parameters(), 0.0), **own)(model, given)

@@ -11,9 +11,10 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from lab.report import Result, in_words
+from lab.training import Optimizer, Run, run_all, train
 from lightning_topk.config import TopKConfig
-from lightning_topk.lab.report import Result, Row, in_words
-from lightning_topk.lab.training import Optimizer, Run, run_all, train
+from lightning_topk.plan import Row
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.systems import presets
 from lightning_topk.volume import volume

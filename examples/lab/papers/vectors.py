@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lab.report import Curve, Result
+from lab.training import Optimizer, train
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.select import TopK
-from lightning_topk.lab.report import Curve, Result
-from lightning_topk.lab.training import Optimizer, train
 from lightning_topk.simulate import Cluster
 
 STEPS = (10, 50, 150)

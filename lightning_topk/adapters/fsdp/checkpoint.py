@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lightning_topk.config import TopKConfig
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.checkpoint import (
     memory_names,
     still_to_deliver,
     unusable_if_it_fails,
     without_parameters,
 )
+from lightning_topk.runtime.residuals import Residuals
 
 
 def collect(

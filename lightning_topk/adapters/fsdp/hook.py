@@ -36,16 +36,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_parameters, check_same_model
-from lightning_topk.config import TopKConfig
 from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
-from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.collectives import tree_broadcast_sends
-from lightning_topk.runtime.jobs import Bucket
+from lightning_topk.bucket import Bucket, names_of
+from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, device_of
-from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import HookState
+from lightning_topk.volume import Volume
 
 # ------------------------------------------------------------------------------------------------ the state
 
@@ -53,11 +52,9 @@ from lightning_topk.runtime.state import HookState
 class ShardState(HookState):
     """State of the hooks of one FSDP2 model: exchanges shards of gradients with the model's replicas.
 
-    Created by :func:`attach`. It reports and saves like :class:`lightning_topk.TopKState`, and
+    Created by :func:`attach`. It reports and saves like :class:`.TopKState`, and
     ``torch.distributed.checkpoint`` can save it: its residuals are sharded like the parameters.
     """
-
-    EXCHANGES_SUMS = False
 
     def __init__(
         self, model: torch.nn.Module, groups: Sequence[ParamGroup], replicas: dist.ProcessGroup, **arguments: Any
@@ -75,7 +72,7 @@ class ShardState(HookState):
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
 
     def learn_names(self, names: Mapping[Tensor, str]) -> None:
-        """Sets the names of the parameters, see :meth:`lightning_topk.runtime.buckets.BucketSettings.learn_names`."""
+        """Sets the names of the parameters, see :meth:`lightning_topk.bucket.Buckets.learn_names`."""
         self._trained = {member for group in self._param_groups for member in group.trained}
         self.buckets.learn_names(names, _copied_inside(self, self._param_groups))
 
@@ -123,14 +120,14 @@ class ShardState(HookState):
         if g.is_cuda:
             g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
         # On CPU backward waits for the hook. On CUDA it continues, and ends at the last of these marks.
-        ready = lane.mark() if self.timing and not g.is_cuda else None
-        if self.timing and group.stream is not None:
+        ready = lane.mark() if self.telemetry.timing and not g.is_cuda else None
+        if self.telemetry.timing and group.stream is not None:
             with torch.cuda.stream(group.stream):
                 self._ready = lane.mark()
         job = self.job(bucket, f"the gradient of {group}", None)
-        lane.run(self._exchanger.run(g, job, lane, self.timing, ready))
+        lane.run(self._runner.run(g, job, lane, self.telemetry.timing, ready))
         self._buckets.append(bucket)
-        self.meter.bytes["intra_node"] += group.node_bytes(g)
+        self.telemetry.count(Volume(intra_node=group.node_bytes(g)))
 
     def _refresh_trained(self) -> None:
         """Recomputes the density if parameters were frozen or unfrozen."""
@@ -145,7 +142,7 @@ class ShardState(HookState):
             return
         self._trained = trained
         whole, compressed = _copied_inside(self, self._param_groups), self.buckets.compressed
-        if compressed is not None and not trained.isdisjoint(compressed):
+        if not trained.isdisjoint(compressed):
             try:
                 self.buckets.learn_names(self.names, whole)
             except ValueError as error:  # the settings fit the parameters that were trained at first
@@ -175,10 +172,10 @@ class ShardState(HookState):
         if set(buckets) != set(self.residuals.buckets):
             self._agree_on("none, since the backward pass has ended")
         lane = self._lane
-        if self.timing and lane is not None and lane.stream is not None:
+        if self.telemetry.timing and lane is not None and lane.stream is not None:
             # Backward did not hide the work that is still on the hook's stream now.
             with torch.cuda.stream(lane.stream):
-                self._exchanger.note_time(lane, lane.mark(), self._ready)
+                self._runner.note_time(lane, lane.mark(), self._ready)
         self.end_pass(buckets)
 
     @override
@@ -203,7 +200,7 @@ class ShardState(HookState):
         """Returns residuals for a single file. Every rank must call it between two backward passes.
 
         Returns:
-            On rank 0, the entry that :meth:`lightning_topk.TopKState.state_dict` returns for the same model without
+            On rank 0, the entry that :meth:`.HookState.state_dict` returns for the same model without
             shards; elsewhere the same without tensors.
         """
         return sharded_checkpoint.whole(self.state_dict())
@@ -214,7 +211,7 @@ class ShardState(HookState):
 
         Args:
             entry: The entry that :meth:`state_dict` returned on this rank, or one loaded into it; or, on every rank,
-                rank 0's entry of :meth:`full_state_dict` or :meth:`lightning_topk.TopKState.state_dict`.
+                rank 0's entry of :meth:`full_state_dict` or :meth:`.HookState.state_dict`.
 
         Raises:
             ValueError: The entry is damaged or belongs to another model.
@@ -232,12 +229,12 @@ def attach(
     config: TopKConfig,
     process_group: dist.ProcessGroup | DeviceMesh | None,
     optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
-    init_sync: bool = True,
+    broadcast_weights: bool = True,
     **arguments: Any,
 ) -> ShardState:
     """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
 
-    See :func:`lightning_topk.attach`; :class:`lightning_topk.TopKState` takes the other arguments.
+    See :func:`lightning_topk.attach`; :class:`.TopKState` takes the other arguments.
     """
     check_shardable(config)
     replicas = replicas_of(process_group)
@@ -268,8 +265,8 @@ def attach(
         except (RuntimeError, ValueError):
             state.close()
             raise
-        if init_sync:
-            _broadcast(model, replicas, state)
+        if broadcast_weights:
+            _broadcast(model, replicas, state.device)
         for group in groups:
             group.watch_use()
             group.set_hook(partial(state.exchange, group), state.lane(group.device).stream)
@@ -310,16 +307,15 @@ def _copied_inside(state: ShardState, groups: Sequence[ParamGroup]) -> list[Tens
     return found
 
 
-def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, state: ShardState) -> None:
+def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torch.device) -> None:
     """Broadcasts the first replica's weights and buffers to the others, shard by shard."""
-    first, sends = dist.get_global_rank(replicas, 0), tree_broadcast_sends(state.rank, state.world)
-    for tensor in (*model.parameters(), *model.buffers()) if state.world > 1 else ():
+    first = dist.get_global_rank(replicas, 0)
+    for tensor in (*model.parameters(), *model.buffers()) if dist.get_world_size(replicas) > 1 else ():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        sent = local.to(state.device, copy=False).contiguous()  # shards may be offloaded to the CPU
+        sent = local.to(device, copy=False).contiguous()  # shards may be offloaded to the CPU
         dist.broadcast(sent, first, group=replicas)
         if sent.data_ptr() != local.data_ptr():
             local.copy_(sent)
-        state.meter.bytes["broadcast"] += sends * sent.nbytes
 
 
 def replicas_of(group: Any) -> dist.ProcessGroup:

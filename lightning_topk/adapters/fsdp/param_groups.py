@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_topk.runtime.buckets import names_of
-from lightning_topk.runtime.jobs import Bucket
+from lightning_topk.bucket import Bucket, names_of
 from lightning_topk.runtime.residuals import Residuals
 
 _PROXIES: WeakKeyDictionary[Residuals, dict[str, Tensor]] = WeakKeyDictionary()

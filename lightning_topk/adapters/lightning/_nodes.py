@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_topk.config import check_count
 from lightning_topk.adapters.fsdp.hook import ShardState
 from lightning_topk.adapters.lightning._compat import rank_zero_info
 from lightning_topk.adapters.lightning._resume import without_residuals
+from lightning_topk.config import check_count
 from lightning_topk.runtime.checkpoint import KEY, SHARDED, VERSION
 
 Size = Literal["auto"] | int

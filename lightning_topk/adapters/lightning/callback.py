@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
-import inspect
 import math
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -12,13 +11,12 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topk.config import check_bool
 from lightning_topk.adapters.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.runtime.buckets import names_of
+from lightning_topk.bucket import names_of
+from lightning_topk.config import check_bool
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.schedule import LATE, Schedule
@@ -46,10 +44,6 @@ DEFAULT = (
 """Keys logged without ``details``, besides the values of layers."""
 SETTLED, COMPARED = 3, 5
 """Steps until DDP has its final buckets, and steps whose median time is compared with dense all-reduces."""
-
-_OPTIONS = inspect.signature(DistributedDataParallel).parameters
-BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
-"""DDP's argument for its broadcasts of buffers: torch 2.14 deprecates the second name."""
 
 
 class CompressionMonitor(Callback):
@@ -86,8 +80,6 @@ class CompressionMonitor(Callback):
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
     ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
     ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
-    ``topk/broadcast_bytes``       bytes sent to synchronise weights (once) and buffers (each step), and to time
-                                   the link (once); no gradients
     ``topk/total_uplink_bytes``    sum of uplink bytes since fit began; likewise for each kind of bytes
     ``topk/mbit_per_second``       uplink + downlink over the time since the last step
     ``topk/average_density``       ``topk/density``, averaged since fit began
@@ -150,10 +142,11 @@ class CompressionMonitor(Callback):
         """Makes the exchange measure its error if this step will be logged."""
         state = _state(trainer)
         if state is not None:
-            if state.exchanged:
-                state.drop_report()  # LearningRateFinder's steps call no callbacks
-            state.measure, state.measure_layers = _is_log_step(trainer), bool(self.per_layer)
-            state.timing = state.measure or (state.world > 1 and len(self._fit.timed) < COMPARED)
+            telemetry = state.telemetry
+            if telemetry.exchanged:
+                telemetry.drop_report()  # LearningRateFinder's steps call no callbacks
+            telemetry.measure, telemetry.measure_layers = _is_log_step(trainer), bool(self.per_layer)
+            telemetry.timing = telemetry.measure or (state.world > 1 and len(self._fit.timed) < COMPARED)
 
     @override
     def on_train_batch_end(
@@ -161,7 +154,7 @@ class CompressionMonitor(Callback):
     ) -> None:
         """Logs the step if gradients were exchanged in this batch."""
         state = _state(trainer)
-        if state is None or not state.exchanged:
+        if state is None or not state.telemetry.exchanged:
             return
         if self._fit.steps == 0:
             self._fit.since = trainer.global_step - len(trainer.optimizers)
@@ -169,28 +162,26 @@ class CompressionMonitor(Callback):
                 state.measure_link()
         report = state.report()
         self._fit.add(report)
-        dense = state.dense_seconds(report)
+        dense = state.telemetry.dense_seconds(report)
         self._compare(trainer, state, report, dense)
         values = self._every_step(state, report)
-        if state.measure:
+        if state.telemetry.measure:
             values |= self._log_step(trainer, state, report, dense)
         # A call of Lightning's log takes a millisecond, and loggers store values at log steps only.
         shown = [name for name in values if self.details or "/" in name or name in DEFAULT]
-        for name in shown if state.measure else EVERY_STEP:
+        for name in shown if state.telemetry.measure else EVERY_STEP:
             # Lightning does not know the batch size of training_step(dataloader_iter); a step's values need none.
             pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving", batch_size=1)
 
     def _every_step(self, state: HookState, report: Report) -> dict[str, torch.Tensor]:
         """Values that need no waiting or reading of data: bytes and densities, of this step and of all steps."""
         fit, step = self._fit, ExchangeVolume(sync_on_compute=False)
-        step.update(**report.bytes)
+        step.update(**vars(report.bytes))
         values = dict(step.compute())
         sent = values.pop("total_bytes")
         now, before, self._last = time.perf_counter(), self._last, time.perf_counter()
         if fit.steps > 1:
             values["mbit_per_second"] = 8e-6 * sent / (now - before)
-        if fit.steps == SETTLED + COMPARED and values["broadcast_bytes"] > sent:
-            _advise_on_buffers(float(values["broadcast_bytes"]), float(sent))
         values["bound"] = torch.tensor((1 - fit.density) ** 2)
         for name, total in fit.volume.compute().items():
             if name.endswith("_bytes"):
@@ -283,7 +274,7 @@ class _Totals:
 
     def add(self, report: Report) -> None:
         """Adds a step."""
-        self.volume.update(**report.bytes)
+        self.volume.update(**vars(report.bytes))
         self.steps, self.k, self.elements = self.steps + 1, self.k + report.k, self.elements + report.elements
         self.density = report.k / report.elements
 
@@ -323,24 +314,11 @@ class _Totals:
                 f"exchange {1000 * took:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
                 f"({steps} step{'s' * (steps != 1)} measured)"
             )
-        said = "; ".join(words) + "."
-        if volume["broadcast_bytes"]:
-            others = format_bytes(volume["broadcast_bytes"])
-            said += f" Not counted: {others} of initial weights, buffers and link timing."
-        return said
+        return "; ".join(words) + "."
 
     def _density_in_words(self) -> str:
         average, end = f"{self.k / max(1, self.elements):.3g}", f"{self.density:.3g}"
         return f"density {average}" if average == end else f"density {average} on average, {end} at the end"
-
-
-def _advise_on_buffers(broadcast: float, sent: float) -> None:
-    """Says how to turn off broadcasts of buffers that outweigh the gradients, bytes of a step each."""
-    rank_zero_info(
-        f"lightning_topk: before each step DDP broadcasts buffers, {format_bytes(broadcast)} from rank 0, more than "
-        f"the {format_bytes(sent)} of gradients. TopKStrategy({BUFFERS}=False) turns that off; each rank then keeps "
-        "its own, such as the statistics of batch norm."
-    )
 
 
 def _by_layer(

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
-from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
-from lightning_topk.adapters.ddp import TopKState, attach, own_memory_
+from lightning_topk.adapters.ddp import TopKState, attach, own_memory_, smaller_buckets_
 from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
 from lightning_topk.runtime.groups import gathered
 from lightning_topk.runtime.optimizers import check_momentum
 
@@ -107,6 +107,7 @@ class TopKStrategy(DDPStrategy):
             return super().setup_module(module)  # DDP raises the error
         own_memory_(module)
         check_same_model(module)
+        smaller_buckets_(self._ddp_kwargs, self.root_device)
         ddp = super().setup_module(module)
         parameters = set(module.parameters())
         before = self._give_up(parameters)
@@ -116,7 +117,6 @@ class TopKStrategy(DDPStrategy):
             timeout=self._timeout,
             residuals=before[0].residuals if len(before) == 1 else None,
             epoch=lambda: self.epoch,
-            init_sync=self._ddp_kwargs.get("init_sync", True),
             optimizer=lambda: [
                 each
                 for each in self._optimizers()

@@ -20,19 +20,18 @@ class ExchangeVolume(Metric):
 
     uplink: Tensor
     downlink: Tensor
-    broadcast: Tensor
     dense: Tensor
     intra_node: Tensor
     inter_node: Tensor
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)
-        for name in ("uplink", "downlink", "broadcast", "dense", "intra_node", "inter_node"):
+        for name in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     @override
     def update(
-        self, uplink: int, downlink: int, dense: int, broadcast: int = 0, intra_node: int = 0, inter_node: int = 0
+        self, uplink: int, downlink: int, dense: int, intra_node: int = 0, inter_node: int = 0, **others: int
     ) -> None:
         """Adds the bytes of a step.
 
@@ -40,14 +39,13 @@ class ExchangeVolume(Metric):
             uplink: Bytes that this rank's worker sent to other ranks.
             downlink: Bytes that this rank's server sent to other ranks.
             dense: Bytes that a ring all-reduce of the same gradients sends from one rank.
-            broadcast: Bytes sent to synchronise weights and buffers; not part of the total.
             intra_node: Bytes that the ranks of this node sent to each other.
             inter_node: Bytes that the ranks of this node sent to other nodes.
+            **others: Other fields of a :class:`lightning_topk.volume.Volume`; ignored.
         """
         self.uplink += uplink
         self.downlink += downlink
         self.dense += dense
-        self.broadcast += broadcast
         self.intra_node += intra_node
         self.inter_node += inter_node
 
@@ -58,7 +56,6 @@ class ExchangeVolume(Metric):
         volume = {
             "uplink_bytes": self.uplink,
             "downlink_bytes": self.downlink,
-            "broadcast_bytes": self.broadcast,
             "dense_bytes": self.dense,
             "intra_node_bytes": self.intra_node,
             "inter_node_bytes": self.inter_node,

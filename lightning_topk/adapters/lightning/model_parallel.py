@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack, override
 
-from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
 from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
 from lightning_topk.adapters.lightning._compat import (
     ModelParallelStrategy,
@@ -29,10 +28,11 @@ from lightning_topk.adapters.lightning._nodes import (
     save_shards,
     unsynchronised,
 )
-from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
 from lightning_topk.runtime.checkpoint import KEY, absent
+from lightning_topk.runtime.residuals import Residuals
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH

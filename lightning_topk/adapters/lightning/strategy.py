@@ -11,21 +11,21 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
-from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
-from lightning_topk.core.exchange import TopologyName
-from lightning_topk.core.select import Selector
-from lightning_topk.core.wire import WireName
-from lightning_topk.adapters.ddp import TopKState, attach, own_memory_
+from lightning_topk.adapters.ddp import TopKState, attach, own_memory_, smaller_buckets_
 from lightning_topk.adapters.lightning._compat import (
     DDPStrategy,
     StrategyRegistry,
     TrainerFn,
     rank_zero_info,
 )
-from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
+from lightning_topk.core.exchange import TopologyName
+from lightning_topk.core.select import Selector
+from lightning_topk.core.wire import WireName
 from lightning_topk.runtime.checkpoint import KEY, absent, collect
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ class TopKStrategy(DDPStrategy):
         assert self.model is not None
         own_memory_(self.model)
         check_same_model(self.model)
+        smaller_buckets_(self._ddp_kwargs, self.root_device)
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         super().configure_ddp()
 
@@ -189,7 +190,6 @@ class TopKStrategy(DDPStrategy):
             timeout=self._timeout,
             residuals=self._residuals,
             epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
-            init_sync=self._ddp_kwargs.get("init_sync", True),
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,

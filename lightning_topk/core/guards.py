@@ -1,0 +1,131 @@
+"""What can happen to a gradient on its way: unused and uncompressed parameters, a loss scale, clipping, NaN.
+
+:func:`exchange` handles these around the exchange of a topology (:mod:`lightning_topk.core.exchange`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_topk.core import ops
+from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange
+from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.ops import reference
+from lightning_topk.core.requests import AllGather, AllReduce
+
+
+def exchange(
+    end: Endpoint,
+    g: Tensor,
+    codecs: Codecs,
+    step: int = 0,
+    scale: Tensor | None = None,
+    used: Tensor | None = None,
+    measure: Measure = NOTHING,
+) -> Exchange:
+    """Exchanges one bucket: replaces ``g`` by the mean that all ranks agree on.
+
+    If the gradient is not finite on some rank, or overflows in the exchange, every rank sets the first element of each
+    exchanged parameter to NaN, so that every optimizer and GradScaler notices.
+
+    Args:
+        end: This rank's links.
+        g: ``[numel]``, this rank's gradient; overwritten.
+        codecs: Codecs of this step.
+        step: Number of exchanges of this gradient before this one; the same on every rank.
+        scale: Scalar loss scale that ``g`` contains. Residuals are stored without it.
+        used: ``[parameters]`` bool, the parameters that this rank used; None if no parameter may be unused.
+        measure: What to measure.
+
+    Yields:
+        Requests; each expects its reply.
+
+    Returns:
+        The outcome.
+    """
+    for link in end.links:
+        link.selector.step = step
+    if used is None:
+        return (yield from _exchange_scaled(end, g, codecs, scale, measure))
+    return (yield from _exchange_used(end, g, codecs, scale, used, measure))
+
+
+def _exchange_used(
+    end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, used: Tensor, measure: Measure
+) -> Exchange:
+    """Exchanges the parameters that at least one rank used.
+
+    If no rank used a parameter, DDP keeps its old gradient and discards the hook's result: anything sent for it would
+    be lost. The ranks therefore first share one bit per parameter. Workers and servers set aside the gradients and
+    residuals of unused parameters.
+    """
+    votes = yield AllGather(reference.pack_bits(_to(used, g.device).unsqueeze(0))[0], "uplink")
+    unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
+    absent = unused.repeat_interleave(end.sizes, output_size=len(g))
+    aside = g.masked_fill(~absent, 0)
+    g.masked_fill_(absent, 0)
+    kept = end.spread(unused)
+    end.uplink.memory.hold(kept)
+    if end.downlink is not None:
+        end.downlink.memory.hold(end.served(kept))
+    outcome = yield from _exchange_scaled(end, g, codecs, scale, measure)
+    for link in end.links:
+        link.memory.release()
+    g.copy_(torch.where(absent, aside, g))
+    return outcome
+
+
+def _to(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to a device, asynchronously to a GPU: host and stream do not wait for each other."""
+    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
+
+
+def _exchange_scaled(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
+    """Removes the loss scale before the exchange and applies it again afterwards; clips; marks gradients with NaN."""
+    if scale is not None and g.dtype != end.dtype:  # unscaled 16-bit gradients may underflow: see `unscaled`
+        codecs, scale = replace(codecs, reply=replace(codecs.reply, scale=scale)), None
+    if scale is not None:
+        g.div_(scale)
+    if end.plan.clip_norm is not None:
+        g.mul_((end.plan.clip_norm / norm(g, codecs)).clamp(max=1))
+    path = _exchange_uncompressed if end.plan.uncompressed else end.plan.topology.exchange
+    outcome = yield from path(end, g, codecs, measure)
+    if scale is not None:
+        outcome = replace(outcome, finite=outcome.finite & reference.is_finite(g.mul_(scale)))
+    poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
+    g.index_add_(0, end.starts, poison.expand(len(end.starts)))
+    return outcome
+
+
+def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+    """Exchanges a bucket with uncompressed parameters: all-reduces those first, and leaves zeros in their place."""
+    places = [g[begin:stop] for begin, stop in end.plan.uncompressed_spans]
+    mine = torch.cat(places).div_(end.plan.workers)
+    for place in places:
+        place.zero_()
+    total = yield AllReduce(mine, "uplink")
+    outcome = yield from end.plan.topology.exchange(end, g, codecs, measure)
+    for place, summed in zip(places, total.split([len(place) for place in places]), strict=True):
+        place += summed  # the exchange may have delivered a residual of earlier settings here
+    return replace(outcome, finite=outcome.finite & ops.is_finite(total))
+
+
+def unscaled(g: Tensor, end: Endpoint, codecs: Codecs) -> Tensor:
+    """Returns the vector to send: ``g`` ``[numel]`` or, if it keeps its scale, an unscaled copy of dtype ``end.dtype``.
+
+    Either way ``g`` is zero once the vector is sent.
+    """
+    if codecs.reply.scale is None:
+        return g
+    x = g.to(end.dtype).div_(codecs.reply.scale)
+    g.zero_()
+    return x
+
+
+def norm(g: Tensor, codecs: Codecs) -> Tensor:
+    """Norm of the unscaled gradient, a scalar float64."""
+    length: Tensor = torch.linalg.vector_norm(g, dtype=torch.float64)
+    return length if codecs.reply.scale is None else length / codecs.reply.scale
