@@ -187,27 +187,22 @@ def test_the_fast_top_k_is_the_reference(name, size, ratio):
     assert torch.equal(cpu.topk_index(rows, k), reference.topk_index(rows, k))
 
 
-FINITE = torch.tensor(True)
-
-
 def test_zeros_do_not_reach_the_least_threshold_if_denormals_are_flushed():
     """Otherwise all entries of a sparse vector would be candidates, which takes 60 times as long."""
     numel, k = 100_000, 500
     layout, room = Layout(numel), k + k // 4 + 512
     places, values = np.empty((1, room), np.int32), np.empty((1, room), np.float32)
-    counts, least = np.zeros(1, np.int64), np.array([loops.LEAST])
-    e, x = torch.zeros(2, numel).unbind()
+    counts, least, x = np.zeros(1, np.int64), np.array([loops.LEAST]), torch.zeros(numel)
     x[::1000] = torch.randn(100)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush denormals")
     try:
-        loops.scan(x.numpy(), x[:0].numpy(), cpu._deal(layout), k, least, places, values, counts)
-        expected = reference.add_and_select(e.clone(), x.clone(), FINITE, layout, k)
-        found = cpu.add_and_select(e, x, FINITE, layout, k)
+        loops.scan(x.numpy(), x[:0].numpy(), loops.KernelLayout.of(layout), k, least, places, values, counts)
+        expected, found = (version.topk_index(x.view(1, -1), k) for version in (reference, cpu))
     finally:
         torch.set_flush_denormal(False)
     assert counts == 100
-    assert all(map(torch.equal, found, expected))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -255,13 +250,44 @@ def test_damaged_positions_under_a_valid_check_word_are_refused():
         deliver(payload, codec, Layout(4096), torch.zeros(4096))
 
 
-@pytest.mark.parametrize("version", [cpu, reference])
-def test_one_pass_keeps_the_residual_if_the_vector_is_not_finite(version):
-    e, x = residual_and_gradient("normal", 150_000)
-    before = e.clone()
-    version.add_and_select(e, x.fill_(torch.inf), ~FINITE, Layout(150_000, 2), 75)
-    assert torch.equal(e, before)
-    assert not x.any()
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [("not finite", {}), ("float64", {}), ("bfloat16", {}), ("delivered in bfloat16", {}), ("all sent", {"k": 2560}),
+     ("no positions", {"index_bytes": 0}), ("another wire", {"bits": 0})],
+)  # fmt: skip
+def test_a_send_that_cannot_be_fused_changes_nothing(case, options):
+    layout, finite = Layout(5_000, 2), torch.tensor(case != "not finite")
+    form = Codec(WIRES["fp32"], layout.shard_size, 50).format()._replace(**options)
+    e, x = residual_and_gradient("normal", layout.numel)
+    e, x = e.double() if case == "float64" else e, x.bfloat16() if case == "bfloat16" else x
+    before = e.clone(), x.clone()
+    assert ops.send(e, x, finite, layout, form, torch.bfloat16 if case.startswith("delivered") else None) is None
+    assert torch.equal(e, before[0])
+    assert torch.equal(x, before[1])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
+@pytest.mark.parametrize("formats", ["one", "channels_last", "different"])
+def test_a_momentum_buffer_catches_up_in_one_pass_like_in_the_reference(formats, skipped, decay):
+    """In any dense memory format, if all tensors have it."""
+    buffer, x, gradient = (torch.randn(7, 3, 20, 24) for _ in range(3))
+    gradient[gradient.abs() < 1.5] = 0
+    waited = (torch.arange(buffer.numel()) % 256).clamp(max=254).to(torch.uint8).view(buffer.shape)
+    given = [buffer, waited, x, gradient]
+    for i in {"one": (), "channels_last": range(4), "different": (3,)}[formats]:
+        given[i] = given[i].to(memory_format=torch.channels_last)
+    (buffer, waited, x, gradient), ends = given, []
+    for version in (ops, reference):
+        b, steps, out = buffer.clone(), waited.clone(), torch.empty_like(buffer)
+        found_inf = None if skipped is None else torch.tensor(skipped)
+        with mock.patch.object(cpu, "catch_up_", wraps=cpu.catch_up_) as one_pass:
+            version.catch_up_(b, steps, gradient, x, 0.9, 0.5, decay, found_inf, out)
+        assert one_pass.called == (version is ops and formats != "different")
+        ends.append((b, steps, out))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
+    assert not skipped or torch.equal(ends[0][0], buffer)
+    assert not skipped or torch.equal(ends[0][1], waited)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])

@@ -188,15 +188,20 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether Adam's fused step on a CPU, which ignores strides, may replace torch's default for these parameters."""
+    """Whether Adam's fused step may replace torch's default here; on a CPU it checks neither shapes nor strides."""
     options = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")]
     if "betas" not in group or options != [None, None, False]:
         return False
-    used = [p for p in group["params"] if p.grad is not None]
-    tensors = [each for p in used for each in (p, p.grad, *optimizer.state.get(p, {}).values())]
-    kinds = {(each.device.type, each.dtype, each.layout) for each in tensors}
-    plain = kinds == {("cpu", torch.float32, torch.strided)} and {*map(type, tensors)} <= {Tensor, Parameter}
-    return plain and all(each.is_contiguous() for each in tensors)
+    for p in group["params"]:
+        state = {**optimizer.state.get(p, {}), "parameter": p, "gradient": p if p.grad is None else p.grad}
+        if not (
+            {*map(type, state.values())} <= {Tensor, Parameter}
+            and {(x.device.type, x.dtype, x.layout) for x in state.values()} == {("cpu", torch.float32, torch.strided)}
+            and {x.shape for name, x in state.items() if name != "step"} == {p.shape}
+            and all(x.is_contiguous() for x in state.values())
+        ):
+            return False
+    return True
 
 
 def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> None:
