@@ -40,7 +40,7 @@ from torch.optim import SGD, Adam, NAdam, Optimizer
 
 from lightning_topk.core import ops
 
-_BUFFERS = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
+_BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
 _STEPS = {inspect.unwrap(kind.step): name for kind, name in _BUFFERS.items()}
 """Supported steps (AdamW shares Adam's) and the names of their momentum buffers."""
 
@@ -88,7 +88,8 @@ class AdaptedMomentum:
         """Prepares a step, once gradients are ready and before parameters change."""
         self._restore_state()  # if the step before failed; its gradients are obsolete
         self._sparse.clear()
-        wanted, waited = [*self.requests.values()], {}  # without removed parameters
+        wanted = [*self.requests.values()]
+        waited: dict[Tensor, Tensor] = {}  # without removed parameters
         for group in optimizer.param_groups:
             parameters = group["params"] if wanted and _momentum(group) else ()
             adapted = [p for p in parameters if any(each is None or p in each for each in wanted)]
