@@ -117,17 +117,17 @@ def _moved(name: str, given: dict[str, Any]) -> int:
     """Bytes that a Triton kernel moves. Half the room for candidates is taken."""
     size = {key: _size(each) for key, each in given.items() if isinstance(each, torch.Tensor)}
     if name == "move":
-        return 2 * (size["e"] + size["x"] + size["velocity"] * given["MOMENTUM"]) + size["bitmap"] + size["counts"]
+        return 2 * (size["e"] + size["x"]) + size["bitmap"] + size["counts"]
     if name == "gather":
         found = given["value"].numel() // 2
         return size["bitmap"] + size["counts"] + size["ends"] + 8 * found + min(size["e"], SECTOR * found)
     if name == "sample":
-        return size["sampled"] + (2 + given["MOMENTUM"]) * SECTOR * given["count"]
+        return size["sampled"] + 2 * SECTOR * given["count"]
     if name in ("is_finite", "count", "choose"):
         return sum(size.values())
     if name == "write":
         kept = given["value"].numel()
-        kept_and_moved = (1 + given["MOMENTUM"]) * min(2 * size["e"], SECTOR * kept)
+        kept_and_moved = min(2 * size["e"], SECTOR * kept)
         return size["index"] + size["value"] + size["payload"] + kept_and_moved
     if name == "catch_up":  # delivered entries are read and written, and a sector holds eight entries
         read = size["gradient"] + size["buffer"] + size["waited"] + size["x"] * given["DECAY"]
