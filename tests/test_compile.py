@@ -32,22 +32,18 @@ CODED = [(32, 10), (16, 10), (8, 6), (4, 4)]
 """Bits of values, and of low parts of positions."""
 KERNELS = {
     **{
-        f"move {name}": Compiled(
-            f"*fp32 *{name[:4]} *i1 *fp32 *fp32 *i32 *i32 i32 i32 i32 fp32",
-            {"MOMENTUM": name.endswith("momentum"), **TILES},
-            warps,
-        )
-        for name, warps in (("fp32", 4), ("bf16", 8), ("fp32 momentum", 8), ("bf16 momentum", 8))
+        f"move {name}": Compiled(f"*fp32 *{name} *i1 *fp32 *i32 *i32 i32 i32 i32", TILES, warps)
+        for name, warps in (("fp32", 4), ("bf16", 8))
     },
     "is_finite": Compiled("*fp32 *i1 i32", {"TILE": cuda.TILE}),
-    "sample": Compiled("*fp32 *fp32 *i1 *fp32 *fp32 i32 i32 i32 fp32", {"MOMENTUM": 1, "TILE": cuda.SLOTS}),
+    "sample": Compiled("*fp32 *fp32 *i1 *fp32 i32 i32 i32", {"TILE": cuda.SLOTS}),
     "gather": Compiled("*fp32 *i32 *i32 *i32 *i32 *fp32 i32 i32 i32", TILES, warps=16),
     "count": Compiled("*fp32 *fp32 *i32 i32 i32", {"TILE": cuda.SLOTS}),
     "choose": Compiled("*i32 *fp32 *fp32 *i32 *i32 *i32 *fp32 i32 i32 i32 i32", {"TILE": cuda.SLOTS}),
     **{
         f"write {bits}": Compiled(
-            "*fp32 *i1 *fp32 *i32 *fp32 *u8 i32 i32 i32 fp32 i32 i32 i32",
-            {"BITS": bits, "LOW": low, "DELIVERED": 17, "MOMENTUM": 1, "SLOTS": cuda.SLOTS, "BLOCK": BLOCK},
+            "*fp32 *i1 *i32 *fp32 *u8 i32 i32 i32 fp32 i32 i32 i32",
+            {"BITS": bits, "LOW": low, "DELIVERED": 17, "SLOTS": cuda.SLOTS, "BLOCK": BLOCK},
             warps=8,
         )
         for bits, low in CODED

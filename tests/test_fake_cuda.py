@@ -230,7 +230,7 @@ def test_a_new_endpoint_copies_no_zeros_from_the_host(fake, monkeypatch):
 def test_an_exchange_takes_the_bytes_and_kernels_in_the_guide(fake, monkeypatch, row):
     """Bytes per entry of a bucket of 25 million, by arithmetic: adding and clearing alone take 16."""
     monkeypatch.setattr(ops, "fast", lambda device: fake)
-    config, numel = TopKConfig(row["ratio"], momentum=row["momentum"]), 25_000_000
+    config, numel = TopKConfig(row["ratio"]), 25_000_000
     dtype = getattr(torch, row["dtype"])
     plan = plan_bucket(config, [numel], WORLD, itemsize=dtype.itemsize)
     end = plan.endpoint(0, dtype, CUDA)

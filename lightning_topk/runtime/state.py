@@ -66,7 +66,7 @@ class HookState:
         timeout = timeout or timeout_of(process_group)
         groups, self.config = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
-        self.rank, self.world = dist.get_rank(groups.all), dist.get_world_size(groups.all)
+        self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         residuals.rank = self.rank
         self.residuals, self._epoch = residuals, epoch or (lambda: 0)
         # Every rank of the first node is rank 0 of the replicas of its shard.
