@@ -70,10 +70,9 @@ def plan_bucket(
     layout = Layout(max(1, parts.numel), topology.shards(among))
     if config.compresses and layout.shard_size > LARGEST:
         raise ValueError(
-            f"{sum(sizes):,} elements in one bucket are too many: a server's shard of them would have "
+            f"a bucket of {sum(sizes):,} elements is too large: a server's shard of it would have "
             f"{layout.shard_size:,}, and positions have 32 bits. DDP puts the whole model into its first bucket unless "
-            "find_unused_parameters=True; pass that with a smaller bucket_cap_mb=, split a larger parameter, or use "
-            "more ranks."
+            "find_unused_parameters=True; pass that, split a larger parameter, or use more ranks."
         )
     assert config.ratio is not None
     return BucketPlan(
@@ -203,6 +202,10 @@ class Buckets:
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
         self._rest = for_compressed(self.config, numel, skipped)
         self._plans.clear()
+
+    def check_size(self, numel: int) -> None:
+        """Refuses a bucket of ``numel`` elements that is too large, see :func:`plan_bucket`."""
+        plan_bucket(replace(self._rest, saving=None, ratio=1.0), [numel], self._world, self._local)
 
     @property
     def compressed(self) -> Collection[Tensor]:

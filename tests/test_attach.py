@@ -123,8 +123,9 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "ratio is [0.5, 0.25": (ddp(), {"ratio": 0.5 if rank else halving}),
     }  # fmt: skip
     said = [(words, refusal(attach, model, **settings)) for words, (model, settings) in cases.items()]
-    with mock.patch.object(agreement, "find_spec", lambda name: None if rank else name):
-        said.append(("numba is installed on rank 0 and missing on rank 1", refusal(attach, ddp())))
+    fast, failed = (None, {"numba": "ImportError: no LLVM"}) if rank else (ops, {})
+    with mock.patch.object(ops, "fast", return_value=fast), mock.patch.object(ops, "FAILED", failed):
+        said.append(("numba is in use on rank 0 and broken on rank 1", refusal(attach, ddp())))
     other = nn.Linear(2, 3, bias=rank > 0)
     said.append(("bias is missing on rank 0 and (3,) torch.float32 on rank 1. Build", refusal(check_same_model, other)))
     for ratio in (halving, short):  # equal functions of different processes are equal

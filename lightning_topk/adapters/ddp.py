@@ -171,6 +171,9 @@ def attach(
         state = TopKState(config, process_group=group, optimizers=optimizers, **arguments)
     try:
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
+        trained = [p.numel() for p in exchanged if p.requires_grad]
+        # DDP's first bucket holds the whole model, unless parameters may be unused.
+        state.buckets.check_size(max(trained, default=0) if model.find_unused_parameters else sum(trained))
         if optimizers is not optimizer:  # they exist already
             state.sync_optimizers()
         model.register_comm_hook(state, topk_hook)
@@ -234,14 +237,3 @@ def _ddp_of(model: Any) -> DistributedDataParallel:
         "DistributedDataParallel model that training calls: with Hugging Face's Trainer, trainer.model_wrapped; in "
         "your own loop, DistributedDataParallel(model)."
     )
-
-
-def own_memory_(module: torch.nn.Module) -> None:
-    """Copies the tensors of a CPU model out of shared memory.
-
-    Lightning 2.6 does so for spawned workers, but not with ``start_method="forkserver"``: the optimizers of all ranks
-    would then update the same weights.
-    """
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.device.type == "cpu" and tensor.is_shared():
-            tensor.data = tensor.data.clone()

@@ -1,14 +1,17 @@
-"""Connects the ranks after torchrun restarts them."""
+"""Repairs of torch and Lightning: each says what misbehaves, in which version, and what will make it obsolete."""
 
 from __future__ import annotations
 
 import os
 import time
 import uuid
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -17,7 +20,7 @@ def connect_after_restart(strategy: Any) -> None:
     """Initialises a strategy's default group without the addresses of ranks that died, if torchrun may restart ranks.
 
     torch 2.15 gives restarted workers the store of the last attempt. The first rank to connect would read another
-    rank's old address in it, and fail.
+    rank's old address in it, and fail. Obsolete once torchrun clears the store or gives each attempt a prefix.
     """
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
         return
@@ -58,3 +61,38 @@ def _name_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> s
             raise TimeoutError(f"ranks {sorted(silent)} did not connect within {timeout}.")
         time.sleep(0.01)
     return mine
+
+
+def own_memory_(module: torch.nn.Module) -> None:
+    """Copies the tensors of a CPU model out of shared memory.
+
+    Lightning 2.6 does so for spawned workers, but not with ``start_method="forkserver"``: the optimizers of all ranks
+    would then update the same weights. Obsolete once its launcher treats a fork server like ``spawn``.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
+
+
+_ADVICE = {
+    "strategy='ddp_find_unused_parameters_true'": "strategy='topk_find_unused_parameters_true'",
+    "strategy=DDPStrategy(find_unused_parameters=True)": "strategy=TopKStrategy(find_unused_parameters=True)",
+}
+
+
+def name_this_strategy(exception: BaseException) -> None:
+    """Replaces DDPStrategy in Lightning's advice about unused parameters, in the exception's arguments.
+
+    Lightning 2.6 words it for DDPStrategy alone. Obsolete once it names the strategy in use.
+    """
+    for theirs, ours in _ADVICE.items():
+        exception.args = tuple(each.replace(theirs, ours) if isinstance(each, str) else each for each in exception.args)
+
+
+def unfrozen(frozen: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that are trained now, of those that were frozen when DDP wrapped them.
+
+    DDP (torch 2.9 to 2.15) never synchronises these: they would differ between ranks. Obsolete once it refuses them or
+    adds them to its buckets.
+    """
+    return [parameter for parameter in frozen if parameter.requires_grad]

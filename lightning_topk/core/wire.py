@@ -45,11 +45,6 @@ class Wire:
         return torch.finfo(self.value_dtype).eps
 
     @property
-    def rounding(self) -> float:
-        """Bound on a value's rounding error, relative to the value; in a :class:`BlockWire`, to its block's largest."""
-        return self.eps / 2
-
-    @property
     def largest(self) -> float:
         """The largest magnitude that is decoded as finite."""
         return torch.finfo(self.value_dtype).max
@@ -94,12 +89,6 @@ class BlockWire(Wire):
     def top(self) -> int:
         """The largest integer."""
         return (1 << self.bits - 1) - 1
-
-    @property
-    @override
-    def rounding(self) -> float:
-        """Half a unit, enlarged by the rounding of the scale."""
-        return (0.5 / self.top + self.eps / 2) * (1 + self.eps)
 
     @property
     @override

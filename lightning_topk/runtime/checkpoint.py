@@ -11,7 +11,7 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
 
 A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
 model at any world size. Every worker resumes with it. Elements are in the order of their indices
-(:class:`.by_parameter.Form`).
+(:class:`.residuals.Form`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig, value_or_error, varies
+from lightning_topk.core import ops
 from lightning_topk.core.requests import Among
 
 DESCRIPTION = "lightning_topk"
@@ -241,8 +241,10 @@ def connect(
         ValueError: The ranks have different settings, or cannot be divided into whole nodes.
     """
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
-    if dist.get_backend(process_group) == "gloo":  # steps of optimizers with and without numba differ in rounding
-        summary["numba"] = "installed" if find_spec("numba") else "missing"
+    if dist.get_backend(process_group) == "gloo" and config.adapts_momentum:
+        # Steps of optimizers with and without numba differ in rounding. It may be installed and not work.
+        works = ops.fast(torch.device("cpu")) is not None
+        summary["numba"] = "in use" if works else "broken" if "numba" in ops.FAILED else "missing"
     check_agreement(summary, "Pass the same settings on every rank, and install the same packages.", process_group)
     local = 1 if world == 1 else local_world_size or _local_world_size(config, process_group)
     alone = world == 1 and not config.momentum  # worker momentum needs a residual

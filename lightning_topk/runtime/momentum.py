@@ -95,7 +95,8 @@ class AdaptedMomentum:
             adapted = [p for p in parameters if any(each is None or p in each for each in wanted)]
             for p in adapted:
                 self._adapt_parameter(optimizer, group, p)
-            if adapted and _may_fuse(optimizer, group):
+            # The step of other parameters must keep its bits.
+            if adapted and len(adapted) == len(parameters) and _may_fuse(optimizer, group):
                 self._replaced.append((group, "fused", None))
                 group["fused"] = True
             waited |= {p: self._waited[p] for p in adapted if p in self._waited}

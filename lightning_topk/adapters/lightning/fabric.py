@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
-from lightning_topk.adapters.ddp import TopKState, attach, own_memory_, smaller_buckets_
-from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
+from lightning_topk.adapters.workarounds import connect_after_restart, own_memory_
 from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
 from lightning_topk.runtime.groups import gathered
 from lightning_topk.runtime.optimizers import check_momentum

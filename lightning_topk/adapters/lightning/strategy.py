@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
-from lightning_topk.adapters.ddp import TopKState, attach, own_memory_, smaller_buckets_
+from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
 from lightning_topk.adapters.lightning._compat import (
     DDPStrategy,
     StrategyRegistry,
@@ -19,7 +19,7 @@ from lightning_topk.adapters.lightning._compat import (
     rank_zero_info,
 )
 from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
-from lightning_topk.adapters.workarounds import connect_after_restart
+from lightning_topk.adapters.workarounds import connect_after_restart, name_this_strategy, own_memory_, unfrozen
 from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-ADVICE = {
-    "strategy='ddp_find_unused_parameters_true'": "strategy='topk_find_unused_parameters_true'",
-    "strategy=DDPStrategy(find_unused_parameters=True)": "strategy=TopKStrategy(find_unused_parameters=True)",
-}
-"""Lightning's advice about unused parameters, and ours."""
 NAMES: dict[str, dict[str, Any]] = {
     "topk": {"start_method": "popen"},
     "topk_spawn": {"start_method": "spawn"},
@@ -152,8 +147,7 @@ class TopKStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the module's training step; first rebuilds DDP if a parameter was unfrozen."""
         state, model = self.topk_state, self.model
-        if state is not None and any(parameter.requires_grad for parameter in self._frozen):
-            # DDP never synchronises parameters that were frozen when it was built: they would differ between ranks.
+        if state is not None and unfrozen(self._frozen):
             assert isinstance(model, DistributedDataParallel)
             if model.require_backward_grad_sync:  # at the end of an accumulation window
                 state.close()
@@ -172,8 +166,8 @@ class TopKStrategy(DDPStrategy):
         """
         super().post_backward(closure_loss)
         synchronised = getattr(self.model, "require_backward_grad_sync", True)  # else the next step rebuilds DDP
-        alone = (parameter for parameter in self._frozen if parameter.requires_grad)
-        if self.topk_state is not None and synchronised and any(parameter.grad is not None for parameter in alone):
+        alone = any(parameter.grad is not None for parameter in unfrozen(self._frozen))
+        if self.topk_state is not None and synchronised and alone:
             raise RuntimeError(
                 "training_step unfroze a parameter: its gradient would stay different on every rank. Unfreeze it "
                 "earlier, in on_train_batch_start or on_train_epoch_start."
@@ -241,10 +235,7 @@ class TopKStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Names this strategy, not DDPStrategy, in Lightning's advice about unused parameters."""
         super().on_exception(exception)
-        for theirs, ours in ADVICE.items():
-            exception.args = tuple(
-                each.replace(theirs, ours) if isinstance(each, str) else each for each in exception.args
-            )
+        name_this_strategy(exception)
 
     @override
     def teardown(self) -> None:

@@ -125,19 +125,6 @@ def clamp_(x: Tensor) -> Tensor:
     return x.clamp_(-limit, limit)
 
 
-def replace_(x: Tensor, other: Tensor, where: Tensor | None) -> Tensor:
-    """Copies ``other`` into ``x`` where ``where`` holds, and returns ``x``.
-
-    Args:
-        x: Any shape; overwritten.
-        other: Shape and dtype of ``x``.
-        where: bool, a scalar or of the shape of ``x``. None: everywhere.
-    """
-    if where is not None and where.dim() == 0 and x.device.type == "cpu":
-        return x.copy_(other) if where else x
-    return x.copy_(other if where is None else torch.where(where, other, x))
-
-
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Returns the positions of the k entries of largest magnitude in each row; of equal ones, the first.
 
