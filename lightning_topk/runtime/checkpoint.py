@@ -98,6 +98,8 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
     """Describes the settings that differ from those of an entry; empty if none do, or if the entry has none."""
     before, now = entry.get("settings", {}), settings_of(config)
     differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
+    if None in (before.get("topology"), now["topology"]) and "topology" in differ:  # the default depends on the ranks
+        differ.remove("topology")
     words = {name: f"{name}={now[name]!r} (was {before[name]!r})" for name in differ}
     if "ratio" in differ and "saving" in differ:  # a run has one of them
         new, old = (next(name for name in ("ratio", "saving") if each[name] is not None) for each in (now, before))

@@ -9,10 +9,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, NAdam, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
@@ -39,7 +40,7 @@ class Optimizers:
         given: GetOptimizers | None,
         scaler: torch.amp.GradScaler | None,
         config: TopKConfig,
-        say: Callable[[str], None],
+        say: WarnOnce,
     ) -> None:
         self._given, self._config, self.say = given, config, say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -64,7 +65,7 @@ class Optimizers:
         """The scalar by which the loss is multiplied; None without a GradScaler."""
         return None if self._scaler is None else self._scaler._scale
 
-    def sync(self, compressed: Collection[Tensor] | None) -> set[Tensor]:
+    def sync(self, compressed: Collection[Tensor], adapted: Collection[Tensor]) -> set[Tensor]:
         """Checks the optimizers; adapts momentum and watches the steps of new ones, and returns their parameters."""
         now = self._now()
         check_closures(self._config, now)
@@ -75,12 +76,28 @@ class Optimizers:
             return set()
         self.release()
         if self._config.adapts_momentum:
-            for message in adapt_momentum(now, self, compressed):
+            notes, warnings = adapt_momentum(now, self, adapted)
+            for message in notes:
+                self.say.note(message)
+            for message in warnings:
                 self.say(message)
+        self._warn_of_decay(now)
         torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
         self._watched = [_Watched(each, self._first_that_learns(each, compressed), self) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
         return {p for each in now for group in each.param_groups for p in group["params"]}
+
+    def _warn_of_decay(self, optimizers: Iterable[Optimizer]) -> None:
+        """Names Adam with weight decay in the gradient where momentum is not adapted."""
+        for optimizer in optimizers if self._config.compresses and not self._config.adapts_momentum else ():
+            is_adam = isinstance(optimizer, Adam | NAdam) and not isinstance(optimizer, AdamW)
+            groups = optimizer.param_groups if is_adam else []
+            if any(group["weight_decay"] and not group.get("decoupled_weight_decay") for group in groups):
+                self.say(
+                    f"lightning_topk: {type(optimizer).__name__} adds weight_decay to the gradient; without adapted "
+                    "momentum it moves entries that are not delivered by the learning rate in each step. Use AdamW, "
+                    "or adapt_momentum=True."
+                )
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""

@@ -150,7 +150,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
-            announce=rank_zero_info,
+            note=rank_zero_info,
             process_group=self._replicas,
         )
         self.topk_state.sync_optimizers()
