@@ -85,22 +85,20 @@ class BucketPlan:
         """Number of elements in the bucket."""
         return sum(self.parts.sizes)
 
-    @cached_property
-    def uncompressed_spans(self) -> list[tuple[int, int]]:
-        """Begin and end, in the bucket, of each uncompressed parameter."""
-        ends = list(accumulate(self.parts.sizes))
-        return [(ends[number] - self.parts.sizes[number], ends[number]) for number in self.uncompressed]
+    @property
+    def uncompressed_numel(self) -> int:
+        """Number of uncompressed elements in the bucket."""
+        return sum(self.parts.sizes[number] for number in self.uncompressed)
 
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
+
+        Payloads of a server that does not compress have room for all entries that its workers can send.
 
         Args:
             step: Gradients exchanged before this one, for schedules.
             epoch: Epochs completed, for schedules.
             selector: The selector whose selections are encoded. Default: the plan's own, which is enough for sizes.
-
-        Returns:
-            The codecs. Payloads of a server that does not compress have room for all entries that its workers can send.
         """
         layout, selector = self.layout, selector or self.selector
         if not self.topology.compresses:
@@ -124,8 +122,7 @@ class BucketPlan:
         if voters is not None:
             asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
         if self.uncompressed:
-            numel = sum(end - begin for begin, end in self.uncompressed_spans)
-            asked.append(AllReduce(placeholder(numel * self.itemsize), "uplink"))
+            asked.append(AllReduce(placeholder(self.uncompressed_numel * self.itemsize), "uplink"))
         return asked + self.topology.requests(self, self.codecs(step, epoch))
 
     def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
@@ -148,7 +145,8 @@ class BucketPlan:
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
             downlink = Link(served, selector, memory, dtype, exact=lossless)
-        return Endpoint(self, rank, whole, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
+        shard = rank if layout.shards > 1 else 0
+        return Endpoint(self, shard, whole, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +155,7 @@ class Endpoint:
 
     Attributes:
         plan: The bucket's plan.
-        rank: Index of this rank among the ranks that exchange its part.
+        shard: Index of the shard that this rank serves; 0 if there is only one.
         dtype: dtype of sums and residuals.
         uplink: The worker's link.
         downlink: The server's link; None on a rank that is not a server.
@@ -165,7 +163,7 @@ class Endpoint:
     """
 
     plan: BucketPlan
-    rank: int
+    shard: int
     dtype: torch.dtype
     uplink: Link
     downlink: Link | None
@@ -188,15 +186,6 @@ class Endpoint:
         starts = [end - size for end, size in zip(ends, self.plan.parts.sizes, strict=True) if size]
         return torch.tensor(starts, device=self.sizes.device)
 
-    @property
-    def shard(self) -> int:
-        """Index of the shard that this rank serves; 0 if there is only one."""
-        return self.rank if self.layout.shards > 1 else 0
-
-    def served(self, kept: Tensor) -> Tensor:
-        """This rank's shard ``[shard_size]`` of ``kept`` ``[parts.numel]``, padded with zeros."""
-        return reference.shard_rows(kept, self.layout)[self.shard]
-
     def server_memory(self) -> dict[str, Tensor]:
         """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""
         found: dict[str, Tensor] = {}
@@ -205,18 +194,6 @@ class Endpoint:
             places = reference.flat_index(every, self.layout, torch.tensor([[self.shard]], device=kept.device))[0]
             found[name] = kept.new_zeros(self.layout.numel).index_add_(0, places, kept)
         return found
-
-    def folded(self) -> dict[str, Tensor]:
-        """The worker's memory plus W times the server's: ``[parts.numel]`` by name."""
-        found = {name: kept.clone() for name, kept in self.uplink.memory.tensors().items()}
-        for name, served in self.server_memory().items():
-            found[name] += served * self.plan.world
-        return found
-
-    def spread(self, flags: Tensor) -> Tensor:
-        """Expands ``flags``, one per parameter, to the elements of each parameter in this rank's part."""
-        count = self.plan.parts.count
-        return flags.repeat_interleave((self.sizes + count - 1) // count, output_size=self.layout.numel)
 
 
 @dataclass(frozen=True)

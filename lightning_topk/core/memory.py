@@ -62,8 +62,7 @@ class Memory:
     def release(self) -> None:
         """Restores what :meth:`hold` set aside."""
         for name, kept in self.tensors().items():
-            if name in self._held:
-                kept.add_(self._held.pop(name))
+            kept.add_(self._held.pop(name))
 
 
 class Residual(Memory):
