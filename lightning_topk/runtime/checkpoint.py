@@ -11,7 +11,7 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
 
 A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
 model at any world size. Every worker resumes with it. Elements are in the order of their indices
-(:class:`.residuals.Form`).
+(:data:`.residuals.Form`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.residuals import Form, Residuals
+from lightning_topk.runtime.residuals import Residuals, by_index, by_memory, form_of
 
 KEY = "lightning_topk"
 """The entry's key in a checkpoint."""
@@ -61,7 +61,7 @@ def collect(
             if parameter not in held:
                 continue
             total = still_to_deliver(held[parameter], parameter, world).to(device)
-            total = residuals.form(parameter).by_index(total).contiguous()
+            total = by_index(total, residuals.form(parameter)).contiguous()
             dist.reduce(total, dst=root, group=group)
             if rank == 0:
                 parameters.setdefault(name, {})[kind] = total.cpu()
@@ -137,7 +137,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
         raise _unusable(problem)
     residuals.restore(
         {
-            parameters[name]: {kind: Form.of(parameters[name]).by_memory(part).clone() for kind, part in kept.items()}
+            parameters[name]: {kind: by_memory(part, form_of(parameters[name])).clone() for kind, part in kept.items()}
             for name, kept in entry["parameters"].items()
         }
     )

@@ -21,8 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,29 +92,19 @@ IDLE = 0.5
 """Seconds after which an idle thread ends; the next job starts another one."""
 
 
-@dataclass
-class _Submitted:
-    """A job and its promise."""
-
-    steps: Steps[Tensor]
-    promised: Future
-    collective: dist.Work | None = None
-
-
 class ThreadLane(Lane):
     """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit."""
 
     def __init__(self, max_in_flight: int = 1) -> None:
         self.max_in_flight = max_in_flight
-        self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Iterator[bool] | None] = queue.SimpleQueue()
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread starts, or ends because it is idle
-        self._thread: _LaneThread | None = None
-        _THREADED.add(self)
+        self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
         """Begins the next job if one is queued and there is room; otherwise advances the oldest one by a step."""
-        in_progress: deque[_Submitted] = deque()
+        in_progress: deque[Iterator[bool]] = deque()
         waits = True  # for the next job
         while True:
             if len(in_progress) < self.max_in_flight:
@@ -127,10 +116,10 @@ class ThreadLane(Lane):
                 else:
                     if job is None:
                         waits = False
-                    elif self._goes_on(job):
+                    elif next(job, False):
                         in_progress.append(job)
                     continue
-            if in_progress and not self._goes_on(in_progress[0]):
+            if in_progress and not next(in_progress[0], False):
                 in_progress.popleft()
 
     def _retires(self) -> bool:
@@ -141,22 +130,23 @@ class ThreadLane(Lane):
                 return True
         return False
 
-    def _goes_on(self, job: _Submitted) -> bool:
-        """Advances a job by a step; returns whether there is another one. If not, its future is complete."""
+    def _fulfil(self, job: Steps[Tensor], promised: Future) -> Iterator[bool]:
+        """Runs a job, yields True whenever it waits, and completes its future."""
+        collective = None
         try:
-            if self.error is not None:
-                # Another rank may be waiting in the exchange that failed here: the next job would answer it.
-                if job.collective is not None:
-                    self._abandoned.append(job.collective)
-                raise self.error
-            job.collective = next(job.steps)
-            return True
+            while True:
+                if self.error is not None:
+                    # Another rank may be waiting in the exchange that failed here: the next job would answer it.
+                    if collective is not None:
+                        self._abandoned.append(collective)
+                    raise self.error
+                collective = next(job)
+                yield True
         except StopIteration as end:
-            job.promised.set_result(end.value)
+            promised.set_result(end.value)
         except Exception as error:
             self.error = error
-            job.promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
-        return False
+            promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
 
     @override
     def promise(self) -> tuple[Future, Future]:
@@ -168,10 +158,13 @@ class ThreadLane(Lane):
     @override
     def submit(self, job: Steps[Tensor], promised: Future) -> None:
         with self._lock:
-            self._jobs.put(_Submitted(job, promised))
+            self._jobs.put(self._fulfil(job, promised))
             if self._thread is None:
-                self._thread = _LaneThread(self._run, self._jobs)
+                self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
+                # Lightning's tests call `stop` of threads that a test has left. The next job starts another one.
+                self._thread.stop = self.close  # type: ignore[attr-defined]
                 self._thread.start()
+                _THREADED.add(self)
 
     @override
     def mark(self) -> float:
@@ -186,21 +179,9 @@ class ThreadLane(Lane):
         _THREADED.discard(self)
         thread = self._thread
         if thread is not None:
-            thread.stop()
+            self._jobs.put(None)
+            thread.join(timeout=PATIENCE)
         return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
-
-
-class _LaneThread(threading.Thread):
-    """A lane's thread. It has a ``stop`` method, which Lightning's tests call on threads that a test has left."""
-
-    def __init__(self, run: Callable[[], None], jobs: queue.SimpleQueue[_Submitted | None]) -> None:
-        super().__init__(target=run, name="lightning_topk-lane", daemon=True)
-        self._jobs = jobs
-
-    def stop(self) -> None:
-        """Ends the thread when the submitted jobs are done; the lane's next job starts another one."""
-        self._jobs.put(None)
-        self.join(timeout=PATIENCE)
 
 
 _THREADED = weakref.WeakSet[ThreadLane]()
