@@ -63,12 +63,15 @@ def _exchange_used(
     g.masked_fill_(absent, 0)
     count = end.plan.parts.count
     kept = unused.repeat_interleave((end.sizes + count - 1) // count, output_size=end.layout.numel)
-    end.uplink.memory.hold(kept)
-    if end.downlink is not None:
-        end.downlink.memory.hold(reference.shard_rows(kept, end.layout)[end.shard])
+    masks = [kept] if end.downlink is None else [kept, reference.shard_rows(kept, end.layout)[end.shard]]
+    held = []
+    for link, mask in zip(end.links, masks, strict=True):
+        for memory in link.memory.tensors().values():
+            held.append((memory, memory.masked_fill(~mask, 0)))
+            memory.masked_fill_(mask, 0)
     outcome = yield from _exchange_scaled(end, g, codecs, scale, measure)
-    for link in end.links:
-        link.memory.release()
+    for memory, unsent in held:
+        memory.add_(unsent)
     g.copy_(torch.where(absent, aside, g))
     return outcome
 

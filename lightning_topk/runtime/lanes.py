@@ -3,9 +3,9 @@
 Collectives issued from callbacks of several buckets interleave differently on different ranks, and then deadlock or
 pair up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with its own process groups: on CUDA a
 side stream, on CPU a thread. The thread may have two exchanges in progress, which alternate between two sets of groups:
-it computes for one while the bytes of the other are in transit. Exchanges end in the order in which they begin, and
-there are as many sets as exchanges in progress. So within each set collectives have the same order on all ranks,
-whatever the timing, and since the thread only waits for the older exchange, that one always makes progress.
+it computes for one while the bytes of the other are in transit. Exchanges end in the order in which they begin, so
+within each set collectives have the same order on all ranks, whatever the timing. The thread only waits for the older
+exchange, which therefore always makes progress.
 
 This needs collectives that start without waiting for other ranks, since the order in which a rank starts collectives of
 different sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective across all
@@ -198,16 +198,15 @@ def _end_threads() -> None:
 class StreamLane(Lane):
     """A lane for CUDA tensors: a side stream. Jobs are enqueued immediately; the host never waits.
 
-    The exchange has its own NCCL communicators, while DDP's all-reduces share one with the other collectives of a
-    backward pass, such as SyncBatchNorm's. An NCCL kernel occupies the GPU until the other ranks have joined it. If the
-    GPU cannot run kernels of two communicators at once, they must start in the same order on all ranks. Their order:
+    The exchange has its own NCCL communicators: sharing one with the other collectives of backward, such as
+    SyncBatchNorm's, would make them wait for the exchange of the previous bucket. An NCCL kernel occupies the GPU until
+    the other ranks have joined it. If the GPU cannot run kernels of two communicators at once, they must start in the
+    same order on all ranks. Their order:
 
     - The host: autograd's single thread issues all of them, in the same order on all ranks that run the same graph.
     - The side stream waits in :meth:`promise` for backward's stream, and so for all earlier collectives.
     - Nothing orders an exchange and the later collectives of backward: they run at the same time, each in some
       channels. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
-
-    One communicator for both would make batch norm wait for the exchange of the previous bucket.
     """
 
     max_in_flight = 1
