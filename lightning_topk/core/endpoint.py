@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -215,28 +214,34 @@ Exchange = Generator[Request, Any, Outcome]
 """Generator that exchanges one bucket: yields requests, receives their replies, and returns an :class:`Outcome`."""
 
 
-class Topology(ABC):
-    """Who sends what to whom."""
+@dataclass(frozen=True)
+class Topology:
+    """Who sends what to whom.
 
-    name: ClassVar[str]
-    """Name in the settings."""
-    compresses: ClassVar[bool] = True
-    has_servers: ClassVar[bool] = True
-    by_node: ClassVar[bool] = False
-    """Whether the ranks of a node exchange as one worker."""
+    Attributes:
+        name: Name in the settings.
+        exchange: Replaces ``g`` ``[numel]`` by the mean that all ranks agree on.
+        requests: Predicts the requests of ``exchange``, with payloads of the right size and no content.
+        compresses: Whether anything is compressed.
+        has_servers: Whether servers answer the workers.
+        sharded: Whether every rank serves one shard of the bucket; if not, there is one server.
+        by_node: Whether the ranks of a node exchange as one worker.
+    """
+
+    name: str
+    exchange: Callable[[Endpoint, Tensor, Codecs, Measure], Exchange]
+    requests: Callable[[BucketPlan, Codecs], list[Request]]
+    compresses: bool = True
+    has_servers: bool = True
+    sharded: bool = False
+    by_node: bool = False
 
     def on(self, world: int, local: int) -> str:
         """Name of the equivalent topology for ``world`` ranks on nodes of ``local`` ranks."""
-        return self.name
+        if not self.by_node or 1 < local < world:
+            return self.name
+        return "dense" if local == world > 1 else "sharded"
 
     def shards(self, world: int) -> int:
         """Number of servers for ``world`` ranks."""
-        return 1
-
-    @abstractmethod
-    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        """Replaces ``g`` ``[numel]`` by the mean that all ranks agree on."""
-
-    @abstractmethod
-    def requests(self, plan: BucketPlan, codecs: Codecs) -> list[Request]:
-        """Predicts the requests of :meth:`exchange`, with payloads of the right size and no content."""
+        return world if self.sharded else 1
