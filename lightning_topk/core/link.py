@@ -116,8 +116,8 @@ class Link:
             rest, sizes = a.index_add(0, flat, arrives, alpha=-1), self.sizes
             error = _energies([a, rest])
             if measure.per_layer and sizes:
-                sent = self._sent_per_layer(flat, arrives)
-                per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), sent])
+                count = self._sent_per_layer(flat, arrives)
+                per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
         return payloads, LinkStats(selected, error, per_layer)
 

@@ -75,17 +75,13 @@ def memory_names(config: TopKConfig) -> tuple[str, ...]:
 
 
 def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int) -> Tensor:
-    """This rank's share ``[numel]`` of the gradient not yet delivered; the ranks' shares add up to it.
+    """This rank's share ``[numel]`` of the gradient not yet delivered; the shares of ``world`` ranks add up to it.
 
-    Args:
-        held: The rank's memory as a worker and as a server (:meth:`Residuals.held`).
-        parameter: The parameter.
-        world: Number of ranks.
+    ``held`` is the rank's memory as a worker and as a server (:meth:`Residuals.held`).
     """
     worker, server = held
-    total = torch.zeros(
-        parameter.numel(), dtype=torch.promote_types(parameter.dtype, torch.float32), device=worker.device
-    )
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    total = torch.zeros(parameter.numel(), dtype=dtype, device=worker.device)
     return total.add_(worker, alpha=1 / world).add_(server.to(worker.device))
 
 

@@ -82,17 +82,9 @@ class JobRunner:
 
     @torch.no_grad()
     def run(self, buffer: Tensor, job: Job, lane: Lane, timed: bool = False, ready: Any | None = None) -> Steps[Tensor]:
-        """Runs a job, step by step on the lane.
+        """Runs a job, step by step on the lane; overwrites the gradient in ``buffer`` and returns the buffer.
 
-        Args:
-            buffer: The gradient; overwritten with the result.
-            job: The job.
-            lane: The lane.
-            timed: Whether to measure the time.
-            ready: Mark after which backward no longer hides the exchange; None if it hides all of it or if not timed.
-
-        Returns:
-            The buffer.
+        If ``timed``, backward does not hide the exchange after the mark ``ready``; it hides all of it if that is None.
         """
         assert self._groups
         groups = self._groups[self._jobs % min(lane.max_in_flight, len(self._groups))]
