@@ -123,8 +123,7 @@ def absent(reason: str, steps: int = 0) -> dict[str, Any]:
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
     """Replaces this rank's residuals with an entry's.
 
-    Raises:
-        ValueError: The entry is damaged or belongs to another model. The message says how to start with zero residuals.
+    If it is damaged or belongs to another model, a ValueError says how to start with zero residuals.
     """
     parameters = {name: parameter for parameter, name in names.items()}
     with unusable_if_it_fails():
@@ -142,11 +141,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
 
 @contextmanager
 def unusable_if_it_fails() -> Iterator[None]:
-    """Context for reading an entry that may be damaged in any way.
-
-    Raises:
-        ValueError: Reading it failed. The message says how to start with zero residuals.
-    """
+    """Context for reading an entry: if that fails, a ValueError says how to start with zero residuals."""
     try:
         yield
     except Exception as error:

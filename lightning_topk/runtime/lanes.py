@@ -59,9 +59,7 @@ class Lane(ABC):
     def run(self, job: Steps[Tensor]) -> Tensor:
         """Runs a job to completion on the caller's thread; on CUDA the current stream must be :attr:`stream`.
 
-        Raises:
-            Exception: The error of this job or of an earlier one: after a failure, this job would answer the exchange
-                that failed here.
+        Raises the error of an earlier job, if any: this job would answer the exchange that failed here.
         """
         if self.error is not None:
             raise self.error
@@ -81,11 +79,7 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Ends the lane when the submitted jobs are done.
-
-        Returns:
-            Whether they ended within ``PATIENCE`` seconds, with no collective in progress.
-        """
+        """Ends the lane; returns whether all jobs ended within ``PATIENCE`` seconds, with no collective in progress."""
 
 
 IDLE = 0.5

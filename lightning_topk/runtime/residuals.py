@@ -224,14 +224,12 @@ class Residuals:
 
     def _whole(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Places a slice of a parameter in a tensor ``[numel]`` that is zero elsewhere."""
-        parts = NodeShards((parameter.numel(),), self.counts.get(parameter, 1))
-        if parts.count == 1:
+        count = self.counts.get(parameter, 1)
+        if count == 1:
             return part
-        rows = part.new_zeros(parts.count, len(part))
-        rows[self.rank % parts.count] = part
-        whole = part.new_empty(parameter.numel())
-        reference.join_parts(rows, parts, whole)
-        return whole
+        rows = part.new_zeros(count, len(part))
+        rows[self.rank % count] = part
+        return rows.view(-1)[: parameter.numel()]
 
 
 def _scatter(memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, memory: Mapping[str, Tensor]) -> None:

@@ -258,14 +258,12 @@ def attach(
         )
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
-    residuals = arguments.pop("residuals", None) or Residuals()
+    residuals = arguments["residuals"] = arguments.get("residuals") or Residuals()
     # A frozen module may belong to two models. The first one keeps it.
     groups = [group for group in param_groups_of(model, proxies_of(residuals)) if group.trained or not has_hook(group)]
     check_group(groups, replicas)
     with device_of(model.parameters()):
-        state = ShardState(
-            model, groups, replicas, config=config, residuals=residuals, optimizers=optimizers, **arguments
-        )
+        state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
         try:
             state.learn_names()
             if optimizers is not optimizer:  # they exist already

@@ -22,12 +22,7 @@ Size = Literal["auto"] | int
 
 
 def check_size(name: str, size: Any) -> Size:
-    """Returns the size if it is "auto" or a positive number of ranks.
-
-    Raises:
-        TypeError: The size has another type.
-        ValueError: The size is not positive.
-    """
+    """Returns a size that is "auto" or a positive number of ranks, and refuses any other."""
     if size is None or (isinstance(size, str) and size != "auto"):
         raise TypeError(f"{name}={size!r} must be 'auto' or a number of ranks per node.")
     if size != "auto":
