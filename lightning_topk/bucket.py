@@ -64,6 +64,7 @@ def plan_bucket(
         config, uncompressed = config.dense, ()
     if config.ratio is None:
         config = _with_ratio(config, sizes, max(2, world), local, itemsize, skipped)
+    assert config.topology is not None
     topology = TOPOLOGIES[config.topology]
     parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among, feedback = world // parts.count, {True: ("worker", "server"), "worker": ("worker",), False: ()}

@@ -131,7 +131,7 @@ def test_with_everything_delivered_the_users_optimizer_is_unchanged(kind, option
 
 @pytest.mark.parametrize("kind", [Adam, NAdam, SGD])
 def test_weight_decay_moves_no_entry_that_is_not_delivered(kind):
-    """Adam would move it by the learning rate in each step, however small the decay: its second moment holds no more."""
+    """Adam would move it by the learning rate in each step, however small the decay."""
     options = {"momentum": 0.9} if kind is SGD else {}
     optimizer, parameter = adapted(kind, weight_decay=1e-5, **options)
     optimizer.add_param_group({"params": [other := nn.Parameter(torch.ones(SIZE))], "weight_decay": 0.0})

@@ -63,7 +63,7 @@ def test_positions_cost_at_most_6_percent_over_their_entropy(ratio):
     universe, k = 1_000_000, int(1_000_000 * ratio)
     entropy = universe * -(ratio * math.log2(ratio) + (1 - ratio) * math.log2(1 - ratio))
     codec = Codec(WIRES["bf16"], universe, k)
-    assert codec.index_bytes * 8 / entropy < 1.062
+    assert codec.format().index_bytes * 8 / entropy < 1.062
 
 
 ROUNDING = {"fp32": 6e-8, "bf16": 0.004, "int8": 0.008, "int4": 0.076}
@@ -221,7 +221,7 @@ def test_zeros_do_not_reach_the_least_threshold_if_denormals_are_flushed():
 def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wire, numel, shards, ratio):
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))
-    assert codec.index_bytes
+    assert codec.format().index_bytes
     e, x = residual_and_gradient(name, numel)
     ends = []
     for context in (nullcontext(), mock.patch.object(ops, "fast", return_value=None)):
@@ -246,7 +246,8 @@ def test_damaged_positions_under_a_valid_check_word_are_refused():
     codec = Codec(WIRES["fp32"], 4096, 64)
     payload, _ = codec.encode(positions(4096, 64, 1), torch.ones(1, 64))
     words = payload.view(torch.int32)
-    high = (codec.value_bytes + codec.k * codec.low_width // 8) // 4  # a word of high bits
+    form = codec.format()
+    high = (form.value_bytes + form.k * form.low // 8) // 4  # a word of high bits
     words[0, high] += (change := int(~words[0, high] & -~words[0, high]))  # its lowest zero becomes a one
     words[0, 0] -= change
     codec.check(payload)  # the sum does not change
@@ -391,7 +392,7 @@ def test_random_k_draws_every_position_as_often():
 def test_random_k_sends_no_positions():
     codecs = codecs_of(TopKConfig(selector="randk", ratio=0.01, wire="bf16"), 102_400, 4)
     up, down = codecs.uplink, codecs.reply
-    assert up.index_bytes == down.index_bytes == 0
+    assert up.format().index_bytes == down.format().index_bytes == 0
     assert up.nbytes == 256 * 2 + 4  # and the check word
     lossless = codecs_of(TopKConfig(selector="randk", ratio=0.01, bidirectional=False, wire="bf16"), 102_400, 4).reply
     assert lossless.nbytes == up.nbytes

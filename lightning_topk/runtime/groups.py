@@ -156,8 +156,9 @@ def _only_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def on_gpus(group: dist.ProcessGroup | None) -> bool:
-    """Whether the ranks of a group exchange CUDA tensors over NCCL."""
-    return not _only_gloo(group or dist.group.WORLD)
+    """Whether the ranks of a group exchange CUDA tensors over NCCL. Default: all ranks."""
+    group = group or dist.group.WORLD
+    return group is not None and not _only_gloo(group)
 
 
 @contextmanager

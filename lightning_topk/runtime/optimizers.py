@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import ref
@@ -71,8 +70,7 @@ class Optimizers:
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._in_use
-        same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
-        if same and parameters == self._parameters:
+        if [*map(id, now)] == [*map(id, known)] and parameters == self._parameters:
             return set()
         self.release()
         if self._config.adapts_momentum:
@@ -104,10 +102,10 @@ class Optimizers:
         for each in self._watched:
             each.delivered, each.reached = each.delivered or each.reached, False
 
-    def _first_that_learns(self, optimizer: Optimizer, compressed: Collection[Tensor] | None) -> Tensor | None:
+    def _first_that_learns(self, optimizer: Optimizer, compressed: Collection[Tensor]) -> Tensor | None:
         """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        known = (p for p in parameters if p.requires_grad and (compressed is None or p in compressed))
+        known = (p for p in parameters if p.requires_grad and p in compressed)
         return next(known, None) if self._config.compresses and self._scaler is None else None
 
     def release(self) -> None:
@@ -124,14 +122,11 @@ class _Watched:
         optimizer: The optimizer.
         parameter: One of its parameters, whose gradient is checked before each backward pass adds to it; or None.
         owner: Receives the warnings.
-
-    Attributes:
-        reached: Whether the parameter got a gradient in the current backward pass.
-        delivered: Whether it got one in a pass that has ended, and no step was taken since.
     """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Optimizers) -> None:
         self.reached = self.delivered = False
+        """Whether the parameter got a gradient in this backward pass, and in an earlier one since the last step."""
         self._owner, self._parameter = owner, parameter
         self._steps = False  # whether its step calls hooks at all
         self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
