@@ -204,7 +204,7 @@ def test_saving_curves_resume_and_show_finished_runs(monkeypatch, tmp_path):
     assert mine == [{head: cell for head, cell in table[0].items() if head != "saving 200"}]
     with pytest.raises(ValueError, match="there is no Adam here: there are AdamW, SGD, mlp"):
         few(optimizers=["Adam"])
-    with pytest.raises(ValueError, match="ratio=0.0 must be in"):
+    with pytest.raises(ValueError, match=r"ratio=0\.0 must be in"):
         few(savings=(10, 0.0))
     monkeypatch.setattr(saving_curves, "LEARNERS", (learners[0], saving_curves.Learner("cnn", "AdamW", 1, 5)))
     with pytest.raises(ValueError, match=r"no run has .* such an optimizer: there are mlp, SGD; cnn, AdamW"):
