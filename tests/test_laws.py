@@ -154,16 +154,17 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(
     cluster = laws.cluster_of(TopKConfig(0.01, bidirectional, topology=topology, **settings), 3, 2000, dtype)
     # Rank 1 is poisoned; in the hierarchy its worker is the node of ranks 0 and 1, each of which has a part.
     poisoned = [cluster.endpoints[rank] for rank in ((0, 1) if topology == "hierarchical" else (1,))]
+    links = [*(end.uplink for end in poisoned), *(end.downlink for end in cluster.endpoints if end.downlink)]
     for step, finite in enumerate((True, False, True)):
-        before = [kept.clone() for end in poisoned for kept in end.uplink.memory.tensors().values()]
+        before = [kept.clone() for link in links for kept in link.memory.tensors().values()]
         mine = [each.to(dtype) for each in gradients(len(cluster.endpoints), 2000, step)]
         mine[1][700:900] *= 1.0 if finite else poison
         assert all(received.isfinite().all() == finite for received in cluster.step(mine))
         assert all(bool(outcome.finite) == finite for outcome in cluster.outcomes)
         for end in cluster.endpoints:
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
-        after = [kept for end in poisoned for kept in end.uplink.memory.tensors().values()]
-        assert finite or all(map(torch.equal, before, after)), "the worker sent some of its gradient"
+        after = [kept for link in links for kept in link.memory.tensors().values()]
+        assert finite or all(map(torch.equal, before, after)), "the worker or a server sent some of its vector"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Loss scaling, skipped steps, gradients that are not finite."""
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import laws
@@ -13,7 +11,6 @@ from groups import on_ranks
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import every_rank, four_layers, gradient, held, loss_of, mean_over_ranks, undelivered, weights
-from torch import nn
 from torch.optim import SGD
 from trainers import Module, fit
 
@@ -24,36 +21,33 @@ from lightning_topk.simulate import Cluster
 
 
 class Run:
-    """A net of four layers that trains with a GradScaler.
+    """A net of four layers, each of which is a bucket, that trains with a GradScaler."""
 
-    ``optimizer`` makes the optimizer that the scaler steps; ``given`` is whether ``attach`` gets it.
-    """
-
-    def __init__(
-        self, rank: int, optimizer: Callable[[nn.Module], Any] = lambda net: SGD(net.parameters(), lr=0.1),
-        given: bool = True, ddp: dict[str, Any] | None = None, **settings: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, rank: int, ddp: dict[str, Any] | None = None, **settings: Any) -> None:
         self.rank, self.net, self.alone = rank, four_layers(), four_layers()
-        self.optimizer, self.scaler = optimizer(self.net), torch.amp.GradScaler("cpu", init_scale=1024.0)
-        settings = {"ratio": 0.05, **settings, "optimizer": self.optimizer if given else None, "scaler": self.scaler}
+        self.optimizer = SGD(self.net.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        settings = {"ratio": 0.05, "optimizer": self.optimizer, "scaler": self.scaler, **settings}
         self.ddp, self.state = ranks.attached(self.net, {"bucket_cap_mb": 0.001, **(ddp or {})}, **settings)
         self.computed: list[torch.Tensor] = []  # by steps
         self.received: list[torch.Tensor] = []
 
-    def backward(self, number: int, spoilt: str = "", passes: int = 1) -> torch.Tensor:
-        """Runs a step's backward passes and spoils the middle one; returns the unscaled gradient."""
+    def backward(self, number: int, spoilt: bool = False, passes: int = 1) -> torch.Tensor:
+        """Runs a step's backward passes, the middle one infinite if ``spoilt``; returns the unscaled gradient."""
         self.net.zero_grad()
         for part in range(passes):
-            how = spoilt if part == passes // 2 else ""
-            hook = self.net[1].weight.register_hook(lambda g, how=how: spoil(g, how))
+            bad = spoilt and part == passes // 2
+            hook = self.net[1].weight.register_hook(lambda g, bad=bad: g * torch.inf if bad else g)
             self.scaler.scale(loss_of(self.ddp, self.rank, passes * number + part)).backward()
             hook.remove()
         return gradient(self.net) / self.scaler.get_scale()
 
-    def take(self) -> None:
-        """Takes the optimizer's step, unless the scaler skips it."""
+    def take(self) -> bool:
+        """Takes the optimizer's step, unless the scaler skips it; returns whether it moved the weights."""
+        before = weights(self.net)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        return not torch.equal(before, weights(self.net))
 
     def look(self) -> torch.Tensor:
         """The residuals of this rank."""
@@ -63,91 +57,48 @@ class Run:
         """This rank's own gradient of a pass."""
         return ranks.local_gradient(self.alone, self.net, self.rank, number)
 
-    def check(self, conserves: bool = True) -> None:
+    def check(self) -> None:
         """Fails if the recorded steps break a law."""
         computed, received = mean_over_ranks(torch.stack(self.computed)), every_rank(torch.stack(self.received))
-        left = undelivered(self.state, self.net) if conserves else None
-        laws.check(computed, received, left, [], [], settled=None, rtol=1e-4)
-
-
-def spoil(g: torch.Tensor, how: str) -> torch.Tensor:
-    """A gradient with an infinity or a NaN; unchanged if ``how`` is empty."""
-    g = g.clone()
-    if how:
-        g.view(-1)[: None if how == "everywhere" else 1] = torch.nan if how == "nan" else torch.inf
-    return g
-
-
-class Hookless(torch.optim.Optimizer):
-    """Wraps an optimizer as some libraries do, without calling the constructor that gives ``step`` its hooks."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, inner.defaults, {}
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
-MEMORIES = [{"momentum": 0.9, "clip_norm": 1.0}, {"error_feedback": True, "wire": "fp32"}]
+        laws.check(computed, received, undelivered(self.state, self.net), [], [], settled=None, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("world", "topology", "bidirectional", "how", "fused", "settings"),
+    ("world", "topology", "bidirectional", "settings"),
     [
-        *((3, *route, "inf", False, {}) for route in laws.ROUTES),
-        (3, "sharded", True, "nan", False, {}),
-        (3, "allgather", False, "everywhere", False, {}),
-        *((2, "sharded", True, "inf", True, settings) for settings in MEMORIES),
-        *((2, *laws.ROUTES[i + 1], "inf", True, settings) for i, settings in enumerate(MEMORIES)),
-        *((2, "sharded", True, "inf", False, {"optimizer": how}) for how in ("wrapped", "not given")),
-        *((4, *way, "inf", False, {"local_world_size": 2}) for way in laws.ON_NODES),
-        *((4, *way, "inf", True, {"local_world_size": 2, "dense_parameters": "*bias"}) for way in laws.ON_NODES),
+        *((3, *route, {}) for route in laws.ROUTES),
+        *((4, *way, {"local_world_size": 2, "dense_parameters": "*bias"}) for way in laws.ON_NODES),
     ],
     ids=str,
 )
 @on_ranks()
-def test_a_skipped_step_loses_what_it_delivers_and_no_more(rank, world, topology, bidirectional, how, fused, settings):
+def test_a_skipped_step_loses_what_it_delivers_and_no_more(rank, world, topology, bidirectional, settings):
     """A gradient that is not finite arrives as such in its bucket, and leaves its worker's and all servers' residuals.
 
-    The other workers lose what they send in that bucket; all other buckets are exchanged as usual.
+    All other buckets are exchanged as usual.
     """
-    settings = {**settings, "topology": topology, "bidirectional": bidirectional}
-    made, node = settings.pop("optimizer", ""), settings.get("local_world_size", 1)
-    conserves = "momentum" not in settings
-
-    def optimizer(net: nn.Module) -> torch.optim.Optimizer:
-        plain = SGD(net.parameters(), lr=0.1, fused=fused)
-        return Hookless(plain) if made == "wrapped" else plain
-
-    run = Run(rank, optimizer, made != "not given", **settings)
-    seen, spoilt = [], torch.zeros(4, 420, dtype=torch.bool)
-    spoilt[1] = True
-    firsts, spoilt = [420, 420 + 400], spoilt.flatten()  # of each parameter in the spoilt bucket
+    run, node = (
+        Run(rank, topology=topology, bidirectional=bidirectional, **settings),
+        settings.get("local_world_size", 1),
+    )
+    spoilt = torch.arange(4).repeat_interleave(420) == 1  # the elements of the spoilt bucket
+    firsts = [420, 420 + 400]  # of each parameter in it
     for step in range(7):
-        bad, before, learned, computed = step in (2, 3, 5), run.look(), weights(run.net), run.own(step)
-        g = run.backward(step, how if bad and rank == step % world else "")
+        bad, before, computed = step in (2, 3, 5), run.look(), run.own(step)
+        g = run.backward(step, bad and rank == step % world)
         after = run.look()
-        if bad:
-            assert not g[firsts].isfinite().any(), "some parameter's gradient is finite on some rank"
-            seen.append((before, after, computed, rank // node == step % world // node))
-            computed, g = torch.where(spoilt, (after - before)[0], computed), g.masked_fill(spoilt, 0)
-        assert g.isfinite().all()
         assert after.isfinite().all()
+        assert g[~spoilt].isfinite().all()
+        assert g[firsts].isfinite().tolist() == [not bad] * 2
+        if bad:
+            assert torch.equal(before[1, spoilt], after[1, spoilt]), "a server's residual"
+            guilty = rank // node == step % world // node
+            assert not guilty or torch.equal(before[0, spoilt], after[0, spoilt])
+            computed, g = torch.where(spoilt, (after - before)[0], computed), g.masked_fill(spoilt, 0)
         run.computed.append(computed)
         run.received.append(g)
-        run.take()
-        assert torch.equal(learned, weights(run.net)) == bad, f"step {step}"
-    run.check(conserves)
-    for before, after, computed, guilty in seen:
-        assert torch.equal(before[1, spoilt], after[1, spoilt]), "a server's residual"
-        kept = (before[0] + (0 if guilty else computed))[spoilt]
-        if guilty:
-            assert torch.equal(after[0, spoilt], kept), "the residual of the worker whose gradient is not finite"
-        elif conserves and node == 1 and topology != "dense":
-            sent = ~torch.isclose(after[0, spoilt], kept, atol=1e-6, rtol=1e-4)
-            assert 0 < sent.sum() <= 0.05 * 420 + world
-            assert after[0, spoilt][sent].abs().max() < 0.1 * kept[sent].abs().max(), "the wire's rounding error"
+        assert run.take() != bad, f"step {step}"
+    run.check()
     assert run.state.nonfinite_steps == 3
 
 
@@ -155,19 +106,16 @@ def test_a_skipped_step_loses_what_it_delivers_and_no_more(rank, world, topology
 @on_ranks(2)
 def test_nothing_is_lost_after_a_skipped_first_step_of_several_passes(rank, world, static):
     """DDP regroups its buckets within the first step, which is skipped, as its second pass is infinite on rank 0."""
-    run = Run(rank, ddp={"static_graph": static})
-    before = weights(run.net)
-    run.backward(0, "inf" if rank == 0 else "", passes=3)
-    run.take()
-    assert torch.equal(weights(run.net), before)
+    run = Run(rank, {"static_graph": static})
+    run.backward(0, rank == 0, passes=3)
+    assert not run.take()
     assert run.look().isfinite().all()
     run.computed.append(undelivered(run.state, run.net).float())
-    run.received.append(torch.zeros_like(before))
+    run.received.append(torch.zeros_like(weights(run.net)))
     for step in range(1, 4):
         run.computed.append(sum(run.own(3 * step + part) for part in range(3)))
         run.received.append(run.backward(step, passes=3))
-        run.take()
-        assert not torch.equal(weights(run.net), before)
+        assert run.take()
     run.check()
     assert len(run.state.residuals.buckets) == 4
 
