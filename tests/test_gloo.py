@@ -208,6 +208,8 @@ def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world)
     finally:
         dist.set_debug_level(level)
     ranks.train(ddp, rank, range(4))
+    one, other = every_rank(gradient(net))
+    assert torch.equal(one, other)
 
 
 class Rotated(nn.Module):
