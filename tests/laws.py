@@ -27,6 +27,7 @@ LOCAL = 2
 """Ranks per simulated node."""
 
 routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
+wires = pytest.mark.parametrize("wire", WIRES)
 everywhere = pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES])
 
 

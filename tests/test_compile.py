@@ -113,9 +113,9 @@ def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(t
 
 
 def variants(each: Launched, by_integers: bool) -> set[tuple]:
-    """Keys of the variants that Triton compiles: constants, types, options, and whether integers are multiples of 16 or 1.
+    """Keys of the variants that Triton compiles: constants, types, options, and properties of integers.
 
-    Unless ``by_integers``, the last counts only for the number of shards.
+    Unless ``by_integers``, only those of the number of shards.
     """
     found = set()
     for arguments, options in each.launches:
