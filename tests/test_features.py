@@ -249,35 +249,17 @@ def test_the_error_for_unused_parameters_names_this_strategy(rank, world):
     assert "'ddp_" not in words
 
 
-class Thawing(Module):
-    """Unfreezes its first layer in the second epoch, or in a step: after the loss is computed, or before, too late."""
-
-    def __init__(self, when: str) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-        self._when = when
-
-    def thaw(self, when: str, now: bool = True) -> None:
-        if when == self._when:
-            self.net[0].requires_grad_(now)
-
-    def on_train_epoch_start(self):
-        self.thaw("second epoch", self.current_epoch > 0)
-
-    def training_step(self, batch, index):
-        self.thaw("before the loss", index > 0)
-        loss = super().training_step(batch, index)
-        self.thaw("after the loss")
-        return loss
-
-
 @on_ranks(2)
 def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
     """DDP ignores parameters that were frozen when it was built; ranks would drift apart."""
-    model, alone = (Thawing("second epoch") for _ in range(2))
+    model, alone = (Module() for _ in range(2))
+    model.net[0].requires_grad_(False)
+    thaw = LambdaCallback(
+        on_train_epoch_start=lambda trainer, _: model.net[0].requires_grad_(trainer.current_epoch > 0)
+    )
     strategy = TopKStrategy(ratio=1.0, wire="fp32", bucket_cap_mb=0.001)
     # Every rank sees all data, so the mean equals one process's gradient.
-    fit(rank, world, model, strategy, max_epochs=2, use_distributed_sampler=False)
+    fit(rank, world, model, strategy, [thaw], max_epochs=2, use_distributed_sampler=False)
     optimizer = alone.configure_optimizers()
     for epoch in range(2):
         alone.net[0].requires_grad_(epoch > 0)
@@ -288,11 +270,26 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-4, atol=1e-5)
 
 
+class Thawing(Module):
+    """Unfreezes its first layer after the first step's loss is computed or, too late, before the second one's."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self._late = late
+
+    def training_step(self, batch, index):
+        self.net[0].requires_grad_(index > 0)
+        loss = super().training_step(batch, index)
+        self.net[0].requires_grad_(not self._late or index > 0)
+        return loss
+
+
 @on_ranks(2)
 def test_a_training_step_that_unfreezes_a_layer_is_refused(rank, world):
     with pytest.raises(RuntimeError, match="training_step unfroze a parameter"):
-        fit(rank, world, Thawing("before the loss"), TopKStrategy(ratio=0.1))
-    trainer, _ = fit(rank, world, Thawing("after the loss"), TopKStrategy(ratio=0.1))
+        fit(rank, world, Thawing(late=True), TopKStrategy(ratio=0.1))
+    trainer, _ = fit(rank, world, Thawing(late=False), TopKStrategy(ratio=0.1))
     assert trainer.global_step > 2
 
 
