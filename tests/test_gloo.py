@@ -93,7 +93,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
         *(((2, 3)[one % 2], *way, mode, WHOLE) for *way, mode, one, _ in SQUARE),
         *((3, *way, SEVERAL[0], {**SAVING, **more}) for way in ROUTES for more in ({}, {"dense_parameters": "scale"})),
         (2, "sharded", True, "one_bucket", {**SAVING, "dense_parameters": "scale"}),
-        *((2, *way, SEVERAL[0], {"selector": selector}) for way in ROUTES for selector in SELECTED),
+        *((2, *way, SEVERAL[0], {"selector": selector}) for way, selector in zip(ROUTES, SELECTED, strict=True)),
         *((4, *way, mode, {"local": 2}) for way in ON_NODES for mode in MODES),
         *((6, *way, SEVERAL[(i + n) % 2], {"local": 3 - n}) for i, way in enumerate(ON_NODES) for n in (0, 1)),
         *((4, name, name != "allgather", SEVERAL[0], {"local": 2}) for name in {name: 0 for name, _ in ROUTES}),
