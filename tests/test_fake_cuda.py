@@ -201,7 +201,7 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
         yield settings, {"voted": True, "scaled": True}, True
 
 
-@pytest.mark.parametrize(("settings", "given", "with_triton"), cases(), ids=str)
+@pytest.mark.parametrize(("settings", "given", "with_triton"), [*cases()], ids=str)
 def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, settings, given, with_triton):
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     assert copies_of(TopKConfig(**{"ratio": 0.01, **settings}), **given) == []
