@@ -32,26 +32,24 @@ class Group:
 
     def __init__(self, world: int, device: str = "cpu", backend: str | None = None) -> None:
         self.world, self.device = world, device
-        nccl = device == "cuda" and torch.cuda.device_count() >= world
-        context = multiprocessing.get_context("forkserver")
-        self._folder = tempfile.TemporaryDirectory()
-        self._pipes, self._processes = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            arguments = rank, world, backend or ("nccl" if nccl else "gloo"), device, self._folder.name, theirs
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+        backend = backend or ("nccl" if device == "cuda" and torch.cuda.device_count() >= world else "gloo")
+        context, self._folder = multiprocessing.get_context("forkserver"), tempfile.TemporaryDirectory()
+        self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)
+        self._processes = [
+            context.Process(target=_serve, args=(rank, world, backend, device, self._folder.name, pipe), daemon=True)
+            for rank, pipe in enumerate(theirs)
+        ]
+        for process in self._processes:
             process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None, ranks: Iterable[int] = ()
     ) -> list[Any]:
         """Calls ``function(rank, world, *args)`` on every rank; returns the results of all, or of some ``ranks``.
 
-        The function is one of a test module. It should assert only after its last collective, so that a failing rank
-        does not keep the others waiting. After ``timeout`` seconds (by default 60, and 300 on GPUs, where kernels may
-        have to be compiled) the group is killed and the call fails.
+        The function should assert only after its last collective, so that a failing rank does not keep the others
+        waiting. After ``timeout`` seconds (by default 60, or 300 on GPUs, which may compile kernels) the group is
+        killed and the call fails.
         """
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
@@ -127,9 +125,8 @@ def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> st
 
     Uses torchrun's agent, which starts functions instead of commands, so that ranks come from the fork server.
     """
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    }
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the agent handles them itself
+    handlers = {number: signal.getsignal(number) for number in caught}
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=logs.name, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         max_restarts=restarts, monitor_interval=0.1, start_method="forkserver",
@@ -138,7 +135,7 @@ def torchrun(script: Path, *arguments: str, logs: Path, restarts: int = 0) -> st
     try:
         elastic_launch(config, _run_script)(str(script), *arguments)
     finally:
-        for number, handler in handlers.items():  # the agent sets its own
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     return "".join(path.read_text() for path in sorted(logs.rglob("stdout.log")))
 

@@ -1,7 +1,6 @@
 """The laws, the settings for which they hold, and vectors that are hard to select from; every harness calls `check`.
 
-`simulate` is the harness in memory. Harnesses on real ranks are in test_gloo (DDP), test_fsdp (FSDP2) and test_features
-(a Trainer).
+`simulate` is the harness in memory. Harnesses on real ranks are in test_gloo (DDP) and test_fsdp (FSDP2).
 """
 
 import itertools
@@ -28,8 +27,8 @@ LOCAL = 2
 """Ranks per simulated node."""
 
 routes = pytest.mark.parametrize(("topology", "bidirectional"), ROUTES)
-everywhere = pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES])
 wires = pytest.mark.parametrize("wire", WIRES)
+everywhere = pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES])
 
 
 def in_turn(last: Sequence, *axes: Sequence) -> list[tuple]:

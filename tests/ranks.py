@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 from unittest import mock
@@ -107,18 +107,6 @@ def local_gradient(alone: nn.Module, net: nn.Module, rank: int, step: int, **use
     alone.zero_grad()
     loss_of(alone, rank, step, **use).backward()
     return gradient(alone)
-
-
-def without(g: Tensor, net: nn.Module, names: Collection[str]) -> Tensor:
-    """A flat gradient with zeros for some parameters."""
-    parts = zip(net.named_parameters(), g.split([p.numel() for p in net.parameters()]), strict=True)
-    return torch.cat([part * (name not in names) for (name, _), part in parts])
-
-
-def beside(state: Any, name: str) -> list[str]:
-    """The names of all parameters in the bucket of parameter ``name``."""
-    buckets = [[state.names[p] for p in bucket] for bucket in state.residuals.buckets]
-    return next(names for names in buckets if name in names)
 
 
 def held(state: Any, net: nn.Module) -> Tensor:

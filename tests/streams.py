@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,39 +36,32 @@ from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather
 OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in ("lightning_topk", "tests"))
 
 
-class Stream:
-    """A stream of a :class:`Gpu`; stands for ``torch.cuda.Stream``."""
+class Clock:
+    """How far each stream has come, to the knowledge of a stream or at an event."""
 
-    def __init__(self, gpu: Gpu, device: Any = None, priority: int = 0) -> None:
-        self.gpu = gpu
-        self.clock: Counter[Stream] = Counter()  # its own entry: operations enqueued so far
-
-    def join(self, clock: Mapping[Stream, int]) -> None:
-        """Orders all later operations after ``clock``."""
-        self.clock |= Counter(clock)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.join(other.clock)
-
-    def wait_event(self, event: Event) -> None:
-        self.join(event.clock)
-
-    def synchronize(self) -> None:
-        self.gpu.host |= self.clock
-
-
-class Event:
-    """A moment in a stream; stands for ``torch.cuda.Event``. A query always finds it completed."""
-
-    def __init__(self, gpu: Gpu, enable_timing: bool = False) -> None:
+    def __init__(self, gpu: Gpu, *options: Any, **others: Any) -> None:
         self.gpu = gpu
         self.clock: Counter[Stream] = Counter()
 
-    def record(self, stream: Stream | None = None) -> None:
-        self.clock = Counter((stream or self.gpu.current).clock)
-
     def synchronize(self) -> None:
         self.gpu.host |= self.clock
+
+
+class Stream(Clock):
+    """A stream of a :class:`Gpu`; stands for ``torch.cuda.Stream``. Its own entry counts operations enqueued so far."""
+
+    def wait_stream(self, other: Clock) -> None:
+        self.clock |= other.clock
+
+    def wait_event(self, event: Event) -> None:
+        self.wait_stream(event)
+
+
+class Event(Clock):
+    """A moment in a stream; stands for ``torch.cuda.Event``. A query always finds it completed."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = Counter((stream or self.gpu.current).clock)
 
     def query(self) -> bool:
         return True
@@ -170,15 +163,11 @@ class Gpu(TorchDispatchMode):
             return result
         given, made = _cuda((args, kwargs)), _cuda(result)
         returns = function._schema.returns
-        if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
+        if any(each.alias_info and not each.alias_info.is_write for each in returns):
             return result  # a view
-        written = [
-            tensor
-            for argument, value in zip(function._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _cuda(value)
-        ]
-        written += _cuda((kwargs or {}).get("out"))
+        pairs = zip(function._schema.arguments, args, strict=False)
+        changed = [value for argument, value in pairs if argument.alias_info and argument.alias_info.is_write]
+        written = _cuda((changed, (kwargs or {}).get("out")))
         written += [x for x in made if x.untyped_storage()._cdata not in self._blocks]
         self.use(given, written)
         if given and any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree_leaves(result)):
@@ -192,7 +181,7 @@ class Gpu(TorchDispatchMode):
     def use(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
         """Records an operation on the current stream."""
         stream = self.current
-        stream.join(self.host)
+        stream.clock |= self.host
         stream.clock[stream] += 1
         self.operations += 1
         use = Use(stream, stream.clock[stream], _place())

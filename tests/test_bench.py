@@ -46,17 +46,13 @@ def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> N
 def test_select_compares_worker_and_server_with_passes_over_memory(monkeypatch):
     monkeypatch.setattr(select, "_memory", lambda *_: None)
     result = select.run(numel=200_000)
-    assert [title for title in result.tables if "Compress" in title][:2] == [
-        "Compress step at 0.001",
-        "Compress step at 0.01",
-    ]
+    titles = [title for title in result.tables if "Compress" in title]
+    assert titles[:2] == ["Compress step at 0.001", "Compress step at 0.01"]
     assert len(result.checks) == 8  # a worker's and a server's step at three densities, two optimizers
 
 
 def test_wire_meets_its_byte_targets_at_every_size():
-    result = wire.run()
-    assert len(result.checks) == 4
-    assert all(check.holds for check in result.checks)
+    assert [check.holds for check in wire.run().checks] == [True] * 4
 
 
 def test_an_exchange_needs_little_memory_beyond_its_residuals():
@@ -150,42 +146,22 @@ def test_the_options_of_a_command_are_arguments_of_its_function(name):
         assert commands.OPTIONS[option].get("required", False) == required
 
 
-def test_rates_use_the_notation_of_tc():
-    found = [link(rate) for rate in ("100mbit", "2.5gbit", "64Kbit/20ms")]
-    assert found == [(1e8, 0), (2.5e9, 0), (64e3, 0.02)]
-
-
-def alone(value: torch.Tensor, reduce_op: str) -> torch.Tensor:
-    """The reduction of a strategy with one rank."""
-    assert reduce_op == "min"
-    return value
-
-
-TRAINER = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu"), reduce=alone))
-
-
 def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
+    alone = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda value, reduce_op: value)
     decays, report = ExponentialWarmup(0.001, steps=10), SimpleNamespace(seconds=0.01)
-    ratios = [
-        (0.001, 1, decays),
-        (0.001, 1, 0.12),
-        (0.001, 1, lambda step: 0.1),
-        (0.1, 0, decays),
-        (None, 0, decays),
-    ]
-    for dense, expected, ratio in ratios:
+    for dense, expected, ratio in ((0.001, 1, decays), (0.001, 1, 0.12), (0.1, 0, decays), (None, 0, decays)):
         monitor, state = CompressionMonitor(), SimpleNamespace(config=SimpleNamespace(ratio=ratio))
         monitor._fit.density = 0.12
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for monitor._fit.steps in range(1, 30):
-                monitor._compare(TRAINER, state, report, dense)
+                monitor._compare(SimpleNamespace(strategy=alone), state, report, dense)
         said = [str(warning.message) for warning in caught]
         assert len(said) == expected
-        if said:
-            assert "takes 10.0 ms per step at a density of 0.12" in said[0]
-            assert ("density decays to 0.001" in said[0]) == (ratio is decays)
-            assert "about 1.0 ms, so plain DDP is probably faster on this link: try strategy='ddp'." in said[0]
+        for words in said:
+            assert "takes 10.0 ms per step at a density of 0.12" in words
+            assert ("density decays to 0.001" in words) == (ratio is decays)
+            assert "about 1.0 ms, so plain DDP is probably faster on this link: try strategy='ddp'." in words
 
 
 @pytest.mark.unit
@@ -214,9 +190,10 @@ def test_missing_extras_are_named_before_work_begins(monkeypatch):
     [
         ((str(LAB), "bench", "-h"), "whole trainings on emulated hosts"),
         (("-m", "lightning_topk", "-h"), "examples/lab of the"),
+        (("-m", "lightning_topk", "--version"), f"lightning_topk {lightning_topk.__version__}\n"),
     ],
 )
-def test_help_comes_without_torch_and_says_where_the_benches_are(words, text):
+def test_help_and_version_come_without_torch_and_say_where_the_benches_are(words, text):
     env = {**os.environ, "PYTHONPATH": str(LAB.parents[1])}  # finds the package, but not the lab
     command = [sys.executable, "-X", "importtime", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=True)
@@ -225,20 +202,12 @@ def test_help_comes_without_torch_and_says_where_the_benches_are(words, text):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("text", "count"), [("300", 300), ("25e6", 25_000_000), ("25M", 25_000_000), ("1.5k", 1500)])
-def test_counts_are_read_as_people_write_them(text, count):
-    assert __main__.count(text) == count
+def test_counts_and_rates_are_read_as_people_write_them():
+    assert [*map(__main__.count, ("300", "25e6", "25M", "1.5k"))] == [300, 25_000_000, 25_000_000, 1500]
+    assert [*map(link, ("100mbit", "2.5gbit", "64Kbit/20ms"))] == [(1e8, 0), (2.5e9, 0), (64e3, 0.02)]
     for wrong in ("0", "-1", "2.5", "many", "1e-3", "nan"):
         with pytest.raises(argparse.ArgumentTypeError, match="write it like 300, 25e6 or 25M"):
             __main__.count(wrong)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("main", [__main__.main, commands.main])
-def test_the_version_is_printed(monkeypatch, capsys, main):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "--version", main=main)
-    assert capsys.readouterr().out == f"lightning_topk {lightning_topk.__version__}\n"
 
 
 class Rehearsed:
@@ -270,13 +239,8 @@ def test_race_reports_speedups_and_resumes_where_it_stopped(monkeypatch, tmp_pat
     assert [check.holds for check in result.checks] == [True, False, True]  # fp16 is ahead
     assert again().tables == result.tables
     assert len(Rehearsed.runs) == 5, "a run was repeated"
-    mistakes = (
-        ({"racers": ["nobody"]}, "racer"),
-        ({"hosts": 1}, "2 hosts"),
-        ({"rates": ["fast"]}, "rate"),
-        ({"course": "images"}, "needs --data"),
-    )
-    for wrong, message in mistakes:
+    mistakes = {"racer": {"racers": ["nobody"]}, "2 hosts": {"hosts": 1}, "needs --data": {"course": "images"}}
+    for message, wrong in mistakes.items():
         with pytest.raises(ValueError, match=message):
             race.run(**wrong)
 

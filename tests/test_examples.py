@@ -58,14 +58,6 @@ def test_a_folder_of_images_trains_a_resnet_through_one_server(tmp_path):
     assert re.search(r"topk +\d+\.\d\d%", output)
 
 
-@pytest.mark.slow
-def test_presets_train_the_classifier_one_after_the_other():
-    names = ["dgc", "parameter_server"]  # each takes seconds to start; test_features trains all presets
-    output = example("examples/train_classifier.py", "--max-epochs=4", "--preset", *names)
-    accuracy = {name: float(re.search(rf"^{name} +(\d+\.\d\d)%", output, re.MULTILINE)[1]) for name in names}
-    assert min(accuracy.values()) > 40, accuracy
-
-
 def test_a_folder_without_images_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"there is no folder {tmp_path / 'train'}. Put images into"):
         folders(tmp_path, None, None)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from laws import SELECTED, WIRES
+from laws import ON_NODES, ROUTES, SELECTED, WIRES
 from streams import Kernel, replace_kernels, reply_to
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +33,7 @@ WORLD, LOCAL = 4, 2
 SIZES = (40_000, 7, 0, 25_001)
 COUNTED = Path(__file__).parents[1] / "examples" / "reproduced" / "gpu-bytes.json"
 """Bytes that an exchange of 25 million entries moves, shown in the guide."""
-TOPOLOGIES = ("sharded", "hierarchical", "single_server", "allgather", "dense")
+TOPOLOGIES = ("sharded", "hierarchical", "single_server")
 
 
 class Copies(TorchDispatchMode):
@@ -128,7 +128,7 @@ def _moved(name: str, given: dict[str, Any]) -> int:
     if name == "write":
         return size["index"] + size["value"] + size["payload"] + min(2 * size["e"], SECTOR * given["value"].numel())
     if name == "catch_up":  # delivered entries are read and written, and a sector holds eight entries
-        read = size["gradient"] + size["buffer"] + size["waited"] + size["x"] * given["DECAY"]
+        read = size["gradient"] + size["buffer"] + size["waited"]
         return read + size["out"] + size["buffer"] + size["waited"]
     if name == "mark":
         return size["index"] + 2 * size["words"]
@@ -170,51 +170,41 @@ def copies_of(
     return watch.found
 
 
-MEMORIES = {
-    "nothing kept": {"error_feedback": False},
-    "kept by workers": {"error_feedback": "worker"},
-    "momentum": {"momentum": 0.9},
-    "clipped": {"clip_norm": 1.0},
-    "everything sent": {"ratio": 1.0},
-    "a dense selection": {"ratio": 0.12},
-    "half of it": {"ratio": 0.5},
-}
+MEMORIES = [
+    {"error_feedback": False},
+    {"error_feedback": "worker"},
+    {"momentum": 0.9},
+    {"clip_norm": 1.0},
+    {"ratio": 1.0},
+    {"ratio": 0.12},  # a dense selection
+    {"ratio": 0.5},
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def cases() -> Iterator[tuple[str, TopKConfig, dict[str, Any]]]:
-    """Names, settings and options of an exchange."""
+def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
+    """Settings and options of an exchange, and whether Triton is installed."""
     flags = [*itertools.product((False, True), repeat=3)]
     # Every topology with every selector, both ways and one way; wires and flags in turn.
-    for number, (topology, selector, both) in enumerate(itertools.product(TOPOLOGIES, SELECTED, (True, False))):
-        if (topology == "allgather" and both) or (topology == "dense" and selector != "topk"):
-            continue
-        config = TopKConfig(0.01, both, topology=topology, selector=selector, wire=WIRES[number % 4])
+    for number, ((topology, both), selector) in enumerate(itertools.product([*ROUTES, *ON_NODES], SELECTED)):
+        settings = {"topology": topology, "bidirectional": both, "selector": selector, "wire": WIRES[number % 4]}
         given = dict(zip(("scaled", "voted", "uncompressed"), flags[number % 8], strict=True))
-        yield f"{topology} {selector} {both}", config, given
+        yield settings, given, True
         if selector == "topk":
-            yield f"{topology} {both} without Triton", config, {**given, "triton": False}
+            yield settings, given, False
+            yield settings, {"measure": Measure(error=True, per_layer=True)}, True
     # Every memory in every topology; ranks and dtypes in turn.
-    for (i, topology), (j, memory) in itertools.product(enumerate(TOPOLOGIES[:3]), enumerate(MEMORIES)):
-        config = TopKConfig(**{"ratio": 0.01, "topology": topology, **MEMORIES[memory]})
+    for (i, topology), (j, memory) in itertools.product(enumerate(TOPOLOGIES), enumerate(MEMORIES)):
         given = {"rank": (i + j) % 2, "dtype": DTYPES[(i + j // 2) % 4], "scaled": True}
-        yield f"{topology}, {memory}", config, given
-    for name, settings in presets.items():
-        yield name, TopKConfig(**settings), {"voted": True, "scaled": True}
-    for topology in TOPOLOGIES:
-        config = TopKConfig(0.01, topology=topology, bidirectional=topology != "allgather")
-        yield f"{topology}, measured", config, {"measure": Measure(error=True, per_layer=True)}
+        yield {"topology": topology, **memory}, given, True
+    for settings in presets.values():
+        yield settings, {"voted": True, "scaled": True}, True
 
 
-CASES = {name: (config, given) for name, config, given in cases()}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, case):
-    config, given = CASES[case]
-    with_triton = given.pop("triton", True)
+@pytest.mark.parametrize(("settings", "given", "with_triton"), [*cases()], ids=str)
+def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, settings, given, with_triton):
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
-    assert copies_of(config, **given) == []
+    assert copies_of(TopKConfig(**{"ratio": 0.01, **settings}), **given) == []
 
 
 def test_a_new_endpoint_copies_no_zeros_from_the_host(fake, monkeypatch):
@@ -256,8 +246,8 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("with_triton", [True, False])
-def test_adapted_momentum_waits_for_nothing_and_moves_at_most_22_bytes_an_entry(fake, monkeypatch, name, with_triton):
-    """14 bytes per entry, 4 for a parameter with weight decay, and 4 for the buffers of delivered entries."""
+def test_adapted_momentum_waits_for_nothing_and_moves_at_most_18_bytes_an_entry(fake, monkeypatch, name, with_triton):
+    """14 bytes per entry, and 4 for the buffers of delivered entries. Weight decay in the gradient takes more passes."""
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     numel, (kind, options), exchange = 1_000_000, STEPS[name], torch.nn.Module()
     parameter = torch.nn.Parameter(torch.empty(numel, device=CUDA))
@@ -273,8 +263,9 @@ def test_adapted_momentum_waits_for_nothing_and_moves_at_most_22_bytes_an_entry(
     assert watch.found == []
     moved, launches = traffic.with_kernels()
     if with_triton:
-        assert moved <= 22 * numel
-        assert launches == 1
+        in_gradient = "weight_decay" in options
+        assert moved <= (80 if in_gradient else 18) * numel
+        assert launches <= (9 if in_gradient else 1)
     assert adapted._waited[parameter].nbytes == numel
     adapted._restore()
     assert optimizer.state[parameter] is state
@@ -288,9 +279,6 @@ def test_copies_and_waits_are_detected(fake):
     waits = mock.patch.object(ops, "is_finite", lambda x: torch.tensor(bool(x.sum())))
     with waits, pytest.raises(DataDependentOutputException):
         copies_of(TopKConfig(0.01))
-    mixed = torch.empty(5, device=CUDA), torch.ones(5)
-    with pytest.raises(RuntimeError, match="device"):
-        torch.add(*mixed)
 
 
 @pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])

@@ -11,13 +11,14 @@ from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from groups import Group, on_ranks, torchrun
-from ranks import attached, every_rank, four_layers, gradient, loss_of, refusal
+from ranks import attached, four_layers, loss_of, refusal
 
 from lab import hosts
 from lightning_topk.adapters.ddp import TopKState
@@ -30,37 +31,44 @@ from lightning_topk.volume import volume
 JOB = Path(__file__).with_name("job.py")
 
 
-def test_groups_that_torch_has_destroyed_are_dropped_silently(tmp_path):
-    for store in ("first", "second"):
-        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / store), 1), rank=0, world_size=1)
-        if store == "first":
-            groups = Groups.make(None, None)
-        else:
-            groups.destroy()
-        dist.destroy_process_group()
+@pytest.fixture
+def default_group(tmp_path):
+    """Makes this process the only rank of a default group with the given options; destroys it at the end."""
+
+    def make(**options: Any) -> None:
+        store = dist.FileStore(str(tmp_path / str(len(list(tmp_path.iterdir())))), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, **options)
+
+    yield make
+    dist.destroy_process_group()
 
 
-def test_exchanges_use_the_timeout_of_the_users_own_group(tmp_path):
-    user, some, own = timedelta(seconds=45), timedelta(seconds=44), timedelta(seconds=43)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=user)
-    try:
-        for group, given, expected in (
-            (None, None, user),
-            (dist.new_group([0], timeout=some), None, some),
-            (None, own, own),
-        ):
-            state = TopKState(process_group=group, timeout=given)
-            backend = state.groups.all._get_backend(torch.device("cpu"))
-            state.close()
-            assert backend.options._timeout == expected
-    finally:
-        dist.destroy_process_group()
+def test_groups_that_torch_has_destroyed_are_dropped_silently(default_group):
+    default_group()
+    groups = Groups.make(None, None)
+    dist.destroy_process_group()
+    default_group()
+    groups.destroy()
+    assert groups.all not in dist.distributed_c10d._world.pg_map
 
 
-def test_a_rank_that_failed_alone_does_not_wait_to_destroy_an_nccl_group(tmp_path, monkeypatch):
+def test_exchanges_use_the_timeout_of_the_users_own_group(default_group):
+    user, some, own = (timedelta(seconds=seconds) for seconds in (45, 44, 43))
+    default_group(timeout=user)
+    for group, given, expected in (
+        (None, None, user),
+        (dist.new_group([0], timeout=some), None, some),
+        (None, own, own),
+    ):
+        state = TopKState(process_group=group, timeout=given)
+        backend = state.groups.all._get_backend(torch.device("cpu"))
+        state.close()
+        assert backend.options._timeout == expected
+
+
+def test_a_rank_that_failed_alone_does_not_wait_to_destroy_an_nccl_group(default_group, monkeypatch):
     """Its error would not surface before the others' collectives time out."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    default_group()
     groups, destroy, others, destroyed = Groups.make(None, None), dist.destroy_process_group, Event(), Event()
 
     def waits(group: dist.ProcessGroup) -> None:
@@ -68,14 +76,14 @@ def test_a_rank_that_failed_alone_does_not_wait_to_destroy_an_nccl_group(tmp_pat
         destroy(group)
         destroyed.set()
 
-    monkeypatch.setattr(process_groups, "PATIENCE", 0.1)
-    monkeypatch.setattr(process_groups, "_only_gloo", lambda group: False)
-    monkeypatch.setattr(dist, "destroy_process_group", waits)
-    groups.destroy()
-    assert not destroyed.is_set()
-    others.set()
-    assert destroyed.wait(60)
-    destroy()
+    with monkeypatch.context() as patched:
+        patched.setattr(process_groups, "PATIENCE", 0.1)
+        patched.setattr(process_groups, "_only_gloo", lambda group: False)
+        patched.setattr(dist, "destroy_process_group", waits)
+        groups.destroy()
+        assert not destroyed.is_set()
+        others.set()
+        assert destroyed.wait(60)
 
 
 @on_ranks(2)
@@ -92,17 +100,6 @@ def test_no_rank_continues_before_all_are_connected(rank, world):
     with mock.patch.object(dist, "new_group", slow):
         attached(four_layers(), ratio=0.1)
     assert store.add("connected", 0) == world * len(calls)
-
-
-@on_ranks(2)
-def test_a_slow_rank_is_waited_for(rank, world):
-    ddp, state = attached(four_layers(), ratio=0.1, timeout=timedelta(seconds=20))
-    time.sleep(2 * rank)
-    loss_of(ddp, rank, 0).backward()
-    state.close()
-    one, other = every_rank(gradient(ddp))
-    assert torch.equal(one, other)
-    assert one.any()
 
 
 def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
@@ -143,8 +140,7 @@ def test_if_one_rank_fails_the_others_end_in_time_and_name_the_bucket(blow):
         assert "timeout of 0:00:04" in message
         assert took < 4 + 6
         assert seconds < 3
-    if blow == "damages":
-        assert any("payload from rank 1 was damaged" in message for message, *_ in answers)
+    assert blow != "damages" or any("payload from rank 1 was damaged" in message for message, *_ in answers)
 
 
 @pytest.mark.trainer

@@ -130,8 +130,7 @@ time.sleep(0.1)
 
 @pytest.mark.process
 def test_a_process_exits_cleanly_while_the_lane_works():
-    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_TORCH_CALLS_BACK], timeout=120)
-    assert ended.returncode == 0
+    assert subprocess.run([sys.executable, "-c", ENDS_WHILE_TORCH_CALLS_BACK], timeout=120).returncode == 0
 
 
 def test_the_thread_of_a_lane_left_open_can_be_stopped_and_starts_again():

@@ -1,7 +1,6 @@
 """The laws of the exchange, on every topology, direction, wire, selector, memory and size, in memory."""
 
 from functools import partial
-from unittest import mock
 
 import laws
 import numpy as np
@@ -9,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_turn, routes, simulate, wires
+from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_turn, routes, simulate
 from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, deal
 
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
-from lightning_topk.core import ops
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
@@ -76,24 +74,6 @@ def test_a_bucket_whose_positions_need_more_than_32_bits_is_refused(numel, world
     with pytest.raises(ValueError, match=r"positions have 32 bits.*use more ranks"):
         plan_bucket(TopKConfig(), [numel], world)
     assert plan_bucket(TopKConfig(), [2**31], 4).layout.shard_size < 2**31
-
-
-def test_buckets_are_compressed_to_the_same_bits_whether_fused_or_not():
-    """Measuring gives the same bits too."""
-    ends, errors = [], []
-    for fused, measure in ((True, NOTHING), (False, NOTHING), (True, Measure(error=True, per_layer=True))):
-        cluster = Cluster(TopKConfig(), 3, 150_001, sizes=(100_000, 50_001), measure=measure)
-        with mock.patch.object(ops, "fast", ops.fast if fused else lambda device: None):
-            received = [cluster.step(gradients(3, 150_001, step)) for step in range(3)][-1][0]
-        ends.append((received, *(link.memory.tensors()["residual"] for link in cluster.endpoints[1].links)))
-        errors.append(cluster.outcomes[1].uplink)
-    for end in ends[1:]:
-        assert all(map(torch.equal, end, ends[0]))
-    energy, left = errors[2].error
-    torch.testing.assert_close(left, ends[2][1].double().square().sum(), rtol=1e-5, atol=0)
-    assert left < energy
-    torch.testing.assert_close(errors[2].per_layer[:2].sum(1), errors[2].error)
-    assert errors[2].per_layer[2].sum() == errors[0].selected
 
 
 @pytest.mark.parametrize(
@@ -174,16 +154,17 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(
     cluster = laws.cluster_of(TopKConfig(0.01, bidirectional, topology=topology, **settings), 3, 2000, dtype)
     # Rank 1 is poisoned; in the hierarchy its worker is the node of ranks 0 and 1, each of which has a part.
     poisoned = [cluster.endpoints[rank] for rank in ((0, 1) if topology == "hierarchical" else (1,))]
+    links = [*(end.uplink for end in poisoned), *(end.downlink for end in cluster.endpoints if end.downlink)]
     for step, finite in enumerate((True, False, True)):
-        before = [kept.clone() for end in poisoned for kept in end.uplink.memory.tensors().values()]
+        before = [kept.clone() for link in links for kept in link.memory.tensors().values()]
         mine = [each.to(dtype) for each in gradients(len(cluster.endpoints), 2000, step)]
         mine[1][700:900] *= 1.0 if finite else poison
         assert all(received.isfinite().all() == finite for received in cluster.step(mine))
         assert all(bool(outcome.finite) == finite for outcome in cluster.outcomes)
         for end in cluster.endpoints:
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
-        after = [kept for end in poisoned for kept in end.uplink.memory.tensors().values()]
-        assert finite or all(map(torch.equal, before, after)), "the worker sent some of its gradient"
+        after = [kept for link in links for kept in link.memory.tensors().values()]
+        assert finite or all(map(torch.equal, before, after)), "the worker or a server sent some of its vector"
 
 
 @pytest.mark.parametrize(
@@ -207,15 +188,6 @@ def test_sums_beyond_the_range_of_floats_leave_finite_residuals(
         for end in cluster.endpoints:
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
     assert received.any(), "nothing is sent anymore"
-
-
-@everywhere
-@wires
-def test_the_largest_half_precision_gradient_arrives_finite(topology, bidirectional, wire):
-    config = TopKConfig(ratio=1.0, wire=wire, topology=topology, bidirectional=bidirectional)
-    largest = torch.full((300,), torch.finfo(torch.float16).max, dtype=torch.float16)
-    cluster = laws.cluster_of(config, 2, 300, torch.float16)
-    assert cluster.step([largest] * len(cluster.endpoints))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("topology", ["sharded", "single_server"])
@@ -286,20 +258,25 @@ def test_error_feedback_may_be_on_workers_only_or_off(topology, bidirectional):
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("numel", [3000, 150_001])  # of the larger one, links are fused unless they measure
 @routes
-def test_the_measured_error_is_the_error_of_the_step(topology, bidirectional):
-    world, numel = 3, 3000
-    config = TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional, wire="fp32")
-    cluster = Cluster(config, world, numel, measure=Measure(error=True))
+def test_the_measured_error_is_the_error_of_the_step_and_measuring_changes_no_bit(topology, bidirectional, numel):
+    config, sizes = TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional), (numel - 1000, 1000)
+    plain, measured = (
+        Cluster(config, 3, numel, sizes=sizes, measure=measure)
+        for measure in (NOTHING, Measure(error=True, per_layer=True))
+    )
     for step in range(3):
-        before = [end.uplink.memory.tensors()["residual"].clone() for end in cluster.endpoints]
-        mine = gradients(world, numel, step)
-        cluster.step(mine)
-        for end, outcome, g, e in zip(cluster.endpoints, cluster.outcomes, mine, before, strict=True):
-            a, left = (g + e).double(), end.uplink.memory.tensors()["residual"].double()
-            torch.testing.assert_close(outcome.uplink.error, torch.stack([a.square().sum(), left.square().sum()]))
+        before = [end.uplink.memory.residual.clone() for end in measured.endpoints]
+        mine = gradients(3, numel, step)
+        assert torch.equal(plain.step(mine)[0], measured.step(mine)[0])
+        for end, outcome, g, e in zip(measured.endpoints, measured.outcomes, mine, before, strict=True):
+            energy, left = (x.double().square().sum() for x in (g + e, end.uplink.memory.residual))
+            torch.testing.assert_close(outcome.uplink.error, torch.stack([energy, left]))
+            torch.testing.assert_close(outcome.uplink.per_layer[:2].sum(1), outcome.uplink.error)
+            assert outcome.uplink.per_layer[2].sum() == outcome.uplink.selected
             if end.downlink is not None:
-                left = end.downlink.memory.tensors()["residual"].double().square().sum()
+                left = end.downlink.memory.residual.double().square().sum()
                 torch.testing.assert_close(outcome.downlink.error[1], left)
                 assert outcome.downlink.error[0] >= outcome.downlink.error[1]
 

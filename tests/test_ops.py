@@ -1,5 +1,6 @@
 """Bits, positions, layouts and selections."""
 
+import itertools
 import math
 import random
 from contextlib import nullcontext
@@ -18,7 +19,6 @@ from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
 from lightning_topk.core.select import GaussianK, RandK, SampledK, TopK, TrimmedK
 from lightning_topk.core.wire import WIRES, Codec
-from lightning_topk.simulate import Cluster
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])
@@ -46,7 +46,7 @@ def test_elias_fano_decode_inverts_encode(universe, k):
     assert torch.equal(cpu.elias_fano_decode(code, universe, k, low), index)
 
 
-def test_elias_fano_takes_repeats_refuses_damage_and_matches_an_example():
+def test_elias_fano_takes_repeats_and_matches_an_example():
     index = torch.tensor([[0, 0, 5, 5, 999], [0, 1, 2, 998, 999]])
     low = reference.elias_fano_low_width(1000, 5)
     for version in (reference, cpu):
@@ -152,23 +152,16 @@ def test_every_element_has_one_place_in_the_shards(numel, shards):
         assert ((flat // 256) % shards == torch.arange(shards).unsqueeze(1))[rows > 0].all()
 
 
-def test_every_shard_sends_its_share():
-    for numel in (1, 10, 1000, 123_457, 25_000_000):
-        for shards in (1, 2, 3, 4, 64):
-            layout = Layout(numel, shards)
-            for ratio in (0.001, 0.01, 0.29, 1.0):
-                k = k_of(numel, ratio)
-                kept = layout.k_per_shard(k)
-                assert 1 <= kept <= layout.shard_size
-                assert kept * shards >= k
-            assert layout.k_per_shard(numel) == layout.shard_size
-
-
-def test_k_is_the_papers_k():
+def test_k_is_the_papers_and_every_shard_sends_its_share():
     assert k_of(100, 0.29) == 29  # int(100 * 0.29) is 28
-    assert k_of(50_890, 0.001) == 50
-    assert k_of(3, 0.001) == 1
-    assert k_of(7, 1) == 7
+    assert [k_of(50_890, 0.001), k_of(3, 0.001), k_of(7, 1)] == [50, 1, 7]
+    for numel, shards in itertools.product((1, 10, 1000, 123_457, 25_000_000), (1, 2, 3, 4, 64)):
+        layout = Layout(numel, shards)
+        for ratio in (0.001, 0.01, 0.29, 1.0):
+            kept = layout.k_per_shard(k_of(numel, ratio))
+            assert 1 <= kept <= layout.shard_size
+            assert kept * shards >= k_of(numel, ratio)
+        assert layout.k_per_shard(numel) == layout.shard_size
     with pytest.raises(ValueError, match="numel=0"):
         Layout(0, 2)
 
@@ -271,23 +264,22 @@ def test_a_send_that_cannot_be_fused_changes_nothing(case, options):
     assert torch.equal(x, before[1])
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
 @pytest.mark.parametrize("formats", ["one", "channels_last", "different"])
-def test_a_momentum_buffer_catches_up_in_one_pass_like_in_the_reference(formats, skipped, decay):
+def test_a_momentum_buffer_catches_up_in_one_pass_like_in_the_reference(formats, skipped):
     """In any dense memory format, if all tensors have it."""
-    buffer, x, gradient = (torch.randn(7, 3, 20, 24) for _ in range(3))
+    buffer, gradient = (torch.randn(7, 3, 20, 24) for _ in range(2))
     gradient[gradient.abs() < 1.5] = 0
     waited = (torch.arange(buffer.numel()) % 256).clamp(max=254).to(torch.uint8).view(buffer.shape)
-    given = [buffer, waited, x, gradient]
-    for i in {"one": (), "channels_last": range(4), "different": (3,)}[formats]:
+    given = [buffer, waited, gradient]
+    for i in {"one": (), "channels_last": range(3), "different": (2,)}[formats]:
         given[i] = given[i].to(memory_format=torch.channels_last)
-    (buffer, waited, x, gradient), ends = given, []
+    (buffer, waited, gradient), ends = given, []
     for version in (ops, reference):
         b, steps, out = buffer.clone(), waited.clone(), torch.empty_like(buffer)
         found_inf = None if skipped is None else torch.tensor(skipped)
         with mock.patch.object(cpu, "catch_up_", wraps=cpu.catch_up_) as one_pass:
-            version.catch_up_(b, steps, gradient, x, 0.9, 0.5, decay, found_inf, out)
+            version.catch_up_(b, steps, gradient, 0.9, 0.5, found_inf, out)
         assert one_pass.called == (version is ops and formats != "different")
         ends.append((b, steps, out))
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
@@ -336,21 +328,6 @@ def test_thresholds_are_close_on_bell_shaped_vectors(selector, least):
         assert least * 1000 <= count <= 1000
 
 
-def test_thresholds_stay_capped_on_residuals():
-    """Gradient plus residual after some steps: values accumulate below the threshold."""
-    cluster, generator = Cluster(TopKConfig(ratio=0.001), 1, NUMEL), torch.Generator().manual_seed(0)
-    scale = torch.rand(NUMEL, generator=generator) ** 4
-    given = [torch.randn(NUMEL, generator=generator) * scale for _ in range(101)]
-    for gradient in given[:-1]:
-        cluster.step([gradient])
-    a = cluster.endpoints[0].uplink.memory.tensors()["residual"] + given[-1]
-    _, exact, _ = TopK().select(a, Layout(NUMEL), 100)
-    for selector in (GaussianK(), SampledK(), TrimmedK()):
-        _, value, count = selector.select(a, Layout(NUMEL), 100)
-        assert count <= 100
-        assert value.square().sum() >= 0.5 * exact.square().sum() * (count / 100)
-
-
 def test_gaussian_k_corrects_its_threshold_as_algorithm_1_does():
     # On uniform values the first threshold lies beyond the largest one: three halvings bring it down to an eighth.
     uniform = vector("uniform", NUMEL).unsqueeze(0)
@@ -368,22 +345,16 @@ def test_trimmed_k_descends_until_k_pass():
         SampledK(0)
 
 
-def test_random_k_is_the_same_on_all_ranks_new_at_every_step_and_nested():
+def test_random_k_is_the_same_on_all_ranks_new_at_every_step_nested_and_uniform():
     one, other = RandK(seed=3), RandK(seed=3)
     first = one.shared_positions(1000, 50)
     assert torch.equal(first, other.shared_positions(1000, 50))
     assert len(first.unique()) == 50
     assert set(first.tolist()) <= set(one.shared_positions(1000, 80).tolist())
-    one.step += 1
-    assert not torch.equal(first, one.shared_positions(1000, 50))
     assert not torch.equal(first, RandK(seed=4).shared_positions(1000, 50))
-
-
-def test_random_k_draws_every_position_as_often():
-    selector, count = RandK(seed=1), torch.zeros(400)
-    for step in range(2000):
-        selector.step = step
-        count[selector.shared_positions(400, 20)] += 1
+    count = torch.zeros(400)
+    for one.step in range(2000):
+        count[one.shared_positions(400, 20)] += 1
     assert count.mean() == 100
     assert count.std() == pytest.approx((100 * 0.95) ** 0.5, rel=0.2)
     assert count.min() > 50
