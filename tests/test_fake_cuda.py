@@ -247,7 +247,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("with_triton", [True, False])
 def test_adapted_momentum_waits_for_nothing_and_moves_at_most_18_bytes_an_entry(fake, monkeypatch, name, with_triton):
-    """14 bytes per entry, and 4 for the buffers of delivered entries. Weight decay in the gradient takes more passes."""
+    """14 bytes per entry, and 4 for the buffers of delivered entries; more passes with weight decay in the gradient."""
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     numel, (kind, options), exchange = 1_000_000, STEPS[name], torch.nn.Module()
     parameter = torch.nn.Parameter(torch.empty(numel, device=CUDA))
