@@ -64,6 +64,7 @@ def plan_bucket(
         config, uncompressed = config.dense, ()
     if config.ratio is None:
         config = _with_ratio(config, sizes, max(2, world), local, itemsize, skipped)
+    assert config.topology is not None
     topology = TOPOLOGIES[config.topology]
     parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among, feedback = world // parts.count, {True: ("worker", "server"), "worker": ("worker",), False: ()}
@@ -177,7 +178,7 @@ class Buckets:
     """Resolves the settings for each bucket of a model's parameters."""
 
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
-        self.config, self._world, self._local = config, world, local
+        self.config, self._world, self.local = config, world, local
         self._rest = config  # with the saving of the compressed part
         self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
         self.names: Mapping[Tensor, str] = {}
@@ -205,12 +206,19 @@ class Buckets:
 
     def check_size(self, numel: int) -> None:
         """Refuses a bucket of ``numel`` elements that is too large, see :func:`plan_bucket`."""
-        plan_bucket(replace(self._rest, saving=None, ratio=1.0), [numel], self._world, self._local)
+        plan_bucket(replace(self._rest, saving=None, ratio=1.0), [numel], self._world, self.local)
 
     @property
     def compressed(self) -> Collection[Tensor]:
         """The parameters that may be compressed."""
         return self.names.keys() - self._uncompressed
+
+    def delivers_everything(self, bucket: Bucket, step: int, epoch: int) -> bool:
+        """Whether a step delivers every entry of a bucket in full precision, as an all-reduce does."""
+        plan = self.plan_of(bucket)
+        codecs = plan.codecs(step, epoch)
+        whole = all(each.k == each.universe for each in (codecs.uplink, codecs.reply))
+        return plan.topology.compresses and plan.wire.name == "fp32" and whole
 
     def plan_of(self, bucket: Bucket) -> BucketPlan:
         """The exchange plan of a bucket."""
@@ -221,7 +229,7 @@ class Buckets:
                 self._rest,
                 [parameter.numel() for parameter in bucket],
                 self._world,
-                self._local,
+                self.local,
                 bucket[0].itemsize,
                 [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed],
                 tag=zlib.crc32(names.encode()) >> 8,

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeGuard, cast
 
 from typing_extensions import TypedDict
 
+from lightning_topk.core.endpoint import Topology
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import SELECTORS, Selector
 from lightning_topk.core.wire import WIRES, WireName
@@ -34,7 +35,7 @@ class Settings(TypedDict, total=False):
     server_ratio: Ratio | None
     selector: str | Selector
     wire: WireName | None
-    topology: TopologyName
+    topology: TopologyName | None
     dense_parameters: str | Sequence[str]
     error_feedback: bool | Literal["worker"]
     momentum: float
@@ -59,7 +60,7 @@ class TopKConfig:
     server_ratio: Ratio | None = None
     selector: str | Selector = "topk"
     wire: WireName | None = None
-    topology: TopologyName = "sharded"
+    topology: TopologyName | None = None
     dense_parameters: str | Sequence[str] = ()
     error_feedback: bool | Literal["worker"] = True
     momentum: float = 0.0
@@ -99,12 +100,16 @@ class TopKConfig:
     @property
     def compresses(self) -> bool:
         """Whether anything is compressed."""
-        return TOPOLOGIES[self.topology].compresses
+        return self._topology.compresses
 
     @property
     def by_node(self) -> bool:
         """Whether the ranks of a node exchange as one worker."""
-        return TOPOLOGIES[self.topology].by_node
+        return self._topology.by_node
+
+    @property
+    def _topology(self) -> Topology:
+        return TOPOLOGIES[self.topology or "sharded"]
 
     @property
     def adapts_momentum(self) -> bool:
@@ -121,14 +126,16 @@ class TopKConfig:
         """The same settings with a dense all-reduce of everything."""
         return replace(self, topology="dense", ratio=1.0, saving=None, server_ratio=None, momentum=0.0)
 
-    def resolve(self, world: int, local: int) -> TopKConfig:
-        """Resolves ``topology="hierarchical"``: dense on a single node, sharded with one rank per node.
+    def resolve(self, world: int, local: int, gpus: bool = False) -> TopKConfig:
+        """Resolves the topology for these ranks.
 
-        With ``momentum`` it is sharded on a single node too.
+        The default is hierarchical on several nodes of several GPUs each, else sharded. Hierarchical is dense on a
+        single node (sharded with ``momentum``), and sharded with one rank per node.
 
         Args:
             world: Number of ranks.
             local: Ranks per node; ranks of a node are consecutive.
+            gpus: Whether each rank has a GPU.
 
         Raises:
             ValueError: ``world`` is not a multiple of ``local``.
@@ -138,7 +145,8 @@ class TopKConfig:
                 f"{world} ranks cannot be divided into nodes of {local}: every node needs the same number of ranks. "
                 "Pass local_world_size=, the number of ranks per node."
             )
-        name = cast(TopologyName, TOPOLOGIES[self.topology].on(world, local))
+        wanted = self.topology or ("hierarchical" if gpus and 1 < local < world else "sharded")
+        name = cast(TopologyName, TOPOLOGIES[wanted].on(world, local))
         if name == self.topology:
             return self
         if TOPOLOGIES[name].compresses:
@@ -175,7 +183,8 @@ def _check_values(config: TopKConfig) -> None:
         check_name("selector", config.selector, SELECTORS, " or an instance of lightning_topk.select.Selector")
     if config.wire is not None:
         check_name("wire", config.wire, WIRES)
-    check_name("topology", config.topology, TOPOLOGIES)
+    if config.topology is not None:
+        check_name("topology", config.topology, TOPOLOGIES)
     _check_number("momentum", config.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
     if config.clip_norm is not None:
         remedy = "Leave it out to disable clipping."
@@ -194,8 +203,7 @@ def _check_combinations(config: TopKConfig) -> None:
             f"server_ratio={config.server_ratio!r} needs ratio=: saving={config.saving:g} decides what workers and "
             "servers send. Pass ratio= too, or leave server_ratio out."
         )
-    no_server = config.compresses and not TOPOLOGIES[config.topology].has_servers
-    if no_server and config.bidirectional:
+    if config.compresses and not config._topology.has_servers and config.bidirectional:
         raise ValueError(
             f"bidirectional=True is incompatible with topology={config.topology!r}: without a server there is no "
             "server-to-worker direction to compress. Pass bidirectional=False, or topology='sharded'."

@@ -41,6 +41,7 @@ def run(
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
     speed, buckets, numel = link(inter)[0] / 8, ddp_buckets(sizes), min(sum(sizes), MEASURED)
     given = TopKConfig(saving=saving, ratio=ratio)
+    default = given.resolve(world, gpus_per_node, gpus=True).topology
     second = step_seconds(given, numel, torch.device(device)) / numel  # per element
     rows = []
     for topology in ("dense", "sharded", "hierarchical", "single_server", "allgather"):
@@ -50,7 +51,7 @@ def run(
         sent = volume(config, buckets, world, local=gpus_per_node)  # of rank 0, the busiest
         elements = sum(sizes) / (gpus_per_node if topology == "hierarchical" else 1)
         computing = second * elements if config.compresses else 0.0
-        row: Row = {"topology": "dense (DDP)" if topology == "dense" else topology}
+        row: Row = {"topology": topology + " (DDP)" * (topology == "dense") + " (default)" * (topology == default)}
         row |= {"a rank sends": format_bytes(sent.sent), "a node sends": format_bytes(sent.inter_node)}
         row |= {"saving": f"{sent.node_saving:.1f}x", "ms a step": 1000 * (computing + sent.inter_node / speed)}
         pays = 8 * (sent.dense_inter_node - sent.inter_node) / computing if computing else 0.0  # bits per second

@@ -60,11 +60,7 @@ class Cluster:
         """Steps so far."""
 
     def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
-        """Exchanges one gradient of each worker.
-
-        Args:
-            gradients: W tensors ``[numel]``; not modified.
-            epoch: Epochs completed, for schedules.
+        """Exchanges one gradient of each worker, W tensors ``[numel]``, after a number of epochs.
 
         Returns:
             The gradient delivered to each worker: W tensors ``[numel]``.
@@ -79,11 +75,7 @@ class Cluster:
         return outputs
 
     def drive(self, exchanges: Sequence[Exchange]) -> list[Outcome]:
-        """Runs one exchange per rank to completion, answering requests once all ranks have made theirs.
-
-        Returns:
-            The result of each exchange.
-        """
+        """Runs one exchange per rank, answering requests once all ranks have made theirs; returns the outcomes."""
         replies: list[Any] = [None] * len(exchanges)
         while True:
             requests: list[Request] = []

@@ -213,8 +213,25 @@ def test_local_world_size_comes_from_torchrun_if_nodes_are_equal(rank, world):
         with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(sizes[rank])}):
             state = attach(ddp())
             said = refusal(attach, ddp(), topology="hierarchical") if local == 1 else ""
-        assert state.groups.local == local
+        assert (state.local, state.config.topology) == (local, "sharded")
         assert ("needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is [" in said) == (local == 1)
+
+
+@on_ranks(4)
+def test_nodes_of_several_gpus_exchange_as_one_worker_by_default(rank, world):
+    """On fake GPUs; uneven nodes stay sharded, with a message."""
+    found, settings = [], {"ratio": 0.001, "bidirectional": True}
+    with mock.patch.object(agreement, "on_gpus", return_value=True):
+        for sizes, given in (([2] * 4, None), ([1] * 4, 2), ([4] * 4, None), ([3, 3, 3, 1], None), ([1] * 4, 3)):
+            said: list[str] = []
+            with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(sizes[rank])}):
+                state = attach(ddp(), local_world_size=given, announce=said.append, **settings)
+            found.append((state.config.topology, state.local))
+            uneven = [line for line in said if "topology='sharded' is in force, since" in line]
+            assert len(uneven) == (rank == 0 and 3 in (*sizes, given))
+            expected = f"topology={state.config.topology!r} on "
+            assert rank or [line for line in said if expected in line]
+    assert found == [("hierarchical", 2), ("hierarchical", 2), ("sharded", 4), ("sharded", 1), ("sharded", 1)]
 
 
 @on_ranks(2)

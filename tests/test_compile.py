@@ -54,7 +54,7 @@ def launched(numel: int, wire: str, ratios: list[float], dtype: torch.dtype = to
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
             cuda.receive(payloads, layout, codec.format(), 1, x)
-            cuda.catch_up_(e, torch.zeros(numel, dtype=torch.uint8), x, x, 0.9, 1.0, 0.1, torch.zeros(()), e)
+            cuda.catch_up_(e, torch.zeros(numel, dtype=torch.uint8), x, 0.9, 1.0, torch.zeros(()), e)
     return (each for each in found.values() if each.launches)
 
 

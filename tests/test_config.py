@@ -191,6 +191,27 @@ def test_settings_without_effect_are_named(settings, world, words):
         assert re.search(expected, remark)
 
 
+@pytest.mark.parametrize(
+    ("given", "nodes", "ranks", "gpus", "name"),
+    [
+        (None, 4, 8, True, "hierarchical"),
+        (None, 4, 8, False, "sharded"),  # on CPUs a dense exchange inside a node costs more than it saves
+        (None, 1, 8, True, "sharded"),
+        (None, 4, 1, True, "sharded"),
+        (None, 1, 1, True, "sharded"),
+        ("sharded", 4, 8, True, "sharded"),
+        ("hierarchical", 4, 8, False, "hierarchical"),
+        ("hierarchical", 1, 8, True, "dense"),
+        ("single_server", 4, 8, True, "single_server"),
+        ("dense", 4, 8, True, "dense"),
+    ],
+)
+def test_the_default_topology_follows_the_nodes_and_a_given_one_is_used(given, nodes, ranks, gpus, name):
+    for amount in ({"saving": 50}, {"ratio": 0.001, "bidirectional": True}):
+        found = TopKConfig(topology=given, **amount).resolve(nodes * ranks, ranks, gpus)
+        assert found.topology == name
+
+
 def test_a_ratio_is_literal_and_changes_no_other_setting():
     config = TopKConfig(ratio=0.001, bidirectional=True)
     assert config.saving is None
@@ -290,9 +311,9 @@ def test_uncompressed_parameters_count_towards_the_saving():
     assert for_compressed(config, 1000, 0) is config
 
 
-def warned(saving: float, buckets: list[list[int]], dtype: torch.dtype = torch.float32) -> str:
+def warned(saving: float, buckets: list[list[int]], dtype: torch.dtype = torch.float32, local: int = 1) -> str:
     """The warnings for buckets with these parameter sizes, on four ranks."""
-    settings = Buckets(TopKConfig(saving=saving), 4, 1)
+    settings = Buckets(TopKConfig(saving=saving), 4, local)
     made = [tuple(nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes) for sizes in buckets]
     return " ".join(saving_warnings(settings, made, volume_of(settings, made, 0, 0, 0, voting=False)))
 
@@ -305,6 +326,7 @@ def test_a_missed_saving_warns_with_a_remedy():
     assert warned(50, [[400]] * 100) == small
     assert warned(50, [[300_000]]) == ""
     assert warned(2, [[300_000]]) == "", "the saving is exceeded"
+    assert "between nodes each step saves only 42.9x" in warned(50, [[300_000]], local=2)
 
 
 def test_the_saving_of_half_precision_gradients_names_its_baseline():

@@ -40,7 +40,7 @@ def delivered(share: float = 0.2, steps: int = STEPS, size: int = SIZE) -> list[
 def literal(kind, gradients, lr, **options) -> torch.Tensor:
     """The rule alone: a delivered entry takes all steps since its last delivery, the others one with a zero gradient.
 
-    Weight decay reaches an entry in every step: with the gradient when it is delivered, and by itself otherwise.
+    Weight decay that belongs to the gradient waits with it: that of all the steps comes at the delivery.
     """
     weights = torch.ones(SIZE, dtype=torch.float64)
     b, q, largest, waited = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(4))
@@ -50,12 +50,12 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
         here, g = gradient != 0, sign * gradient.double()
         if t == 1:  # torch's first step has no momentum
             here = torch.ones_like(here)
-        if kind is not AdamW:
-            g = g + decay * weights
-        a = 1 - options.get("dampening", 0.0) * (t > 1) if kind is SGD else 1 - m
         steps = waited + 1
+        if kind is not AdamW:
+            g = torch.where(g != 0, g + steps * decay * weights, 0.0)
+        a = 1 - options.get("dampening", 0.0) * (t > 1) if kind is SGD else 1 - m
         v = m * b + a * g
-        moved = torch.where(here, (1 - m**steps) / (1 - m) * v, a * g / (1 - m))  # otherwise g is weight decay alone
+        moved = torch.where(here, (1 - m**steps) / (1 - m) * v, 0.0)
         b = torch.where(here, m**waited * v, b)
         waited = torch.where(here, 0, steps)
         if kind is SGD:
@@ -127,6 +127,38 @@ def test_with_everything_delivered_the_users_optimizer_is_unchanged(kind, option
         optimizer, parameter = adapted(kind, adapts=adapts, **options)
         ends.append({"weights": stepped(optimizer, parameter, delivered(1.0), way), **optimizer.state[parameter]})
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Adam, NAdam, SGD])
+def test_weight_decay_moves_no_entry_that_is_not_delivered(kind):
+    """Adam would move it by the learning rate in each step, however small the decay."""
+    options = {"momentum": 0.9} if kind is SGD else {}
+    optimizer, parameter = adapted(kind, weight_decay=1e-5, **options)
+    optimizer.add_param_group({"params": [other := nn.Parameter(torch.ones(SIZE))], "weight_decay": 0.0})
+    gradients = [gradient.index_fill(0, torch.arange(SIZE // 2), 0.0) for gradient in delivered()]
+    found = stepped(optimizer, parameter, gradients)
+    assert torch.equal(found[: SIZE // 2], torch.ones(SIZE // 2))
+    assert found[SIZE // 2 :].ne(1).any()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-5, 0.0]
+    assert torch.equal(other.detach(), torch.ones(SIZE))
+
+
+@pytest.mark.parametrize("kind", [Adam, SGD])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_weight_decay_of_other_parameters_in_the_group_keeps_its_bits(kind, maximize):
+    options = {"weight_decay": 0.1, "maximize": maximize, **({"momentum": 0.9} if kind is SGD else {})}
+    found = []
+    for adapts in (True, False):
+        pair, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], nn.Module()
+        optimizer = kind(pair, lr=0.1, **options)
+        if adapts:
+            adapt_momentum([optimizer], exchange, {pair[0]})
+        for gradient in delivered(0.5):
+            for parameter in pair:
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        found.append(pair[1].detach())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", [SGD, NAdam])
@@ -286,15 +318,17 @@ class Own(AdamW):
 def test_optimizers_with_a_step_of_their_own_keep_their_momentum():
     parameter, exchange = nn.Parameter(torch.ones(3)), nn.Module()
     for optimizer in (RMSprop([parameter], momentum=0.9), Own([parameter])):
-        (words,) = adapt_momentum([optimizer], exchange)
+        notes, (words,) = adapt_momentum([optimizer], exchange)
+        assert notes == []
         name = type(optimizer).__name__
         assert words == (
             f"lightning_topk: {name} keeps its own momentum: only torch's SGD, Adam, AdamW and NAdam are adapted. If "
             f"{name} wraps one of them, pass the inner optimizer."
         )
     for optimizer in (SGD([parameter], lr=0.1), RMSprop([parameter]), AdamW([parameter], betas=(0.0, 0.9))):
-        assert adapt_momentum([optimizer], exchange) == [], "adapted an optimizer without momentum"
-    (words,) = adapt_momentum([AdamW([parameter])], exchange)
+        assert adapt_momentum([optimizer], exchange) == ([], []), "adapted an optimizer without momentum"
+    (words,), warnings = adapt_momentum([AdamW([parameter])], exchange)
+    assert warnings == []
     assert "the momentum of AdamW is adapted" in words
     assert "adapt_momentum=False" in words
 

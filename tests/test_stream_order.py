@@ -192,7 +192,7 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     given = dict.fromkeys(("timeout", "residuals", "epoch", "optimizers", "scaler", "announce"))
     state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
-        state.learn_names({member: name for unit in units for member, name in unit.names.items()})
+        state.learn_names()
         note = state._runner.note_time
         monkeypatch.setattr(state._runner, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
         state.telemetry.timing, hooks = True, state.lane(CUDA).stream

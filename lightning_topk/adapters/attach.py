@@ -82,9 +82,8 @@ def attach(
     config = one_config(attach, config, settings)
     given = {"timeout": timeout, "residuals": residuals, "epoch": epoch, "scaler": scaler, "announce": announce}
     if _is_sharded(model):
-        from lightning_topk.adapters.fsdp import (
-            hook as fsdp,  # FSDP2 is slow to import; a sharded model has imported it already
-        )
+        # FSDP2 is slow to import; a sharded model has imported it already.
+        from lightning_topk.adapters.fsdp import hook as fsdp
 
         if local_world_size is not None:
             raise ValueError(

@@ -4,86 +4,70 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome, Topology
+from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome
 from lightning_topk.core.guards import norm, unscaled
 from lightning_topk.core.link import LinkStats, Measure, aggregate, deliver
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Broadcast, Gather, Request, placeholder
 
 
-class SingleServer(Topology):
+def single_server(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
     """The parameter server of the thesis: rank 0 serves the whole bucket, and is a worker too."""
-
-    name = "single_server"
-
-    @override
-    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        x = unscaled(g, end, codecs)
-        payload, up = end.uplink.send(x, codecs.uplink, measure)
-        received = yield Gather(payload[0], "uplink")
-        down = None
-        if end.downlink is not None:
-            mean = aggregate(received, codecs.uplink, end.dtype, room=x)
-            reply, down = end.downlink.send(mean, codecs.reply, measure)
-        else:
-            reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
-        replies = yield Broadcast(reply[0], "downlink")
-        return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, out=g), up, down)
-
-    @override
-    def requests(self, plan: BucketPlan, codecs: Codecs) -> list[Request]:
-        uplink = Gather(placeholder(codecs.uplink.nbytes), "uplink")
-        return [uplink, Broadcast(placeholder(codecs.reply.nbytes), "downlink")]
-
-
-class AllGathered(Topology):
-    """TopK-SGD without a server: every worker receives every worker's selection."""
-
-    name = "allgather"
-    has_servers = False
-
-    @override
-    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        x, scale = unscaled(g, end, codecs), codecs.reply.scale
-        payload, up = end.uplink.send(x, codecs.uplink, measure)
-        received = yield AllGather(payload[0], "uplink")
+    x = unscaled(g, end, codecs)
+    payload, up = end.uplink.send(x, codecs.uplink, measure)
+    received = yield Gather(payload[0], "uplink")
+    down = None
+    if end.downlink is not None:
         mean = aggregate(received, codecs.uplink, end.dtype, room=x)
-        finite = ops.is_finite(mean)
-        limit = torch.finfo(g.dtype).max
-        g.copy_((mean if scale is None else mean * scale).clamp(-limit, limit))
-        if g.dtype != end.dtype and end.uplink.memory.tensors():
-            # Every worker keeps the same error of rounding to the bucket's dtype, so their mean is that error.
-            arrived = g if scale is None else g.to(mean.dtype) / scale
-            end.uplink.memory.tensors()["residual"].add_(reference.zero_unless_(mean.sub_(arrived), finite))
-        return Outcome(finite, up)
-
-    @override
-    def requests(self, plan: BucketPlan, codecs: Codecs) -> list[Request]:
-        return [AllGather(placeholder(codecs.uplink.nbytes), "uplink")]
+        reply, down = end.downlink.send(mean, codecs.reply, measure)
+    else:
+        reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
+    replies = yield Broadcast(reply[0], "downlink")
+    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, out=g), up, down)
 
 
-class Dense(Topology):
+def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
+    """Predicts the requests of :func:`single_server`."""
+    uplink = Gather(placeholder(codecs.uplink.nbytes), "uplink")
+    return [uplink, Broadcast(placeholder(codecs.reply.nbytes), "downlink")]
+
+
+def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+    """TopK-SGD without a server: every worker receives every worker's selection."""
+    x, scale = unscaled(g, end, codecs), codecs.reply.scale
+    payload, up = end.uplink.send(x, codecs.uplink, measure)
+    received = yield AllGather(payload[0], "uplink")
+    mean = aggregate(received, codecs.uplink, end.dtype, room=x)
+    finite = ops.is_finite(mean)
+    limit = torch.finfo(g.dtype).max
+    g.copy_((mean if scale is None else mean * scale).clamp(-limit, limit))
+    if g.dtype != end.dtype and end.uplink.memory.tensors():
+        # Every worker keeps the same error of rounding to the bucket's dtype, so their mean is that error.
+        arrived = g if scale is None else g.to(mean.dtype) / scale
+        end.uplink.memory.tensors()["residual"].add_(reference.zero_unless_(mean.sub_(arrived), finite))
+    return Outcome(finite, up)
+
+
+def all_gathered_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
+    """Predicts the requests of :func:`all_gathered`."""
+    return [AllGather(placeholder(codecs.uplink.nbytes), "uplink")]
+
+
+def dense(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
     """All-reduces the mean in the bucket's dtype, as DDP does: no compression and no residual."""
+    stats = LinkStats()
+    if measure.error:
+        energy = norm(g, codecs).square()
+        stats = LinkStats(g.count_nonzero(), torch.stack([energy, torch.zeros_like(energy)]))
+    total = yield AllReduce(g.div_(end.plan.world), "uplink")
+    finite = ops.is_finite(total)
+    if total.data_ptr() != g.data_ptr():
+        g.copy_(total)
+    return Outcome(finite, stats)
 
-    name = "dense"
-    compresses = False
-    has_servers = False
 
-    @override
-    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        stats = LinkStats()
-        if measure.error:
-            energy = norm(g, codecs).square()
-            stats = LinkStats(g.count_nonzero(), torch.stack([energy, torch.zeros_like(energy)]))
-        total = yield AllReduce(g.div_(end.plan.world), "uplink")
-        finite = ops.is_finite(total)
-        if total.data_ptr() != g.data_ptr():
-            g.copy_(total)
-        return Outcome(finite, stats)
-
-    @override
-    def requests(self, plan: BucketPlan, codecs: Codecs) -> list[Request]:
-        return [AllReduce(placeholder(plan.layout.numel * plan.itemsize), "uplink")]
+def dense_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
+    """Predicts the requests of :func:`dense`."""
+    return [AllReduce(placeholder(plan.layout.numel * plan.itemsize), "uplink")]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,22 +84,20 @@ class BucketPlan:
         """Number of elements in the bucket."""
         return sum(self.parts.sizes)
 
-    @cached_property
-    def uncompressed_spans(self) -> list[tuple[int, int]]:
-        """Begin and end, in the bucket, of each uncompressed parameter."""
-        ends = list(accumulate(self.parts.sizes))
-        return [(ends[number] - self.parts.sizes[number], ends[number]) for number in self.uncompressed]
+    @property
+    def uncompressed_numel(self) -> int:
+        """Number of uncompressed elements in the bucket."""
+        return sum(self.parts.sizes[number] for number in self.uncompressed)
 
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
+
+        Payloads of a server that does not compress have room for all entries that its workers can send.
 
         Args:
             step: Gradients exchanged before this one, for schedules.
             epoch: Epochs completed, for schedules.
             selector: The selector whose selections are encoded. Default: the plan's own, which is enough for sizes.
-
-        Returns:
-            The codecs. Payloads of a server that does not compress have room for all entries that its workers can send.
         """
         layout, selector = self.layout, selector or self.selector
         if not self.topology.compresses:
@@ -124,8 +121,7 @@ class BucketPlan:
         if voters is not None:
             asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
         if self.uncompressed:
-            numel = sum(end - begin for begin, end in self.uncompressed_spans)
-            asked.append(AllReduce(placeholder(numel * self.itemsize), "uplink"))
+            asked.append(AllReduce(placeholder(self.uncompressed_numel * self.itemsize), "uplink"))
         return asked + self.topology.requests(self, self.codecs(step, epoch))
 
     def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
@@ -148,7 +144,8 @@ class BucketPlan:
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
             downlink = Link(served, selector, memory, dtype, exact=lossless)
-        return Endpoint(self, rank, whole, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
+        shard = rank if layout.shards > 1 else 0
+        return Endpoint(self, shard, whole, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +154,7 @@ class Endpoint:
 
     Attributes:
         plan: The bucket's plan.
-        rank: Index of this rank among the ranks that exchange its part.
+        shard: Index of the shard that this rank serves; 0 if there is only one.
         dtype: dtype of sums and residuals.
         uplink: The worker's link.
         downlink: The server's link; None on a rank that is not a server.
@@ -165,7 +162,7 @@ class Endpoint:
     """
 
     plan: BucketPlan
-    rank: int
+    shard: int
     dtype: torch.dtype
     uplink: Link
     downlink: Link | None
@@ -188,15 +185,6 @@ class Endpoint:
         starts = [end - size for end, size in zip(ends, self.plan.parts.sizes, strict=True) if size]
         return torch.tensor(starts, device=self.sizes.device)
 
-    @property
-    def shard(self) -> int:
-        """Index of the shard that this rank serves; 0 if there is only one."""
-        return self.rank if self.layout.shards > 1 else 0
-
-    def served(self, kept: Tensor) -> Tensor:
-        """This rank's shard ``[shard_size]`` of ``kept`` ``[parts.numel]``, padded with zeros."""
-        return reference.shard_rows(kept, self.layout)[self.shard]
-
     def server_memory(self) -> dict[str, Tensor]:
         """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""
         found: dict[str, Tensor] = {}
@@ -205,18 +193,6 @@ class Endpoint:
             places = reference.flat_index(every, self.layout, torch.tensor([[self.shard]], device=kept.device))[0]
             found[name] = kept.new_zeros(self.layout.numel).index_add_(0, places, kept)
         return found
-
-    def folded(self) -> dict[str, Tensor]:
-        """The worker's memory plus W times the server's: ``[parts.numel]`` by name."""
-        found = {name: kept.clone() for name, kept in self.uplink.memory.tensors().items()}
-        for name, served in self.server_memory().items():
-            found[name] += served * self.plan.world
-        return found
-
-    def spread(self, flags: Tensor) -> Tensor:
-        """Expands ``flags``, one per parameter, to the elements of each parameter in this rank's part."""
-        count = self.plan.parts.count
-        return flags.repeat_interleave((self.sizes + count - 1) // count, output_size=self.layout.numel)
 
 
 @dataclass(frozen=True)
@@ -238,28 +214,34 @@ Exchange = Generator[Request, Any, Outcome]
 """Generator that exchanges one bucket: yields requests, receives their replies, and returns an :class:`Outcome`."""
 
 
-class Topology(ABC):
-    """Who sends what to whom."""
+@dataclass(frozen=True)
+class Topology:
+    """Who sends what to whom.
 
-    name: ClassVar[str]
-    """Name in the settings."""
-    compresses: ClassVar[bool] = True
-    has_servers: ClassVar[bool] = True
-    by_node: ClassVar[bool] = False
-    """Whether the ranks of a node exchange as one worker."""
+    Attributes:
+        name: Name in the settings.
+        exchange: Replaces ``g`` ``[numel]`` by the mean that all ranks agree on.
+        requests: Predicts the requests of ``exchange``, with payloads of the right size and no content.
+        compresses: Whether anything is compressed.
+        has_servers: Whether servers answer the workers.
+        sharded: Whether every rank serves one shard of the bucket; if not, there is one server.
+        by_node: Whether the ranks of a node exchange as one worker.
+    """
+
+    name: str
+    exchange: Callable[[Endpoint, Tensor, Codecs, Measure], Exchange]
+    requests: Callable[[BucketPlan, Codecs], list[Request]]
+    compresses: bool = True
+    has_servers: bool = True
+    sharded: bool = False
+    by_node: bool = False
 
     def on(self, world: int, local: int) -> str:
         """Name of the equivalent topology for ``world`` ranks on nodes of ``local`` ranks."""
-        return self.name
+        if not self.by_node or 1 < local < world:
+            return self.name
+        return "dense" if local == world > 1 else "sharded"
 
     def shards(self, world: int) -> int:
         """Number of servers for ``world`` ranks."""
-        return 1
-
-    @abstractmethod
-    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        """Replaces ``g`` ``[numel]`` by the mean that all ranks agree on."""
-
-    @abstractmethod
-    def requests(self, plan: BucketPlan, codecs: Codecs) -> list[Request]:
-        """Predicts the requests of :meth:`exchange`, with payloads of the right size and no content."""
+        return world if self.sharded else 1

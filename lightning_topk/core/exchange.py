@@ -14,8 +14,8 @@ gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang 
     8 downlink          all_gather: every worker gets every server's reply
     9 deliver           g <- the decoded replies; every rank holds the same bits
 
-:class:`Sharded` is these steps, line by line. Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`.
-:class:`Hierarchical` puts them between nodes; :mod:`lightning_topk.core.baselines` has the topologies of the papers to
+:func:`sharded` is these steps, line by line. Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`.
+:func:`hierarchical` puts them between nodes; :mod:`lightning_topk.core.baselines` has the topologies of the papers to
 compare with, and :mod:`lightning_topk.core.guards` what else can happen to a gradient. Each topology also predicts its
 requests by arithmetic.
 
@@ -30,10 +30,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_topk.core import ops
-from lightning_topk.core.baselines import AllGathered, Dense, SingleServer
+from lightning_topk.core import baselines, ops
 from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome, Topology
 from lightning_topk.core.guards import unscaled
 from lightning_topk.core.link import Measure, aggregate, deliver
@@ -41,74 +39,55 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllToAll, Among, Request, placeholder
 
 
-class Sharded(Topology):
+def sharded(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
     """Every rank is a worker and the server of one shard."""
-
-    name = "sharded"
-
-    @override
-    def shards(self, world: int) -> int:
-        return world
-
-    @override
-    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        """Steps 1-9."""
-        assert end.downlink is not None
-        x = unscaled(g, end, codecs)
-        payloads, up = end.uplink.send(x, codecs.uplink, measure)  # 1-4
-        received = yield AllToAll(payloads, "uplink")  # 5
-        mean = aggregate(received, codecs.uplink, end.dtype, room=x)  # 6
-        reply, down = end.downlink.send(mean, codecs.reply, measure)  # 7
-        replies = yield AllGather(reply[0], "downlink")  # 8
-        finite = deliver(replies, codecs.reply, end.layout, out=g)  # 9
-        return Outcome(finite, up, down)
-
-    @override
-    def requests(self, plan: BucketPlan, codecs: Codecs) -> list[Request]:
-        return _between_servers(plan, codecs, "all")
+    assert end.downlink is not None
+    x = unscaled(g, end, codecs)
+    payloads, up = end.uplink.send(x, codecs.uplink, measure)  # 1-4
+    received = yield AllToAll(payloads, "uplink")  # 5
+    mean = aggregate(received, codecs.uplink, end.dtype, room=x)  # 6
+    reply, down = end.downlink.send(mean, codecs.reply, measure)  # 7
+    replies = yield AllGather(reply[0], "downlink")  # 8
+    finite = deliver(replies, codecs.reply, end.layout, out=g)  # 9
+    return Outcome(finite, up, down)
 
 
-class Hierarchical(Topology):
-    """Dense inside nodes, sparse between them: each rank exchanges one part of its node's mean gradient."""
+def sharded_requests(plan: BucketPlan, codecs: Codecs, among: Among = "all") -> list[Request]:
+    """Predicts the requests of steps 5 and 8."""
+    uplink = AllToAll(placeholder(plan.world, codecs.uplink.nbytes), "uplink", among)
+    return [uplink, AllGather(placeholder(codecs.reply.nbytes), "downlink", among)]
 
-    name = "hierarchical"
-    by_node = True
 
-    @override
-    def on(self, world: int, local: int) -> str:
-        return self.name if 1 < local < world else Dense.name if local == world > 1 else Sharded.name
+def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+    """Dense inside nodes, sparse between them: each rank exchanges one part of its node's mean gradient.
 
-    @override
-    def shards(self, world: int) -> int:
-        return world
+    Steps 1-8 between the ranks that hold the same part; step 9 for the parts of all ranks of the node.
+    """
+    assert end.downlink is not None
+    parts = end.plan.parts
+    rows = reference.split_parts(g, parts)
+    rows[:, :1].masked_fill_(~ops.is_finite(g), torch.nan)  # so that no part of this node's gradient is sent
+    received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
+    x = _node_mean(received.view(g.dtype), end.dtype, codecs.reply.scale)
+    payloads, up = end.uplink.send(x, codecs.uplink, measure)
+    received = yield AllToAll(payloads, "uplink", "peers")
+    mean = aggregate(received, codecs.uplink, end.dtype, room=x)
+    reply, down = end.downlink.send(mean, codecs.reply, measure)
+    replies = yield AllGather(reply[0], "downlink", "peers")
+    everyones = yield AllGather(replies.view(-1), "downlink", "node")
+    rows.zero_()
+    pairs = zip(everyones.view(parts.count, *replies.shape), rows, strict=True)
+    finite = [deliver(each, codecs.reply, end.layout, out=row) for each, row in pairs]
+    reference.join_parts(rows, parts, out=g)
+    return Outcome(torch.stack(finite).all(), up, down)
 
-    @override
-    def exchange(self, end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
-        """Steps 1-8 between the ranks that hold the same part; step 9 for the parts of all ranks of the node."""
-        assert end.downlink is not None
-        parts = end.plan.parts
-        rows = reference.split_parts(g, parts)
-        rows[:, :1].masked_fill_(~ops.is_finite(g), torch.nan)  # so that no part of this node's gradient is sent
-        received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
-        x = _node_mean(received.view(g.dtype), end.dtype, codecs.reply.scale)
-        payloads, up = end.uplink.send(x, codecs.uplink, measure)
-        received = yield AllToAll(payloads, "uplink", "peers")
-        mean = aggregate(received, codecs.uplink, end.dtype, room=x)
-        reply, down = end.downlink.send(mean, codecs.reply, measure)
-        replies = yield AllGather(reply[0], "downlink", "peers")
-        everyones = yield AllGather(replies.view(-1), "downlink", "node")
-        rows.zero_()
-        pairs = zip(everyones.view(parts.count, *replies.shape), rows, strict=True)
-        finite = [deliver(each, codecs.reply, end.layout, out=row) for each, row in pairs]
-        reference.join_parts(rows, parts, out=g)
-        return Outcome(torch.stack(finite).all(), up, down)
 
-    @override
-    def requests(self, plan: BucketPlan, codecs: Codecs) -> list[Request]:
-        inside = placeholder(plan.parts.count, plan.parts.numel * plan.itemsize)
-        replies = placeholder(plan.world * codecs.reply.nbytes)
-        between = _between_servers(plan, codecs, "peers")
-        return [AllToAll(inside, "uplink", "node"), *between, AllGather(replies, "downlink", "node")]
+def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
+    """Predicts the requests of :func:`hierarchical`."""
+    inside = placeholder(plan.parts.count, plan.parts.numel * plan.itemsize)
+    replies = placeholder(plan.world * codecs.reply.nbytes)
+    between = sharded_requests(plan, codecs, "peers")
+    return [AllToAll(inside, "uplink", "node"), *between, AllGather(replies, "downlink", "node")]
 
 
 def _node_mean(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
@@ -120,14 +99,15 @@ def _node_mean(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor
     return mean if scale is None else mean.div_(scale)
 
 
-def _between_servers(plan: BucketPlan, codecs: Codecs, among: Among) -> list[Request]:
-    """Predicts the requests of steps 5 and 8."""
-    uplink = AllToAll(placeholder(plan.world, codecs.uplink.nbytes), "uplink", among)
-    return [uplink, AllGather(placeholder(codecs.reply.nbytes), "downlink", among)]
-
-
 TopologyName = Literal["sharded", "hierarchical", "single_server", "allgather", "dense"]
 TOPOLOGIES: dict[str, Topology] = {
-    topology.name: topology for topology in (Sharded(), SingleServer(), AllGathered(), Hierarchical(), Dense())
+    each.name: each
+    for each in (
+        Topology("sharded", sharded, sharded_requests, sharded=True),
+        Topology("single_server", baselines.single_server, baselines.single_server_requests),
+        Topology("allgather", baselines.all_gathered, baselines.all_gathered_requests, has_servers=False),
+        Topology("hierarchical", hierarchical, hierarchical_requests, sharded=True, by_node=True),
+        Topology("dense", baselines.dense, baselines.dense_requests, compresses=False, has_servers=False),
+    )
 }
 """Topologies by name."""

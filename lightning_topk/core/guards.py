@@ -39,12 +39,6 @@ def exchange(
         scale: Scalar loss scale that ``g`` contains. Residuals are stored without it.
         used: ``[parameters]`` bool, the parameters that this rank used; None if no parameter may be unused.
         measure: What to measure.
-
-    Yields:
-        Requests; each expects its reply.
-
-    Returns:
-        The outcome.
     """
     for link in end.links:
         link.selector.step = step
@@ -67,13 +61,17 @@ def _exchange_used(
     absent = unused.repeat_interleave(end.sizes, output_size=len(g))
     aside = g.masked_fill(~absent, 0)
     g.masked_fill_(absent, 0)
-    kept = end.spread(unused)
-    end.uplink.memory.hold(kept)
-    if end.downlink is not None:
-        end.downlink.memory.hold(end.served(kept))
+    count = end.plan.parts.count
+    kept = unused.repeat_interleave((end.sizes + count - 1) // count, output_size=end.layout.numel)
+    masks = [kept] if end.downlink is None else [kept, reference.shard_rows(kept, end.layout)[end.shard]]
+    held = []
+    for link, mask in zip(end.links, masks, strict=True):
+        for memory in link.memory.tensors().values():
+            held.append((memory, memory.masked_fill(~mask, 0)))
+            memory.masked_fill_(mask, 0)
     outcome = yield from _exchange_scaled(end, g, codecs, scale, measure)
-    for link in end.links:
-        link.memory.release()
+    for memory, unsent in held:
+        memory.add_(unsent)
     g.copy_(torch.where(absent, aside, g))
     return outcome
 
@@ -102,7 +100,8 @@ def _exchange_scaled(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | N
 
 def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
     """Exchanges a bucket with uncompressed parameters: all-reduces those first, and leaves zeros in their place."""
-    places = [g[begin:stop] for begin, stop in end.plan.uncompressed_spans]
+    parameters = g.split(end.plan.parts.sizes)
+    places = [parameters[number] for number in end.plan.uncompressed]
     mine = torch.cat(places).div_(end.plan.workers)
     for place in places:
         place.zero_()

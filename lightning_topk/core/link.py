@@ -7,6 +7,7 @@ instances of one class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class Measure:
 
     Attributes:
         error: Measure the compression error.
-        per_layer: Measure it for each parameter; on the uplink only.
+        per_layer: Measure it for each parameter too; on the uplink only.
     """
 
     error: bool = False
@@ -110,29 +111,28 @@ class Link:
             value = value.clamp(-limit, limit)
         payloads, arrives = codec.encode(index, value, self.delivered, finite)
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
-        error = _error(a, flat, arrives) if measure.error else None
-        per_layer = self._error_per_layer(a, flat, arrives) if measure.per_layer and self.sizes else None
+        error = per_layer = None
+        if measure.error:
+            rest, sizes = a.index_add(0, flat, arrives, alpha=-1), self.sizes
+            error = _energies([a, rest])
+            if measure.per_layer and sizes:
+                count = self._sent_per_layer(flat, arrives)
+                per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
         return payloads, LinkStats(selected, error, per_layer)
 
-    def _error_per_layer(self, a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
-        """``[3, parameters]`` float64, see :class:`LinkStats`."""
-
-        def energies(x: Tensor) -> Tensor:
-            norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.split(self.sizes)]
-            return torch.stack(norms).square()
-
+    def _sent_per_layer(self, flat: Tensor, sent: Tensor) -> Tensor:
+        """Number of nonzero entries sent of each parameter: ``[parameters]`` float64."""
         if self._ends is None:
-            self._ends = torch.tensor(self.sizes).cumsum(0).to(a.device)
-        count = torch.zeros(len(self.sizes), dtype=torch.float64, device=a.device)
+            self._ends = torch.tensor(self.sizes).cumsum(0).to(flat.device)
+        count = torch.zeros(len(self.sizes), dtype=torch.float64, device=flat.device)
         layer = torch.bucketize(flat, self._ends, right=True).clamp_(max=len(self.sizes) - 1)
-        count.index_add_(0, layer, (sent != 0).double())
-        return torch.stack([energies(a), energies(a.index_add(0, flat, sent, alpha=-1)), count])
+        return count.index_add_(0, layer, (sent != 0).double())
 
 
-def _error(a: Tensor, flat: Tensor, sent: Tensor) -> Tensor:
-    rest = a.index_add(0, flat, sent, alpha=-1)
-    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (a, rest)]).square()
+def _energies(vectors: Sequence[Tensor]) -> Tensor:
+    """The squared norm of each vector: ``[vectors]`` float64."""
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in vectors]).square()
 
 
 def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) -> Tensor:
@@ -160,8 +160,7 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) 
     if total.device.type == "cpu":  # scatter_add_ is sequential there
         total.scatter_add_(0, index.reshape(-1), value.reshape(-1))
     else:
-        # One worker at a time: within a worker only the padding's zeros share a position, so the order of additions is
-        # fixed.
+        # One worker at a time fixes the order of additions: within a worker only padding zeros share a position.
         for worker in range(workers):
             total.scatter_add_(0, index[worker], value[worker])
     if exact:

@@ -22,7 +22,6 @@ class Memory:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._held: dict[str, Tensor] = {}
 
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
         """Adds the residual to ``x``.
@@ -52,18 +51,6 @@ class Memory:
         The undelivered part is named ``residual``.
         """
         return {}
-
-    def hold(self, absent: Tensor) -> None:
-        """Sets aside the state of the elements where ``absent`` ``[numel]`` bool is true, until :meth:`release`."""
-        for name, kept in self.tensors().items():
-            self._held[name] = kept.masked_fill(~absent, 0)
-            kept.masked_fill_(absent, 0)
-
-    def release(self) -> None:
-        """Restores what :meth:`hold` set aside."""
-        for name, kept in self.tensors().items():
-            if name in self._held:
-                kept.add_(self._held.pop(name))
 
 
 class Residual(Memory):

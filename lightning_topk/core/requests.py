@@ -42,13 +42,7 @@ class Request(ABC):
         """Bytes that a node of ``local`` consecutive ranks sends to other nodes, if all ranks take part."""
 
     def node_bytes(self, rank: int, world: int, local: int) -> tuple[int, int]:
-        """Bytes that the ranks of a node send in total: to each other, and to other nodes.
-
-        Args:
-            rank: Global rank of one of them.
-            world: Number of all ranks.
-            local: Ranks per node.
-        """
+        """Bytes that the ``local`` ranks of the node of ``rank`` send in total: to each other, and to other nodes."""
         node = rank // local
         if self.among == "node":
             return sum(self.sent_bytes(each, local) for each in range(local)), 0

@@ -101,15 +101,10 @@ class RandK(Selector):
         return self.shared_positions(rows.shape[1], k, rows.device).expand(rows.shape[0], -1)
 
     def shared_positions(self, universe: int, k: int, device: torch.device | None = None) -> Tensor:
-        """Returns the positions of this step, which both ends of a link compute.
+        """Returns k positions of this step in a shard of ``universe`` elements, which both ends of a link compute.
 
-        Args:
-            universe: Number of elements in the shard.
-            k: Number of positions to draw.
-            device: Where to draw them. Default: CPU.
-
-        Returns:
-            ``[k]`` int64, distinct, ascending: a uniformly random subset, contained in the subset of any larger k.
+        They are ``[k]`` int64 on ``device`` (default: CPU), distinct and ascending: a uniformly random subset,
+        contained in the subset of any larger k.
         """
         if self.step != self._drawn_at:
             self._drawn, self._drawn_at = {}, self.step

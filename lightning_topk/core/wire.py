@@ -115,9 +115,9 @@ class BlockWire(Wire):
     def read(self, written: Tensor, k: int) -> Tensor:
         """The product of integer and scale has at most 15 significant bits, so it is exact in float32."""
         filled = self._integer_bytes(k)
-        scale = written[:, filled:].clone(memory_format=torch.contiguous_format)
-        scale = scale.view(self.value_dtype)  # a copy: a view as a 2-byte dtype needs an even offset
-        return self._unpack(written[:, :filled])[:, :k] * scale.float().repeat_interleave(self.block, dim=1)[:, :k]
+        copy = written[:, filled:].clone(memory_format=torch.contiguous_format)  # a 2-byte view needs an even offset
+        scale = copy.view(self.value_dtype).float().repeat_interleave(self.block, dim=1)
+        return self._unpack(written[:, :filled])[:, :k] * scale[:, :k]
 
     def _integer_bytes(self, k: int) -> int:
         """Size of k integers in bytes."""
@@ -176,33 +176,10 @@ class Codec:
     tag: int = 0
     scale: Tensor | None = field(default=None, compare=False)
 
-    def known_index(self, device: torch.device) -> Tensor | None:
-        """The positions ``[k]`` int64, ascending, if both ends know them; else None."""
-        if self.k == self.universe:
-            return torch.arange(self.universe, device=device)
-        return None if self.shared is None else self.shared.shared_positions(self.universe, self.k, device)
-
-    @cached_property
-    def low_width(self) -> int:
-        """Number of low bits of a position in the Elias-Fano code."""
-        return reference.elias_fano_low_width(self.universe, self.k)
-
     @property
-    def value_bytes(self) -> int:
-        """Size of a payload's values in bytes."""
-        return self.wire.nbytes(self.k)
-
-    @property
-    def index_bytes(self) -> int:
-        """Size of a payload's positions in bytes; 0 if both ends know them."""
-        if self.shared is not None or self.k == self.universe:
-            return 0
-        return reference.elias_fano_bytes(self.universe, self.k, self.low_width)
-
-    @cached_property
     def nbytes(self) -> int:
         """Size of a payload in bytes, P; a multiple of the word size."""
-        return (-(-(self.value_bytes + self.index_bytes) // WORD.itemsize) + 1) * WORD.itemsize
+        return self._format.nbytes
 
     def largest(self, delivered: torch.dtype | None) -> float:
         """The largest magnitude that decodes to a finite value, also in the receiver's dtype if it is given.
@@ -226,15 +203,14 @@ class Codec:
 
     @cached_property
     def _format(self) -> PayloadFormat:
-        wire, low = self.wire, self.low_width
+        wire, universe, k = self.wire, self.universe, self.k
         bits = wire.width if wire.name in ops.FUSED_WIRES else 0
-        sizes = self.value_bytes, low, self.index_bytes, self.nbytes
-        return PayloadFormat(self.universe, self.k, bits, wire.largest, *sizes, check=self._words_sum)
-
-    @property
-    def _words_sum(self) -> int:
-        """Sum of the words of an undamaged payload, modulo 2^32; different for each k of a tag."""
-        return WORDS_SUM + (self.tag + 0x9E3779 * self.k) % 2**24
+        low = reference.elias_fano_low_width(universe, k)
+        known = self.shared is not None or k == universe  # to both ends
+        values, positions = wire.nbytes(k), 0 if known else reference.elias_fano_bytes(universe, k, low)
+        nbytes = (-(-(values + positions) // WORD.itemsize) + 1) * WORD.itemsize
+        check = WORDS_SUM + (self.tag + 0x9E3779 * k) % 2**24  # different for each k of a tag
+        return PayloadFormat(universe, k, bits, wire.largest, values, low, positions, nbytes, check)
 
     def encode(
         self, index: Tensor, value: Tensor, delivered: torch.dtype | None = None, finite: Tensor | None = None
@@ -251,7 +227,7 @@ class Codec:
             The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, with the shape and dtype of
             ``value``: zero if not ``finite``.
         """
-        limit = self.largest(delivered)
+        limit, form = self.largest(delivered), self._format
         given = value.clamp(-limit, limit)
         if finite is not None:
             given.masked_fill_(~finite, torch.nan)
@@ -262,14 +238,14 @@ class Codec:
             sent /= self.scale
         if finite is not None:
             reference.zero_unless_(sent, finite)
-        payload = torch.empty(len(value), self.nbytes, dtype=torch.uint8, device=value.device)
-        filled = self.value_bytes + self.index_bytes
-        payload[:, : self.value_bytes] = written
-        if self.index_bytes:
-            payload[:, self.value_bytes : filled] = ops.elias_fano_encode(index, self.universe, self.low_width)
+        payload = torch.empty(len(value), form.nbytes, dtype=torch.uint8, device=value.device)
+        filled = form.value_bytes + form.index_bytes
+        payload[:, : form.value_bytes] = written
+        if form.index_bytes:
+            payload[:, form.value_bytes : filled] = ops.elias_fano_encode(index, self.universe, form.low)
         payload[:, filled:] = 0
         words = payload.view(WORD)
-        words[:, -1] = self._words_sum - words.sum(dim=1, dtype=WORD)
+        words[:, -1] = form.check - words.sum(dim=1, dtype=WORD)
         return payload, sent
 
     def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -282,12 +258,16 @@ class Codec:
         Returns:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
         """
-        value = self._scaled(self.wire.read(payload[:, : self.value_bytes], self.k)).to(dtype)
-        known = self.known_index(payload.device)
-        if known is not None:
-            return known.expand(len(payload), -1), value
-        code = payload[:, self.value_bytes : self.value_bytes + self.index_bytes]
-        return ops.elias_fano_decode(code, self.universe, self.k, self.low_width), value
+        form, universe, k = self._format, self.universe, self.k
+        value = self._scaled(self.wire.read(payload[:, : form.value_bytes], k)).to(dtype)
+        if form.index_bytes:
+            code = payload[:, form.value_bytes : form.value_bytes + form.index_bytes]
+            return ops.elias_fano_decode(code, universe, k, form.low), value
+        if k == universe or self.shared is None:
+            known = torch.arange(universe, device=payload.device)
+        else:
+            known = self.shared.shared_positions(universe, k, payload.device)
+        return known.expand(len(payload), -1), value
 
     def _scaled(self, value: Tensor) -> Tensor:
         """Values ``[R, k]`` as the receiver delivers them."""
@@ -300,7 +280,7 @@ class Codec:
             ValueError: A payload was damaged in transit, or has another tag or k. On a GPU, a device-side assertion
                 fails instead, which needs no host synchronisation.
         """
-        whole = payload.view(WORD).sum(dim=1, dtype=WORD) == self._words_sum
+        whole = payload.view(WORD).sum(dim=1, dtype=WORD) == self._format.check
         if payload.device.type != "cpu":
             torch._assert_async(whole.all(), f"lightning_topk: a payload {DAMAGED}")
         elif not whole.all():

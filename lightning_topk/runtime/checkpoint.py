@@ -11,7 +11,7 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
 
 A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
 model at any world size. Every worker resumes with it. Elements are in the order of their indices
-(:class:`.residuals.Form`).
+(:data:`.residuals.Form`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.residuals import Form, Residuals
+from lightning_topk.runtime.residuals import Residuals, by_index, by_memory, form_of
 
 KEY = "lightning_topk"
 """The entry's key in a checkpoint."""
@@ -61,7 +61,7 @@ def collect(
             if parameter not in held:
                 continue
             total = still_to_deliver(held[parameter], parameter, world).to(device)
-            total = residuals.form(parameter).by_index(total).contiguous()
+            total = by_index(total, residuals.form(parameter)).contiguous()
             dist.reduce(total, dst=root, group=group)
             if rank == 0:
                 parameters.setdefault(name, {})[kind] = total.cpu()
@@ -75,17 +75,13 @@ def memory_names(config: TopKConfig) -> tuple[str, ...]:
 
 
 def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int) -> Tensor:
-    """This rank's share ``[numel]`` of the gradient not yet delivered; the ranks' shares add up to it.
+    """This rank's share ``[numel]`` of the gradient not yet delivered; the shares of ``world`` ranks add up to it.
 
-    Args:
-        held: The rank's memory as a worker and as a server (:meth:`Residuals.held`).
-        parameter: The parameter.
-        world: Number of ranks.
+    ``held`` is the rank's memory as a worker and as a server (:meth:`Residuals.held`).
     """
     worker, server = held
-    total = torch.zeros(
-        parameter.numel(), dtype=torch.promote_types(parameter.dtype, torch.float32), device=worker.device
-    )
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    total = torch.zeros(parameter.numel(), dtype=dtype, device=worker.device)
     return total.add_(worker, alpha=1 / world).add_(server.to(worker.device))
 
 
@@ -98,6 +94,8 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
     """Describes the settings that differ from those of an entry; empty if none do, or if the entry has none."""
     before, now = entry.get("settings", {}), settings_of(config)
     differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
+    if None in (before.get("topology"), now["topology"]) and "topology" in differ:  # the default depends on the ranks
+        differ.remove("topology")
     words = {name: f"{name}={now[name]!r} (was {before[name]!r})" for name in differ}
     if "ratio" in differ and "saving" in differ:  # a run has one of them
         new, old = (next(name for name in ("ratio", "saving") if each[name] is not None) for each in (now, before))
@@ -127,8 +125,7 @@ def absent(reason: str, steps: int = 0) -> dict[str, Any]:
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
     """Replaces this rank's residuals with an entry's.
 
-    Raises:
-        ValueError: The entry is damaged or belongs to another model. The message says how to start with zero residuals.
+    If it is damaged or belongs to another model, a ValueError says how to start with zero residuals.
     """
     parameters = {name: parameter for parameter, name in names.items()}
     with unusable_if_it_fails():
@@ -137,7 +134,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
         raise _unusable(problem)
     residuals.restore(
         {
-            parameters[name]: {kind: Form.of(parameters[name]).by_memory(part).clone() for kind, part in kept.items()}
+            parameters[name]: {kind: by_memory(part, form_of(parameters[name])).clone() for kind, part in kept.items()}
             for name, kept in entry["parameters"].items()
         }
     )
@@ -146,11 +143,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
 
 @contextmanager
 def unusable_if_it_fails() -> Iterator[None]:
-    """Context for reading an entry that may be damaged in any way.
-
-    Raises:
-        ValueError: Reading it failed. The message says how to start with zero residuals.
-    """
+    """Context for reading an entry: if that fails, a ValueError says how to start with zero residuals."""
     try:
         yield
     except Exception as error:

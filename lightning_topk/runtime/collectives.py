@@ -35,17 +35,11 @@ def finish(steps: Steps[T]) -> T:
 def drive(
     exchange: Exchange, groups: Groups, name: str = "an exchange", background: bool = False
 ) -> Steps[tuple[Outcome, Volume]]:
-    """The steps of an exchange over process groups.
+    """Drives one rank's exchange over process groups; returns its outcome and the bytes sent.
 
-    Args:
-        exchange: One rank's exchange; every rank drives its own.
-        groups: The groups that carry it.
-        name: Name of the exchange in the DEBUG log, which gets a line before each collective: after a timeout, NCCL's
-            watchdog ends the process and names only the group, the collective and its size.
-        background: Whether collectives run asynchronously while other exchanges progress; if not, it never yields.
-
-    Returns:
-        Result of the exchange, and the bytes sent.
+    In the ``background``, collectives run asynchronously while other exchanges progress; if not, it never yields. The
+    DEBUG log gets a line with ``name`` before each collective: after a timeout, NCCL's watchdog ends the process and
+    names only the group, the collective and its size.
     """
     reply: Tensor | None = None
     logged, sent = LOGGER.isEnabledFor(logging.DEBUG), Volume()
@@ -112,15 +106,10 @@ def perform(
 
 
 def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Times a very small all-reduce and one of a given size. A collective; all ranks return the same.
-
-    Args:
-        nbytes: Size of the larger one.
-        device: Device of the tensors; the host waits for a GPU.
-        group: The ranks.
+    """Times a very small all-reduce and one of ``nbytes``. A collective; the host waits for a GPU.
 
     Returns:
-        Seconds for each all-reduce of any size, and for each byte of its tensor.
+        Seconds for each all-reduce of any size, and for each byte of its tensor; the same on all ranks.
     """
     took = []
     for count in (16, max(32, nbytes // 4)):

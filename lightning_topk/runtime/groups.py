@@ -155,6 +155,12 @@ def _only_gloo(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in backends and not ("nccl" in backends and torch.cuda.is_available())
 
 
+def on_gpus(group: dist.ProcessGroup | None) -> bool:
+    """Whether the ranks of a group exchange CUDA tensors over NCCL. Default: all ranks."""
+    group = group or dist.group.WORLD
+    return group is not None and not _only_gloo(group)
+
+
 @contextmanager
 def _unbound() -> Iterator[torch.device | None]:
     """Lets some of the ranks create a group without the others; yields the device that the default group is bound to.
@@ -225,7 +231,7 @@ def connect(
     process_group: dist.ProcessGroup | None,
     timeout: timedelta | None,
     local_world_size: int | None,
-) -> tuple[Groups, TopKConfig]:
+) -> tuple[Groups, TopKConfig, str]:
     """Creates this rank's groups and agrees with the other ranks on settings and nodes. A collective.
 
     Args:
@@ -235,7 +241,7 @@ def connect(
         local_world_size: Ranks per node, if given by the user.
 
     Returns:
-        The groups, and the settings resolved for these ranks.
+        The groups, the settings resolved for these ranks, and a message for the user, which may be empty.
 
     Raises:
         ValueError: The ranks have different settings, or cannot be divided into whole nodes.
@@ -246,27 +252,40 @@ def connect(
         works = ops.fast(torch.device("cpu")) is not None
         summary["numba"] = "in use" if works else "broken" if "numba" in ops.FAILED else "missing"
     check_agreement(summary, "Pass the same settings on every rank, and install the same packages.", process_group)
-    local = 1 if world == 1 else local_world_size or _local_world_size(config, process_group)
+    local, uneven, gpus = local_world_size or 1, "", on_gpus(process_group)
+    if world > 1 and local_world_size is None:
+        local, uneven = _local_world_size(config, process_group)
+    elif config.topology is None and world % local:
+        local, uneven = 1, f"{world} ranks are not whole nodes of {local}"
+    if world == 1:
+        local = 1
     alone = world == 1 and not config.momentum  # worker momentum needs a residual
-    agreed = config.dense if alone else config.resolve(world, local)
+    agreed = config.dense if alone else config.resolve(world, local, gpus)
     by_node = agreed.by_node and 1 < local < world
     groups = Groups.make(process_group, timeout, local, by_node, second=agreed.compresses)
     gathered(None, process_group)  # a rank that closed its groups now would break off connections of the others
-    return groups, agreed
+    if not (uneven and gpus and config.topology is None):
+        return groups, agreed, ""
+    message = (
+        f"lightning_topk: topology='sharded' is in force, since {uneven}. On nodes with equal numbers of consecutive "
+        "ranks, 'hierarchical' sends less between nodes: pass local_world_size=, the number of ranks per node."
+    )
+    return groups, agreed, message
 
 
-def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> int:
-    """Ranks per node from LOCAL_WORLD_SIZE; 1 if unset or if it does not fit these ranks."""
+def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> tuple[int, str]:
+    """Ranks per node from LOCAL_WORLD_SIZE, or 1 with the reason if it does not fit these ranks."""
     told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group)
     everyone = len(told) == dist.get_world_size()
     if everyone and len(set(told)) == 1 and len(told) % told[0] == 0:
-        return int(told[0])
+        return int(told[0]), ""
+    words = f"LOCAL_WORLD_SIZE is {told} on {len(told)} of {dist.get_world_size()} ranks"
     if config.by_node:
         raise ValueError(
-            f"topology={config.topology!r} needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is "
-            f"{told} on {len(told)} of {dist.get_world_size()} ranks. Pass local_world_size=, or topology='sharded'."
+            f"topology={config.topology!r} needs the same number of ranks on every node, but {words}. Pass "
+            "local_world_size=, or topology='sharded'."
         )
-    return 1
+    return 1, words
 
 
 def compare_functions(config: TopKConfig, step: int, group: dist.ProcessGroup) -> range:

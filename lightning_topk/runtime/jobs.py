@@ -8,6 +8,7 @@ the same field, and nothing here calls the side that submits jobs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,42 +53,10 @@ class Job:
     measure: Measure = NOTHING
 
 
-@dataclass(frozen=True)
-class JobResult:
-    """Result of one job.
-
-    Attributes:
-        job: The job.
-        outcome: Result of the exchange.
-        volume: The bytes sent, and those of a ring all-reduce.
-        nbytes: Bytes of the gradient.
-        elements: Elements of the gradient, or of this rank's part of it.
-        k: Capacity of this worker's payloads in entries.
-        uncompressed: Uncompressed elements.
-    """
-
-    job: Job
-    outcome: Outcome
-    volume: Volume
-    nbytes: int
-    elements: int
-    k: int
-    uncompressed: int
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Start and end of a job, as marks of a lane."""
-
-    lane: Lane
-    begun: Any
-    ended: Any
-    ready: Any | None
-
-    def seconds(self) -> tuple[float, float]:
-        """Duration in seconds, and the part after the last gradient was ready. Waits for the device."""
-        took = self.lane.seconds(self.begun, self.ended)
-        return took, 0.0 if self.ready is None else max(0.0, self.lane.seconds(self.ready, self.ended))
+Result = tuple[Job, Outcome, Volume, int]
+"""A job, its outcome, the bytes sent and those of a ring all-reduce, and the entries that fit into the payloads."""
+Duration = Callable[[], tuple[float, float]]
+"""Returns the seconds of an exchange, and of the part after the last gradient was ready. Waits for the device."""
 
 
 class JobRunner:
@@ -99,11 +68,13 @@ class JobRunner:
         self._jobs = 0
         self._ended: Any = None  # end of the last timed exchange, as a mark of the lane
         self._place = f"rank {dist.get_rank(groups.all)} of {dist.get_world_size(groups.all)}"
-        self._finished: deque[JobResult | Timed] = deque()
+        self._results: deque[Result] = deque()
+        self._durations: deque[Duration] = deque()
 
-    def finished(self) -> list[JobResult | Timed]:
-        """Returns the results since the last call, in order; for the caller's side, between two backward passes."""
-        return [self._finished.popleft() for _ in range(len(self._finished))]
+    def finished(self) -> tuple[list[Result], list[Duration]]:
+        """Returns results and durations since the last call; for the caller's side, between two backward passes."""
+        results = [self._results.popleft() for _ in range(len(self._results))]
+        return results, [self._durations.popleft() for _ in range(len(self._durations))]
 
     def close(self) -> None:
         """Drops the process groups: their threads run as long as a group is referenced."""
@@ -111,17 +82,9 @@ class JobRunner:
 
     @torch.no_grad()
     def run(self, buffer: Tensor, job: Job, lane: Lane, timed: bool = False, ready: Any | None = None) -> Steps[Tensor]:
-        """Runs a job, step by step on the lane.
+        """Runs a job, step by step on the lane; overwrites the gradient in ``buffer`` and returns the buffer.
 
-        Args:
-            buffer: The gradient; overwritten with the result.
-            job: The job.
-            lane: The lane.
-            timed: Whether to measure the time.
-            ready: Mark after which backward no longer hides the exchange; None if it hides all of it or if not timed.
-
-        Returns:
-            The buffer.
+        If ``timed``, backward does not hide the exchange after the mark ``ready``; it hides all of it if that is None.
         """
         assert self._groups
         groups = self._groups[self._jobs % min(lane.max_in_flight, len(self._groups))]
@@ -141,7 +104,11 @@ class JobRunner:
         if lane.max_in_flight > 1 and self._ended is not None:
             begun = max(begun, self._ended)  # time that two exchanges share counts once
         self._ended = ended
-        self._finished.append(Timed(lane, begun, ended, ready))
+
+        def duration() -> tuple[float, float]:
+            return lane.seconds(begun, ended), 0.0 if ready is None else max(0.0, lane.seconds(ready, ended))
+
+        self._durations.append(duration)
 
     def _exchange(self, g: Tensor, job: Job, groups: Groups, lane: Lane) -> Steps[None]:
         """Exchanges one gradient in place."""
@@ -163,7 +130,5 @@ class JobRunner:
                 "as lost.)"
             ) from error
         plan = job.plan
-        uncompressed = sum(stop - begin for begin, stop in plan.uncompressed_spans) // plan.parts.count
-        k = min(codecs.uplink.k * plan.layout.shards + uncompressed, plan.layout.numel)
-        sent += dense_volume(plan, self._residuals.rank)
-        self._finished.append(JobResult(job, outcome, sent, g.nbytes, plan.layout.numel, k, uncompressed))
+        k = min(codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count, plan.layout.numel)
+        self._results.append((job, outcome, sent + dense_volume(plan, self._residuals.rank), k))

@@ -3,9 +3,9 @@
 Collectives issued from callbacks of several buckets interleave differently on different ranks, and then deadlock or
 pair up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with its own process groups: on CUDA a
 side stream, on CPU a thread. The thread may have two exchanges in progress, which alternate between two sets of groups:
-it computes for one while the bytes of the other are in transit. Exchanges end in the order in which they begin, and
-there are as many sets as exchanges in progress. So within each set collectives have the same order on all ranks,
-whatever the timing, and since the thread only waits for the older exchange, that one always makes progress.
+it computes for one while the bytes of the other are in transit. Exchanges end in the order in which they begin, so
+within each set collectives have the same order on all ranks, whatever the timing. The thread only waits for the older
+exchange, which therefore always makes progress.
 
 This needs collectives that start without waiting for other ranks, since the order in which a rank starts collectives of
 different sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective across all
@@ -21,8 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,9 +59,7 @@ class Lane(ABC):
     def run(self, job: Steps[Tensor]) -> Tensor:
         """Runs a job to completion on the caller's thread; on CUDA the current stream must be :attr:`stream`.
 
-        Raises:
-            Exception: The error of this job or of an earlier one: after a failure, this job would answer the exchange
-                that failed here.
+        Raises the error of an earlier job, if any: this job would answer the exchange that failed here.
         """
         if self.error is not None:
             raise self.error
@@ -82,24 +79,11 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Ends the lane when the submitted jobs are done.
-
-        Returns:
-            Whether they ended within ``PATIENCE`` seconds, with no collective in progress.
-        """
+        """Ends the lane; returns whether all jobs ended within ``PATIENCE`` seconds, with no collective in progress."""
 
 
 IDLE = 0.5
 """Seconds after which an idle thread ends; the next job starts another one."""
-
-
-@dataclass
-class _Submitted:
-    """A job and its promise."""
-
-    steps: Steps[Tensor]
-    promised: Future
-    collective: dist.Work | None = None
 
 
 class ThreadLane(Lane):
@@ -107,15 +91,14 @@ class ThreadLane(Lane):
 
     def __init__(self, max_in_flight: int = 1) -> None:
         self.max_in_flight = max_in_flight
-        self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Iterator[bool] | None] = queue.SimpleQueue()
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread starts, or ends because it is idle
-        self._thread: _LaneThread | None = None
-        _THREADED.add(self)
+        self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
         """Begins the next job if one is queued and there is room; otherwise advances the oldest one by a step."""
-        in_progress: deque[_Submitted] = deque()
+        in_progress: deque[Iterator[bool]] = deque()
         waits = True  # for the next job
         while True:
             if len(in_progress) < self.max_in_flight:
@@ -127,10 +110,10 @@ class ThreadLane(Lane):
                 else:
                     if job is None:
                         waits = False
-                    elif self._goes_on(job):
+                    elif next(job, False):
                         in_progress.append(job)
                     continue
-            if in_progress and not self._goes_on(in_progress[0]):
+            if in_progress and not next(in_progress[0], False):
                 in_progress.popleft()
 
     def _retires(self) -> bool:
@@ -141,22 +124,23 @@ class ThreadLane(Lane):
                 return True
         return False
 
-    def _goes_on(self, job: _Submitted) -> bool:
-        """Advances a job by a step; returns whether there is another one. If not, its future is complete."""
+    def _fulfil(self, job: Steps[Tensor], promised: Future) -> Iterator[bool]:
+        """Runs a job, yields True whenever it waits, and completes its future."""
+        collective = None
         try:
-            if self.error is not None:
-                # Another rank may be waiting in the exchange that failed here: the next job would answer it.
-                if job.collective is not None:
-                    self._abandoned.append(job.collective)
-                raise self.error
-            job.collective = next(job.steps)
-            return True
+            while True:
+                if self.error is not None:
+                    # Another rank may be waiting in the exchange that failed here: the next job would answer it.
+                    if collective is not None:
+                        self._abandoned.append(collective)
+                    raise self.error
+                collective = next(job)
+                yield True
         except StopIteration as end:
-            job.promised.set_result(end.value)
+            promised.set_result(end.value)
         except Exception as error:
             self.error = error
-            job.promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
-        return False
+            promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
 
     @override
     def promise(self) -> tuple[Future, Future]:
@@ -168,10 +152,13 @@ class ThreadLane(Lane):
     @override
     def submit(self, job: Steps[Tensor], promised: Future) -> None:
         with self._lock:
-            self._jobs.put(_Submitted(job, promised))
+            self._jobs.put(self._fulfil(job, promised))
             if self._thread is None:
-                self._thread = _LaneThread(self._run, self._jobs)
+                self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
+                # Lightning's tests call `stop` of threads that a test has left. The next job starts another one.
+                self._thread.stop = self.close  # type: ignore[attr-defined]
                 self._thread.start()
+                _THREADED.add(self)
 
     @override
     def mark(self) -> float:
@@ -186,21 +173,9 @@ class ThreadLane(Lane):
         _THREADED.discard(self)
         thread = self._thread
         if thread is not None:
-            thread.stop()
+            self._jobs.put(None)
+            thread.join(timeout=PATIENCE)
         return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
-
-
-class _LaneThread(threading.Thread):
-    """A lane's thread. It has a ``stop`` method, which Lightning's tests call on threads that a test has left."""
-
-    def __init__(self, run: Callable[[], None], jobs: queue.SimpleQueue[_Submitted | None]) -> None:
-        super().__init__(target=run, name="lightning_topk-lane", daemon=True)
-        self._jobs = jobs
-
-    def stop(self) -> None:
-        """Ends the thread when the submitted jobs are done; the lane's next job starts another one."""
-        self._jobs.put(None)
-        self.join(timeout=PATIENCE)
 
 
 _THREADED = weakref.WeakSet[ThreadLane]()
@@ -217,16 +192,15 @@ def _end_threads() -> None:
 class StreamLane(Lane):
     """A lane for CUDA tensors: a side stream. Jobs are enqueued immediately; the host never waits.
 
-    The exchange has its own NCCL communicators, while DDP's all-reduces share one with the other collectives of a
-    backward pass, such as SyncBatchNorm's. An NCCL kernel occupies the GPU until the other ranks have joined it. If the
-    GPU cannot run kernels of two communicators at once, they must start in the same order on all ranks. Their order:
+    The exchange has its own NCCL communicators: sharing one with the other collectives of backward, such as
+    SyncBatchNorm's, would make them wait for the exchange of the previous bucket. An NCCL kernel occupies the GPU until
+    the other ranks have joined it. If the GPU cannot run kernels of two communicators at once, they must start in the
+    same order on all ranks. Their order:
 
     - The host: autograd's single thread issues all of them, in the same order on all ranks that run the same graph.
     - The side stream waits in :meth:`promise` for backward's stream, and so for all earlier collectives.
     - Nothing orders an exchange and the later collectives of backward: they run at the same time, each in some
       channels. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
-
-    One communicator for both would make batch norm wait for the exchange of the previous bucket.
     """
 
     max_in_flight = 1

@@ -14,18 +14,42 @@ LOGGER = logging.getLogger("lightning_topk")
 
 
 class WarnOnce:
-    """Shows each message to the user once, on rank 0."""
+    """Shows each message to the user once, on rank 0.
 
-    def __init__(self, tell: Callable[[str], None] | None, rank: int) -> None:
-        self._tell, self._rank = tell or LOGGER.warning, rank
+    Args:
+        tell: Shows warnings, and information too unless ``note`` is given. Default: the logger.
+        rank: This rank.
+        note: Shows information.
+    """
+
+    def __init__(
+        self, tell: Callable[[str], None] | None, rank: int, note: Callable[[str], None] | None = None
+    ) -> None:
+        self._tell, self._note, self._rank = tell or LOGGER.warning, note or tell or LOGGER.info, rank
         self.said: set[str] = set()
         """Messages so far, on every rank."""
 
     def __call__(self, message: str) -> None:
-        """Shows a message, unless it was shown before."""
-        if self._rank == 0 and message not in self.said:
-            self._tell(message)
+        """Shows a warning, unless it was shown before."""
+        self._show(message, self._tell)
+
+    def note(self, message: str) -> None:
+        """Shows information, unless it was shown before."""
+        self._show(message, self._note)
+
+    def _show(self, message: str, by: Callable[[str], None]) -> None:
+        if self._rank == 0 and message and message not in self.said:
+            by(message)
         self.said.add(message)
+
+
+def start_message(config: TopKConfig, world: int, local: int) -> str:
+    """Says what is in force: the resolved topology, the ranks and the amount; empty if nothing is compressed."""
+    if not config.compresses or world == 1:
+        return ""
+    ranks = f"{world // local} nodes of {local} ranks" if 1 < local < world else f"{world} ranks"
+    amount = f"ratio={config.ratio!r}" if config.saving is None else f"saving={config.saving:g}"
+    return f"lightning_topk: topology={config.topology!r} on {ranks}, {amount}."
 
 
 def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
@@ -56,7 +80,8 @@ def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) 
     """Returns the warnings about ``saving=`` once the buckets are final; ``sent`` are the bytes of a step."""
     if settings.config.saving is None or not settings.config.compresses:
         return []
-    return [words for words in (_missed_saving(settings, buckets, sent), _narrow(settings, buckets)) if words]
+    found = _missed_saving(settings, buckets, sent), _missed_between_nodes(settings, sent), _narrow(settings, buckets)
+    return [words for words in found if words]
 
 
 def _missed_saving(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -> str:
@@ -71,6 +96,19 @@ def _missed_saving(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -
         small, remedy = "its buckets are", "Use a larger bucket_cap_mb= or, with fully_shard, larger modules"
     return (
         f"lightning_topk: saving={asked:g} was requested, but {small} too small: each step saves {seen:.3g}x. {remedy}."
+    )
+
+
+def _missed_between_nodes(settings: Buckets, sent: Volume) -> str:
+    """Warning that a node saves less than each of its ranks, with the remedy; empty if it does not."""
+    asked = settings.config.saving or 0
+    alone = settings.config.by_node or settings.local == 1 or not sent.inter_node
+    if alone or sent.node_saving >= 0.9 * asked:
+        return ""
+    return (
+        f"lightning_topk: saving={asked:g} holds for each rank, but between nodes each step saves only "
+        f"{sent.node_saving:.3g}x, since the ranks of a node send for themselves. Pass topology='hierarchical', the "
+        "default on GPUs; on CPUs it may take longer per step."
     )
 
 

@@ -1,25 +1,29 @@
 """Adapts the momentum of torch's optimizers to gradients that are delivered entry by entry.
 
 Problem. An entry that is not delivered in a step has no gradient in that step, but the optimizer's momentum still moves
-it, for many steps and on old information. Its next gradient is a sum of gradients measured along the way. So error
-feedback and momentum delay twice, and are stable together only at a much smaller learning rate.
+it, for many steps and on old information. Its next gradient is a sum of gradients measured along the way. Error
+feedback and momentum each add a delay; together they are stable only at a much smaller learning rate. Weight decay that
+is part of the gradient moves it too, and Adam divides by a second moment that then holds nothing else: each step moves
+the entry by the learning rate, however small the decay.
 
 Rule. An entry stands still until it is delivered. Then it takes all the steps since its last delivery at once: the
 first with the delivered gradient, the others with a gradient of zero. With the optimizer's momentum m and momentum
-buffer b, the gradient g, its weight a (1 - dampening for SGD, 1 - m for Adam), and D steps since the last delivery::
+buffer b, the gradient g, its weight a (1 - dampening for SGD, 1 - m for Adam), D steps since the last delivery, and
+weight decay w of the parameter x if it is part of the gradient (not AdamW's)::
 
-    delivered       v = m b + a g
+    delivered       v = m b + a (g + D w x)
                     the optimizer moves the entry by (1 + m + ... + m^(D-1)) v instead of v
                     b = m^(D-1) v
-    not delivered   b stays; only weight decay moves the entry
+    not delivered   b and the entry stay; only AdamW's weight decay moves it
 
 If D is 1, this is the optimizer's own step. In the end each gradient moves the entry by as much as in dense training,
 whatever the D before and after it, and b is the velocity of the movement to come. So a checkpoint of the optimizer
 holds true velocities, and a run can continue from it with DDP.
 
-Method. The optimizer's own ``step()`` runs on a temporary momentum buffer that makes it do this; its own buffer is
-updated and restored afterwards. So all options of the optimizers keep working. On a CPU, torch's fused Adam takes a
-third of the time of its default; it steps where the user left the choice to torch.
+Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and with weight decay on a temporary
+gradient, that make it do this; its own buffer is updated, and both are restored afterwards. So all options of the
+optimizers keep working. On a CPU, torch's fused Adam takes a third of the time of its default; it steps where the user
+left the choice to torch.
 
 Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
 2018) zeroes the workers' momentum where an entry is sent.
@@ -60,7 +64,7 @@ class AdaptedMomentum:
         """The compressed parameters of each exchange, as long as it lives; None for all parameters."""
         self._waited: dict[Tensor, Tensor] = {}  # D - 1 of each entry, uint8
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # states and groups, names, and the own values
-        self._sparse: list[tuple[Tensor, Tensor]] = []  # parameters, and their sparse gradients
+        self._gradients: dict[Tensor, Tensor | None] = {}  # the own gradients of parameters, where others are lent
         _before_update(optimizer, self._adapt)
         restore = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
@@ -87,14 +91,21 @@ class AdaptedMomentum:
     def _adapt(self, optimizer: Optimizer) -> None:
         """Prepares a step, once gradients are ready and before parameters change."""
         self._restore_state()  # if the step before failed; its gradients are obsolete
-        self._sparse.clear()
+        self._gradients.clear()
         wanted = [*self.requests.values()]
         waited: dict[Tensor, Tensor] = {}  # without removed parameters
         for group in optimizer.param_groups:
             parameters = group["params"] if wanted and _momentum(group) else ()
-            adapted = [p for p in parameters if any(each is None or p in each for each in wanted)]
-            for p in adapted:
-                self._adapt_parameter(optimizer, group, p)
+            adapted = {p for p in parameters if any(each is None or p in each for each in wanted)}
+            decay = 0.0 if group.get("decoupled_weight_decay", False) else group["weight_decay"]
+            if adapted and decay:
+                self._replaced.append((group, "weight_decay", decay))
+                group["weight_decay"] = 0.0  # decay is in the gradients of this step
+            for p in parameters:
+                if p.grad is not None and p in adapted:
+                    self._adapt_parameter(optimizer, group, p, decay)
+                elif p.grad is not None and adapted and decay:
+                    self._lend_gradient(p, p.grad.add(p, alpha=-decay if group["maximize"] else decay))
             # The step of other parameters must keep its bits.
             if adapted and len(adapted) == len(parameters) and _may_fuse(optimizer, group):
                 self._replaced.append((group, "fused", None))
@@ -102,38 +113,52 @@ class AdaptedMomentum:
             waited |= {p: self._waited[p] for p in adapted if p in self._waited}
         self._waited = waited
 
-    def _adapt_parameter(self, optimizer: Optimizer, group: dict[str, Any], p: Tensor) -> None:
+    def _adapt_parameter(self, optimizer: Optimizer, group: dict[str, Any], p: Tensor, decay: float) -> None:
         state, name, gradient = optimizer.state.get(p, {}), _buffer_name(optimizer) or "", p.grad
+        assert gradient is not None
         own = state.get(name)
+        if gradient.is_sparse:  # with nesterov, torch adds the buffer to it
+            gradient = gradient.to_dense()
+            self._lend_gradient(p, gradient)
+        given, x = _local(gradient), _local(p)
+        waited = self._waited.get(p)
+        if own is None or waited is None or waited.shape != given.shape or waited.device != given.device:
+            waited = self._waited[p] = torch.zeros_like(given, dtype=torch.uint8)
+        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if decay:  # that of all the steps that an entry waited comes with its gradient
+            owed = (waited.to(x.dtype) + 1).mul_(x).mul_(-decay if group["maximize"] else decay)
+            owed = owed if scale is None else owed * scale
+            lent = torch.empty_like(gradient)
+            _local(lent).copy_(torch.where(given != 0, given + owed, 0))
+            self._lend_gradient(p, lent)
+            given = _local(lent)
         if own is None:  # in its first step an optimizer has no momentum yet
-            self._waited.pop(p, None)
-        if own is None or gradient is None:
+            del self._waited[p]
             return
         if own.is_sparse:  # SGD's first buffer is a copy of the gradient
             own = state[name] = own.to_dense()
-        x, buffer = _local(p), _local(own)
-        waited = self._waited.get(p)
-        if waited is None or waited.shape != buffer.shape or waited.device != buffer.device:
-            waited = self._waited[p] = torch.zeros_like(buffer, dtype=torch.uint8)
-        if gradient.is_sparse:  # with nesterov, torch adds the buffer to it
-            self._sparse.append((p, gradient))
-            p.grad = gradient = gradient.to_dense()
-        momentum, decoupled = _momentum(group), group.get("decoupled_weight_decay", False)
+        momentum = _momentum(group)
         weight = 1 - group.get("dampening", momentum)  # SGD's or Adam's
-        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        given = _local(gradient) if scale is None else _local(gradient) / scale
-        given, decay = -given if group["maximize"] else given, 0.0 if decoupled else group["weight_decay"]
-        lent = torch.empty_like(own)
-        ops.catch_up_(buffer, waited, given, x, momentum, weight, decay, skipped, out=_local(lent))
+        given = given if scale is None else given / scale
+        buffer = torch.empty_like(own)
+        ops.catch_up_(
+            _local(own), waited, -given if group["maximize"] else given, momentum, weight, skipped, out=_local(buffer)
+        )
         self._replaced.append((state, name, own))
-        state[name] = lent
+        state[name] = buffer
+
+    def _lend_gradient(self, p: Tensor, gradient: Tensor) -> None:
+        """Replaces a parameter's gradient during the step."""
+        if p not in self._gradients:
+            self._gradients[p] = p.grad
+        p.grad = gradient
 
     def _restore(self, *_: Any) -> None:
-        """Restores the optimizer's state and sparse gradients."""
+        """Restores the optimizer's state and the gradients."""
         self._restore_state()
-        for p, gradient in self._sparse:
+        for p, gradient in self._gradients.items():
             p.grad = gradient
-        self._sparse.clear()
+        self._gradients.clear()
 
     def _restore_state(self, *_: Any) -> None:
         for options, name, own in self._replaced:
@@ -143,7 +168,7 @@ class AdaptedMomentum:
 
 def adapt_momentum(
     optimizers: Iterable[Optimizer], requester: Any, parameters: Collection[Tensor] | None = None
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Adapts the momentum of optimizers, until :meth:`AdaptedMomentum.release` is called or the requester is gone.
 
     Args:
@@ -152,25 +177,25 @@ def adapt_momentum(
         parameters: The compressed parameters. Default: all.
 
     Returns:
-        Messages for the user.
+        Messages for the user: information about adapted momentum, and warnings about momentum that is not.
     """
-    messages = []
+    notes, warnings = [], []
     for optimizer in optimizers:
         name, has_momentum = type(optimizer).__name__, any(map(_momentum, optimizer.param_groups))
         if _buffer_name(optimizer):
             AdaptedMomentum.of(optimizer).requests[requester] = parameters
-            message = (
-                f"the momentum of {name} is adapted to compression: an entry moves only when it is delivered, then for "
-                "all the steps that it waited; adapt_momentum=False leaves the optimizer unchanged."
+            if has_momentum:
+                notes.append(
+                    f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves only when it is "
+                    "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer "
+                    "unchanged."
+                )
+        elif has_momentum:
+            warnings.append(
+                f"lightning_topk: {name} keeps its own momentum: only torch's SGD, Adam, AdamW and NAdam are adapted. "
+                f"If {name} wraps one of them, pass the inner optimizer."
             )
-        else:
-            message = (
-                f"{name} keeps its own momentum: only torch's SGD, Adam, AdamW and NAdam are adapted. If {name} wraps "
-                "one of them, pass the inner optimizer."
-            )
-        if has_momentum:
-            messages.append(f"lightning_topk: {message}")
-    return messages
+    return notes, warnings
 
 
 def _buffer_name(optimizer: Optimizer) -> str | None:

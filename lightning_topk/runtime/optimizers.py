@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, NAdam, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
@@ -39,7 +39,7 @@ class Optimizers:
         given: GetOptimizers | None,
         scaler: torch.amp.GradScaler | None,
         config: TopKConfig,
-        say: Callable[[str], None],
+        say: WarnOnce,
     ) -> None:
         self._given, self._config, self.say = given, config, say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -64,33 +64,48 @@ class Optimizers:
         """The scalar by which the loss is multiplied; None without a GradScaler."""
         return None if self._scaler is None else self._scaler._scale
 
-    def sync(self, compressed: Collection[Tensor] | None) -> set[Tensor]:
+    def sync(self, compressed: Collection[Tensor], adapted: Collection[Tensor]) -> set[Tensor]:
         """Checks the optimizers; adapts momentum and watches the steps of new ones, and returns their parameters."""
         now = self._now()
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._in_use
-        same = len(now) == len(self._known) == len(known) and all(map(operator.is_, now, known))
-        if same and parameters == self._parameters:
+        if [*map(id, now)] == [*map(id, known)] and parameters == self._parameters:
             return set()
         self.release()
         if self._config.adapts_momentum:
-            for message in adapt_momentum(now, self, compressed):
+            notes, warnings = adapt_momentum(now, self, adapted)
+            for message in notes:
+                self.say.note(message)
+            for message in warnings:
                 self.say(message)
+        self._warn_of_decay(now)
         torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
         self._watched = [_Watched(each, self._first_that_learns(each, compressed), self) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
         return {p for each in now for group in each.param_groups for p in group["params"]}
+
+    def _warn_of_decay(self, optimizers: Iterable[Optimizer]) -> None:
+        """Names Adam with weight decay in the gradient where momentum is not adapted."""
+        for optimizer in optimizers if self._config.compresses and not self._config.adapts_momentum else ():
+            is_adam = isinstance(optimizer, Adam | NAdam) and not isinstance(optimizer, AdamW)
+            groups = optimizer.param_groups if is_adam else []
+            if any(group["weight_decay"] and not group.get("decoupled_weight_decay") for group in groups):
+                self.say(
+                    f"lightning_topk: {type(optimizer).__name__} adds weight_decay to the gradient; without adapted "
+                    "momentum it moves entries that are not delivered by the learning rate in each step. Use AdamW, "
+                    "or adapt_momentum=True."
+                )
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
         for each in self._watched:
             each.delivered, each.reached = each.delivered or each.reached, False
 
-    def _first_that_learns(self, optimizer: Optimizer, compressed: Collection[Tensor] | None) -> Tensor | None:
+    def _first_that_learns(self, optimizer: Optimizer, compressed: Collection[Tensor]) -> Tensor | None:
         """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        known = (p for p in parameters if p.requires_grad and (compressed is None or p in compressed))
+        known = (p for p in parameters if p.requires_grad and p in compressed)
         return next(known, None) if self._config.compresses and self._scaler is None else None
 
     def release(self) -> None:
@@ -107,14 +122,11 @@ class _Watched:
         optimizer: The optimizer.
         parameter: One of its parameters, whose gradient is checked before each backward pass adds to it; or None.
         owner: Receives the warnings.
-
-    Attributes:
-        reached: Whether the parameter got a gradient in the current backward pass.
-        delivered: Whether it got one in a pass that has ended, and no step was taken since.
     """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Optimizers) -> None:
         self.reached = self.delivered = False
+        """Whether the parameter got a gradient in this backward pass, and in an earlier one since the last step."""
         self._owner, self._parameter = owner, parameter
         self._steps = False  # whether its step calls hooks at all
         self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]

@@ -13,11 +13,9 @@ the parameter is in (:class:`lightning_topk.core.layout.NodeShards`), and W is t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
@@ -27,36 +25,33 @@ Memories = dict[Tensor, dict[str, Tensor]]
 """Tensors by parameter and name: ``residual``, and ``velocity`` with momentum on the workers."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """The shape of a parameter and the order of its memory, which ``channels_last`` changes.
+Form = tuple[tuple[int, ...], tuple[int, ...]]
+"""A parameter's shape, and its dimensions in the order in which DDP flattens its gradient.
 
-    DDP flattens gradients in memory order, and so do residuals. Checkpoints use index order, which never changes.
+That is the order of memory, which ``channels_last`` changes, if memory has no gaps. Residuals have it too; checkpoints
+use index order, which never changes.
+"""
 
-    Attributes:
-        shape: Its shape.
-        order: Its dimensions in the order in which DDP flattens its gradient: memory order, if memory has no gaps.
-    """
 
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
+def form_of(parameter: Tensor) -> Form:
+    """The current form of a parameter."""
+    dims, shape = range(parameter.ndim), tuple(parameter.shape)
+    long = sorted((dim for dim in dims if shape[dim] > 1), key=parameter.stride, reverse=True)
+    order = [*(dim for dim in dims if shape[dim] <= 1), *long]  # strides of the others mean nothing
+    return shape, tuple(order if parameter.permute(order).is_contiguous() else dims)
 
-    @classmethod
-    def of(cls, parameter: Tensor) -> Self:
-        """The current form of a parameter."""
-        dims, shape = range(parameter.ndim), tuple(parameter.shape)
-        long = sorted((dim for dim in dims if shape[dim] > 1), key=parameter.stride, reverse=True)
-        order = [*(dim for dim in dims if shape[dim] <= 1), *long]  # strides of the others mean nothing
-        return cls(shape, tuple(order if parameter.permute(order).is_contiguous() else dims))
 
-    def by_index(self, flat: Tensor) -> Tensor:
-        """Reorders ``[numel]`` from the order of DDP's buckets to index order."""
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat.view([self.shape[dim] for dim in self.order]).permute(inverse).reshape(-1)
+def by_index(flat: Tensor, form: Form) -> Tensor:
+    """Reorders ``[numel]`` from the order of DDP's buckets to index order."""
+    shape, order = form
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([shape[dim] for dim in order]).permute(inverse).reshape(-1)
 
-    def by_memory(self, flat: Tensor) -> Tensor:
-        """Inverse of :meth:`by_index`."""
-        return flat.view(self.shape).permute(self.order).reshape(-1)
+
+def by_memory(flat: Tensor, form: Form) -> Tensor:
+    """Inverse of :func:`by_index`."""
+    shape, order = form
+    return flat.view(shape).permute(order).reshape(-1)
 
 
 class Residuals:
@@ -73,19 +68,13 @@ class Residuals:
         self.rank = 0
         """This rank."""
         self.counts: dict[Tensor, int] = {}
-        """Number of slices of a parameter among the ranks of a node: this rank holds slice ``rank % count``. 1 if
-        missing."""
+        """Slices of a parameter among the ranks of a node; this rank holds slice ``rank % count``. 1 if missing."""
         self.reset = 0
         """Number of parameters whose residual was dropped because their size or memory format changed."""
         self._by_parameter: Memories = {}  # views of an endpoint's memory, while a parameter has an endpoint
         self._loaded: set[Tensor] = set()  # parameters whose whole memory every rank has, from a checkpoint
         self._forms: dict[Tensor, Form] = {}
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
-
-    @property
-    def endpoints(self) -> Iterable[Endpoint]:
-        """The endpoints in use."""
-        return self._live.values()
 
     # -------------------------------------------------------------------------------- endpoints
 
@@ -111,8 +100,8 @@ class Residuals:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # possibly created on another stream, and still in use on this one when freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            if end.downlink is not None and end.downlink.memory.tensors():
-                _scatter(self._by_parameter, bucket, end, end.folded())
+            for name, served in end.server_memory().items():  # `_by_parameter` has views of the worker's memory
+                end.uplink.memory.tensors()[name] += served * end.plan.world
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> Tensor | None:
         """Moves the memories of the parameters into their new endpoint; see :meth:`endpoint` for the result."""
@@ -120,7 +109,7 @@ class Residuals:
         mine = end.uplink.memory.tensors()
         self._cut(parameters, end.plan.parts.count if mine else 1)
         left = None
-        if not mine and any(bool(kept.any()) for p in parameters for kept in self._by_parameter.get(p, {}).values()):
+        if not mine and any(map(self._is_kept, parameters)):
             like = torch.empty(0, dtype=end.dtype, device=end.sizes.device)
             left = _gather(self._by_parameter, parameters, [p.numel() for p in parameters], "residual", like)
         for name, flat in mine.items():
@@ -133,30 +122,30 @@ class Residuals:
     def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
         """Cuts the memories of parameters into another number of slices."""
         for p in parameters:
-            was = self.counts.get(p, 1)
+            was, kept, parts = self.counts.get(p, 1), self._by_parameter.get(p, {}), NodeShards((p.numel(),), count)
             if was != count:
-                kept = self._by_parameter.get(p, {})
-                if count != 1 and p not in self._loaded and any(bool(part.any()) for part in kept.values()):
+                if count != 1 and p not in self._loaded and self._is_kept(p):
                     raise ValueError(
                         f"the residuals of a parameter are cut into {was} slices, one per rank, and cutting them into "
                         f"{count} needs the slices of other ranks. Save them with state_dict, and load them with "
                         "load_state_dict, which converts them."
                     )
-                if kept and count == 1:  # each rank is now its own worker, one of `was` times as many
-                    self._by_parameter[p] = {name: self._whole(part, p) * was for name, part in kept.items()}
-                elif kept:
-                    parts = NodeShards((p.numel(),), count)
-                    self._by_parameter[p] = {
-                        name: reference.split_parts(part, parts)[self.rank % count] for name, part in kept.items()
-                    }
+                for name, part in kept.items():
+                    whole = self._whole(part, p)
+                    # Without slices, each rank is its own worker, one of `was` times as many.
+                    kept[name] = whole * was if count == 1 else reference.split_parts(whole, parts)[self.rank % count]
             self.counts[p] = count
             self._loaded.discard(p)
+
+    def _is_kept(self, parameter: Tensor) -> bool:
+        """Whether a parameter has a memory that is not zero."""
+        return any(bool(part.any()) for part in self._by_parameter.get(parameter, {}).values())
 
     # -------------------------------------------------------------------------------- all parameters
 
     def offload_to_cpu(self) -> None:
         """Drops all endpoints and moves their memories to the CPU, until the next exchange of their parameters."""
-        self.drop_endpoints({parameter for bucket in self._live for parameter in bucket})
+        self.drop_endpoints({*self._by_parameter})
         for kept in self._by_parameter.values():
             kept.update({name: part.cpu() for name, part in kept.items()})
 
@@ -166,8 +155,7 @@ class Residuals:
         known = {*self._by_parameter, *self._forms, *(parameter for bucket in self.buckets for parameter in bucket)}
         if known and keep.isdisjoint(known):
             self.steps = 0
-            self._live.clear()
-        self.drop_endpoints({parameter for bucket in self._live for parameter in bucket} - keep)
+        self.drop_endpoints(known - keep)
         self.buckets = tuple(bucket for bucket in self.buckets if keep.issuperset(bucket))
         for parameter in known - keep:
             self._forget(parameter)
@@ -175,9 +163,9 @@ class Residuals:
     def forget_changed(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Drops the residuals of parameters whose size or memory format changed; none of them may have an endpoint."""
         for parameter in [*self._forms] if parameters is None else parameters:
-            now = Form.of(parameter)
+            now = form_of(parameter)
             if self._forms.get(parameter, now) != now:
-                self.reset += any(bool(part.any()) for part in self._by_parameter.get(parameter, {}).values())
+                self.reset += self._is_kept(parameter)
                 self._forget(parameter)
             self._forms[parameter] = now
 
@@ -187,29 +175,21 @@ class Residuals:
             known.pop(parameter, None)
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Replaces all memories by a checkpoint's: the mean over the workers, on every rank.
-
-        Args:
-            memories: By parameter and name, each ``[numel]``.
-        """
+        """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank."""
         self._live.clear()
         self.counts.clear()
         self._by_parameter = {parameter: dict(kept) for parameter, kept in memories.items()}
-        self._forms = {parameter: Form.of(parameter) for parameter in memories}
+        self._forms = {parameter: form_of(parameter) for parameter in memories}
         self._loaded = set(memories)
 
     # -------------------------------------------------------------------------------- queries
 
     def held(self, name: str = "residual") -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """Returns this rank's memory of each exchanged parameter, as a worker and as a server.
+        """Returns this rank's memory ``name`` of each exchanged parameter, as a worker and as a server.
 
-        Args:
-            name: Name of the memory.
-
-        Returns:
-            Two tensors ``[numel]`` for each parameter; the server's is zero where another rank serves. Over all ranks,
-            the mean of the first plus the sum of the second is the gradient not yet delivered. So a rank that holds a
-            slice for its node returns it times the ranks per node, and zero elsewhere.
+        Each is ``[numel]``; the server's is zero where another rank serves. Over all ranks, the mean of the first plus
+        the sum of the second is the gradient not yet delivered. So a rank that holds a slice for its node returns it
+        times the ranks per node, and zero elsewhere.
         """
         server: Memories = {}
         for bucket, end in self._live.items():
@@ -224,7 +204,7 @@ class Residuals:
 
     def form(self, parameter: Tensor) -> Form:
         """The form of a parameter's residuals."""
-        return self._forms[parameter] if parameter in self._forms else Form.of(parameter)
+        return self._forms[parameter] if parameter in self._forms else form_of(parameter)
 
     def energy(self) -> Tensor:
         """``[2]`` float64: the sums of squares of this rank's worker and server residuals.
@@ -232,11 +212,11 @@ class Residuals:
         The mean of the first over the ranks is the mean over the workers, even if the ranks of a node are one worker.
         """
         energy = torch.zeros(2, dtype=torch.float64)
-        for end in self.endpoints:
-            for number, link in enumerate(end.links):
+        for end in self._live.values():
+            for side, link in enumerate(end.links):
                 kept = link.memory.tensors().get("residual")
                 if kept is not None:
-                    side, shared = (1, 1) if number else (0, end.plan.parts.count)
+                    shared = 1 if side else end.plan.parts.count
                     energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
@@ -244,14 +224,12 @@ class Residuals:
 
     def _whole(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Places a slice of a parameter in a tensor ``[numel]`` that is zero elsewhere."""
-        parts = NodeShards((parameter.numel(),), self.counts.get(parameter, 1))
-        if parts.count == 1:
+        count = self.counts.get(parameter, 1)
+        if count == 1:
             return part
-        rows = part.new_zeros(parts.count, len(part))
-        rows[self.rank % parts.count] = part
-        whole = part.new_empty(parameter.numel())
-        reference.join_parts(rows, parts, whole)
-        return whole
+        rows = part.new_zeros(count, len(part))
+        rows[self.rank % count] = part
+        return rows.view(-1)[: parameter.numel()]
 
 
 def _scatter(memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, memory: Mapping[str, Tensor]) -> None:
@@ -264,9 +242,7 @@ def _scatter(memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, memo
 def _gather(memories: Memories, bucket: tuple[Tensor, ...], sizes: Sequence[int], name: str, like: Tensor) -> Tensor:
     """Inverse of :func:`_scatter`: ``[sum of sizes]``, dtype and device of ``like``; zero for missing memories."""
     zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
-    found = [
-        memories.get(parameter, {}).get(name, zero.expand(size)) for parameter, size in zip(bucket, sizes, strict=True)
-    ]
+    found = [memories.get(p, {}).get(name, zero.expand(size)) for p, size in zip(bucket, sizes, strict=True)]
     for part in found:
         if part.is_cuda:  # possibly created on another stream, such as a checkpoint's, and freed after this
             part.record_stream(torch.cuda.current_stream(part.device))

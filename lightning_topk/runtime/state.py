@@ -25,7 +25,7 @@ from lightning_topk.runtime.collectives import dense_cost
 from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
 from lightning_topk.runtime.jobs import Job, JobRunner
 from lightning_topk.runtime.lanes import Lane, StreamLane, ThreadLane
-from lightning_topk.runtime.messages import WarnOnce, saving_warnings, startup_warnings, volume_of
+from lightning_topk.runtime.messages import WarnOnce, saving_warnings, start_message, startup_warnings, volume_of
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import PROBE_BYTES, Report, Telemetry
@@ -56,6 +56,7 @@ class HookState:
         scaler: torch.amp.GradScaler | None = None,
         local_world_size: int | None = None,
         announce: Callable[[str], None] | None = None,
+        note: Callable[[str], None] | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         self._given = config = one_config(type(self), config, settings)
@@ -64,13 +65,13 @@ class HookState:
         residuals.offload_to_cpu()  # their endpoints may come from other settings
         residuals.forget_changed()
         timeout = timeout or timeout_of(process_group)
-        groups, self.config = connect(config, process_group, timeout, local_world_size)
+        groups, self.config, uneven = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         residuals.rank = self.rank
         self.residuals, self._epoch = residuals, epoch or (lambda: 0)
         # Every rank of the first node is rank 0 of the replicas of its shard.
-        self._say = WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank())
+        self._say = WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank(), note)
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
@@ -80,11 +81,13 @@ class HookState:
         """Bytes, times and errors of the exchanges."""
         self._lane: Lane | None = None
         self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
+        self._adapted: set[Tensor] = set()  # parameters whose momentum is adapted, as optimizers hold them
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._say_what_was_reset()
         if not self.residuals.steps:  # not for a model that is wrapped again
-            for message in startup_warnings(config, self.config, self.world, optimizers is not None):
+            self._say.note(start_message(self.config, self.world, self.local))
+            for message in (uneven, *startup_warnings(config, self.config, self.world, optimizers is not None)):
                 self._say(message)
 
     @property
@@ -153,6 +156,10 @@ class HookState:
         residuals = self.residuals
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in residuals.buckets]
         self._unchanged = self._unchanged + 1 if same else 0
+        now = residuals.steps, self._epoch()
+        whole = {m for bucket in buckets if self.buckets.delivers_everything(bucket, *now) for m in bucket}
+        self._adapted.clear()  # optimizers keep the set
+        self._adapted |= {self.parameter_of(member) for member in self.buckets.compressed if member not in whole}
         residuals.steps, residuals.buckets = residuals.steps + 1, tuple(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             for message in saving_warnings(self.buckets, buckets, self.predicted()):
@@ -165,7 +172,7 @@ class HookState:
         Names trained parameters that are in no optimizer.
         """
         compressed = {self.parameter_of(member) for member in self.buckets.compressed}
-        updated = self._optimizers.sync(compressed)
+        updated = self._optimizers.sync(compressed, self._adapted)
         if not updated or not self.config.compresses or self.world == 1:
             return
         names = {self.parameter_of(member): name for member, name in self.names.items()}

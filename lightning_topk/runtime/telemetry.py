@@ -5,13 +5,14 @@ Used only by the caller's side, between two backward passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_topk.runtime.jobs import JobResult, Timed
+from lightning_topk.core.endpoint import Outcome
+from lightning_topk.runtime.jobs import Duration, Job, Result
 from lightning_topk.volume import Volume
 
 PROBE_BYTES = 1 << 20
@@ -54,14 +55,14 @@ class Telemetry:
     """Bytes, times and compression errors of one rank's exchanges.
 
     Args:
-        finished: Returns the results since its last call.
+        finished: Returns the results and durations since its last call.
         names: Returns the parameters' names.
         shards_per_node: Ranks of this node, this one included, that each exchange a shard of the same gradients.
     """
 
     def __init__(
         self,
-        finished: Callable[[], Sequence[JobResult | Timed]],
+        finished: Callable[[], tuple[list[Result], list[Duration]]],
         names: Callable[[], Mapping[Tensor, str]],
         shards_per_node: int = 1,
     ) -> None:
@@ -71,27 +72,27 @@ class Telemetry:
         self.dense_cost: tuple[float, float] | None = None
         """Seconds for each all-reduce, and for each byte of it; None before they are measured."""
         self._report = Report()
-        self._measured: list[JobResult] = []
-        self._timed: list[Timed] = []
+        self._measured: list[tuple[Job, Outcome]] = []
+        self._durations: list[Duration] = []
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
 
     def collect(self) -> None:
         """Adds the results of finished exchanges. Values stay on the device, so the host does not wait."""
-        report, found = self._report, self._finished()
-        exchanged = [each for each in found if isinstance(each, JobResult)]
-        self._timed += [each for each in found if isinstance(each, Timed)]
-        for done in exchanged:
-            report.bytes += done.volume.of_shards(self._shards_per_node)
-            report.elements += done.elements
-            report.k += done.k
+        report, (results, durations) = self._report, self._finished()
+        self._durations += durations
+        for job, outcome, volume, k in results:
+            nbytes = job.plan.numel * job.plan.itemsize
+            report.bytes += volume.of_shards(self._shards_per_node)
+            report.elements += job.plan.layout.numel
+            report.k += k
             report.exchanges += 1
-            report.nbytes += done.nbytes
-            report.largest = max(report.largest, done.nbytes)
-            if done.job.measure.error:
-                self._measured.append(done)
-        if exchanged:
-            failed = torch.stack([~done.outcome.finite for done in exchanged]).any()
+            report.nbytes += nbytes
+            report.largest = max(report.largest, nbytes)
+            if job.measure.error:
+                self._measured.append((job, outcome))
+        if results:
+            failed = torch.stack([~outcome.finite for _, outcome, _, _ in results]).any()
             before = self._nonfinite_steps
             if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
                 before.record_stream(torch.cuda.current_stream(before.device))
@@ -126,24 +127,24 @@ class Telemetry:
         """
         self.collect()
         report, self._report = self._report, Report()
-        for done in self._measured:
-            up, down = done.outcome.uplink, done.outcome.downlink
-            for side, stats in enumerate((up, down)):
+        for job, outcome in self._measured:
+            up, plan = outcome.uplink, job.plan
+            for side, stats in enumerate((up, outcome.downlink)):
                 if stats is not None and stats.error is not None:
                     report.energy[side] += stats.error.cpu()
             if up.selected is not None:
-                report.selected += int(up.selected) + done.uncompressed
+                report.selected += int(up.selected) + plan.uncompressed_numel // plan.parts.count
             if up.per_layer is not None:
-                for parameter, measured in zip(done.job.bucket, up.per_layer.cpu().T, strict=True):
+                for parameter, measured in zip(job.bucket, up.per_layer.cpu().T, strict=True):
                     name = self._names()[parameter]
                     report.layers[name] = report.layers.get(name, 0) + measured
-        for timed in self._timed:
-            seconds, exposed = timed.seconds()
+        for duration in self._durations:
+            seconds, exposed = duration()
             report.seconds += seconds
             report.exposed_seconds += exposed
         report.exposed_seconds = min(report.exposed_seconds, report.seconds)
         self._measured.clear()
-        self._timed.clear()
+        self._durations.clear()
         self._nonfinite_reported = self._nonfinite_steps
         return report
 
@@ -152,7 +153,7 @@ class Telemetry:
         self.collect()
         self._report = Report()
         self._measured.clear()
-        self._timed.clear()
+        self._durations.clear()
         self._nonfinite_steps = self._nonfinite_reported
 
     def dense_seconds(self, report: Report) -> float | None:

@@ -36,7 +36,7 @@ def run(numel: int = 25_000_000, ratios: Sequence[float] = (0.001, 0.01)) -> Res
             plan, sent = plan_bucket(config, [numel], world), volume(config, [numel], world)
             up = plan.codecs().uplink
             nbytes, k = sent.sent, up.k * plan.layout.shards
-            index, bound = 8 * up.index_bytes / up.k, 2 * k * (world - 1) / world * (bits + 16) / 8
+            index, bound = 8 * up.format().index_bytes / up.k, 2 * k * (world - 1) / world * (bits + 16) / 8
             row = {"workers": world, "index bits an entry": index, "of entropy": index / bits, "bytes sent": nbytes}
             rows.append(row | {"of the bound": nbytes / bound, "dense bytes": sent.dense})
             if world == 4:

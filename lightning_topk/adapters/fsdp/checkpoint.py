@@ -23,12 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checkpoint import (
-    memory_names,
-    still_to_deliver,
-    unusable_if_it_fails,
-    without_parameters,
-)
+from lightning_topk.runtime.checkpoint import memory_names, still_to_deliver, unusable_if_it_fails, without_parameters
 from lightning_topk.runtime.residuals import Residuals
 
 
@@ -50,9 +45,8 @@ def collect(
                 total = still_to_deliver(held.get(member, (nothing, nothing)), member, world).to(member.device)
                 if world > 1:
                     dist.all_reduce(total, group=replicas)
-                parts[group.names[member]] = _like_parameter(
-                    total / group.later_divided_by(member), group.sharded(member)
-                )
+                total = total / group.later_divided_by(member)
+                parts[group.names[member]] = _like_parameter(total, group.sharded(member))
     return {**found, "about": json.dumps(without_parameters(residuals, config, world))}
 
 
@@ -86,15 +80,9 @@ def _join(shards: DTensor) -> Tensor:
 
 @unusable_if_it_fails()
 def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[str] = ()) -> Any:
-    """Returns this rank's part of an entry, sharded or whole; a damaged entry may be returned unchanged.
+    """Returns this rank's part of an entry, sharded or whole, without the residuals of ``frozen`` parameters.
 
-    Args:
-        entry: The entry.
-        groups: The model's parameter groups.
-        frozen: Names of its frozen parameters, whose residuals are dropped.
-
-    Raises:
-        ValueError: The entry is too damaged to split.
+    A damaged entry may be returned unchanged; one too damaged to split raises a ValueError.
     """
     if isinstance(entry, Mapping) and "about" in entry:
         kinds = {kind: parts for kind, parts in entry.items() if kind != "about"}
@@ -115,21 +103,17 @@ def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[st
 
 
 def _shard_of(given: Tensor, parameter: DTensor, size: int) -> Tensor:
-    """A rank's padded shard ``[elements]`` of a parameter's saved tensor.
+    """A rank's padded shard ``[size]`` of a parameter's saved tensor.
 
-    Args:
-        given: A DTensor that is sharded like the parameter, or the full tensor, ``[..., elements of the parameter]``.
-        parameter: The sharded parameter.
-        size: Elements of the padded shard.
+    ``given`` is a DTensor that is sharded like the parameter, or the full tensor ``[..., elements of the parameter]``.
     """
     if isinstance(given, DTensor):
         mine = given.to_local().reshape(-1)
     elif given.shape[-1:] != (parameter.numel(),):
         return given  # of another model: the caller refuses it
     else:
-        shape, begin = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        placed = parameter.shape, parameter.device_mesh, parameter.placements
+        shape, begin = compute_local_shape_and_global_offset(*placed)
         cut = [slice(None)] * (given.ndim - 1) + [slice(b, b + n) for b, n in zip(begin, shape, strict=True)]
         mine = given.unflatten(-1, parameter.shape)[tuple(cut)].flatten(given.ndim - 1)
     return torch.nn.functional.pad(mine, (0, size - mine.shape[-1]))

@@ -61,7 +61,6 @@ class ShardState(HookState):
     ) -> None:
         self.shards_per_node = dist.get_world_size() // dist.get_world_size(replicas)
         super().__init__(process_group=replicas, local_world_size=1, **arguments)
-        self.device = groups[0].device
         self._param_groups, self._replicas = groups, replicas
         sharded = {name for group in groups for name in group.names.values()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
@@ -71,15 +70,11 @@ class ShardState(HookState):
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
 
-    def learn_names(self, names: Mapping[Tensor, str]) -> None:
-        """Sets the names of the parameters, see :meth:`lightning_topk.bucket.Buckets.learn_names`."""
+    def learn_names(self) -> None:
+        """Names the parameters, see :meth:`lightning_topk.bucket.Buckets.learn_names`."""
         self._trained = {member for group in self._param_groups for member in group.trained}
-        self.buckets.learn_names(names, _copied_inside(self, self._param_groups))
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients are exchanged, as the model has them between two passes."""
-        return [group.sharded(member) for group in self._param_groups for member in group.trained]
+        names = {member: name for group in self._param_groups for member, name in group.names.items()}
+        self.buckets.learn_names(names, self._copied_inside())
 
     @override
     def parameter_of(self, member: Tensor) -> Tensor:
@@ -141,12 +136,31 @@ class ShardState(HookState):
         if trained == self._trained:
             return
         self._trained = trained
-        whole, compressed = _copied_inside(self, self._param_groups), self.buckets.compressed
-        if not trained.isdisjoint(compressed):
+        whole = self._copied_inside()
+        if not trained.isdisjoint(self.buckets.compressed):
             try:
                 self.buckets.learn_names(self.names, whole)
             except ValueError as error:  # the settings fit the parameters that were trained at first
                 self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
+
+    def _copied_inside(self) -> list[Tensor]:
+        """The proxies of parameters with several copies inside a node, such as norm layers under tensor parallelism.
+
+        Different ranks exchange each copy. If their gradients differ in the last bit, they would select other entries,
+        and the copies would drift apart; so these parameters are exchanged uncompressed.
+        """
+        found = []
+        for member, group in self._group_of.items():
+            sharded = group.sharded(member)
+            axes = zip(sharded.device_mesh.shape, sharded.placements, strict=True)
+            if math.prod(size for size, placement in axes if placement.is_shard()) < self.shards_per_node:
+                found.append(member)
+        if any(member.requires_grad for member in found) and self.config.momentum and self.config.compresses:
+            raise ValueError(
+                f"momentum={self.config.momentum!r} applies only to compressed parameters, but {len(found)} parameters "
+                "that are replicated inside a node are exchanged uncompressed. Use the optimizer's own momentum."
+            )
+        return found
 
     def _match_gradient(self, bucket: Bucket, g: Tensor) -> None:
         """Sets the proxies to the dtype and device of the gradient, which FSDP decides in the first forward pass."""
@@ -200,8 +214,7 @@ class ShardState(HookState):
         """Returns residuals for a single file. Every rank must call it between two backward passes.
 
         Returns:
-            On rank 0, the entry that :meth:`.HookState.state_dict` returns for the same model without
-            shards; elsewhere the same without tensors.
+            On rank 0, what :meth:`.HookState.state_dict` returns for the unsharded model; elsewhere, no tensors.
         """
         return sharded_checkpoint.whole(self.state_dict())
 
@@ -245,17 +258,14 @@ def attach(
         )
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
-    residuals = arguments.pop("residuals", None) or Residuals()
+    residuals = arguments["residuals"] = arguments.get("residuals") or Residuals()
     # A frozen module may belong to two models. The first one keeps it.
     groups = [group for group in param_groups_of(model, proxies_of(residuals)) if group.trained or not has_hook(group)]
     check_group(groups, replicas)
     with device_of(model.parameters()):
-        state = ShardState(
-            model, groups, replicas, config=config, residuals=residuals, optimizers=optimizers, **arguments
-        )
+        state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
         try:
-            names = {member: name for group in groups for member, name in group.names.items()}
-            state.learn_names(names)
+            state.learn_names()
             if optimizers is not optimizer:  # they exist already
                 state.sync_optimizers()
             shards = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
@@ -266,7 +276,7 @@ def attach(
             state.close()
             raise
         if broadcast_weights:
-            _broadcast(model, replicas, state.device)
+            _broadcast(model, replicas, groups[0].device)
         for group in groups:
             group.watch_use()
             group.set_hook(partial(state.exchange, group), state.lane(group.device).stream)
@@ -280,31 +290,6 @@ def check_shardable(config: TopKConfig) -> None:
             f"clip_norm={config.clip_norm!r} would clip every shard by its own norm. Clip gradients after "
             "backward, with gradient_clip_val= of the Trainer or torch.nn.utils.clip_grad_norm_."
         )
-
-
-def _copied_inside(state: ShardState, groups: Sequence[ParamGroup]) -> list[Tensor]:
-    """The proxies of parameters with several copies inside a node, such as norm layers under tensor parallelism.
-
-    Different ranks exchange each copy. If their gradients differ in the last bit, they would select other entries, and
-    the copies would drift apart; so these parameters are exchanged uncompressed.
-    """
-    found = []
-    for group in groups:
-        for member in group.proxies:
-            sharded = group.sharded(member)
-            sizes = [
-                size
-                for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True)
-                if placement.is_shard()
-            ]
-            if math.prod(sizes) < state.shards_per_node:
-                found.append(member)
-    if any(member.requires_grad for member in found) and state.config.momentum and state.config.compresses:
-        raise ValueError(
-            f"momentum={state.config.momentum!r} applies only to compressed parameters, but {len(found)} parameters "
-            "that are replicated inside a node are exchanged uncompressed. Use the optimizer's own momentum."
-        )
-    return found
 
 
 def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torch.device) -> None:

@@ -32,9 +32,8 @@ def proxies_of(residuals: Residuals) -> dict[str, Tensor]:
 class ParamGroup:
     """A group of parameters whose gradients FSDP reduces together.
 
-    A bucket is a tuple of tensors with an identity, a size, a dtype and a device. A sharded parameter has the size of
-    the whole one, so a *proxy* takes its place: ``[elements of the padded shard]`` in the dtype of the reduced
-    gradient, without memory of its own.
+    A sharded parameter has the size of the whole one. So in a bucket a *proxy* takes its place: ``[elements of the
+    padded shard]`` in the dtype of the reduced gradient, without memory of its own.
 
     Args:
         module: One of the modules that ``fully_shard`` wrapped together.
@@ -109,7 +108,7 @@ class ParamGroup:
         member = {parameter: proxy for proxy, parameter in self.proxies.items()}
         trained, used = (
             tuple(member[parameter] for parameter in ordered if parameter in those)
-            for those in ({self.proxies[each] for each in self.trained}, self._used.copy())
+            for those in ({self.proxies[each] for each in self.trained}, self._used)
         )
         self._used.clear()
         for bucket in (trained, used):

@@ -1,20 +1,16 @@
-"""Nodes as replicas of a sharded model: meshes, batches and checkpoints of the model-parallel strategy."""
+"""Nodes as replicas of a sharded model: meshes and checkpoints of the model-parallel strategy."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_topk.adapters.fsdp.hook import ShardState
 from lightning_topk.adapters.lightning._compat import rank_zero_info
@@ -26,19 +22,12 @@ Size = Literal["auto"] | int
 
 
 def check_size(name: str, size: Any) -> Size:
-    """Returns the size if it is "auto" or a positive number of ranks.
-
-    Raises:
-        TypeError: The size has another type.
-        ValueError: The size is not positive.
-    """
-    if size == "auto":
-        return "auto"
-    if size is None or isinstance(size, str):
+    """Returns a size that is "auto" or a positive number of ranks, and refuses any other."""
+    if size is None or (isinstance(size, str) and size != "auto"):
         raise TypeError(f"{name}={size!r} must be 'auto' or a number of ranks per node.")
-    checked = check_count(name, size)
-    assert checked is not None
-    return checked
+    if size != "auto":
+        check_count(name, size)
+    return size
 
 
 def meshes(device: str, world: int, local: int, data: Size, tensor: Size) -> tuple[DeviceMesh, DeviceMesh]:
@@ -48,8 +37,8 @@ def meshes(device: str, world: int, local: int, data: Size, tensor: Size) -> tup
         device: Type of the ranks' devices.
         world: Number of ranks.
         local: Ranks per node; ranks of a node are consecutive.
-        data: Ranks that share a model's parameters and a node's batches. "auto": all that ``tensor`` leaves.
-        tensor: Ranks that share single tensors. "auto": one, or all that ``data`` leaves.
+        data: Ranks of a node that share parameters and batches. "auto": all that ``tensor`` leaves.
+        tensor: Ranks of a node that share single tensors. "auto": one, or all that ``data`` leaves.
 
     Returns:
         A mesh with the dimensions ``data_parallel`` and ``tensor_parallel``, and the ranks that hold the same shard.
@@ -76,28 +65,6 @@ def meshes(device: str, world: int, local: int, data: Size, tensor: Size) -> tup
         device, (world // local, rows, columns), mesh_dim_names=("replicate", "data_parallel", "tensor_parallel")
     )
     return mesh["data_parallel", "tensor_parallel"], mesh["replicate"]
-
-
-def sampler_arguments(node: DeviceMesh, replicas: DeviceMesh) -> dict[str, int]:
-    """Sampler arguments that give all ranks different batches, except ranks that share the same tensors."""
-    data = node["data_parallel"]
-    return {
-        "num_replicas": replicas.size() * data.size(),
-        "rank": replicas.get_local_rank() * data.size() + data.get_local_rank(),
-    }
-
-
-@contextmanager
-def unsynchronised(module: torch.nn.Module) -> Iterator[None]:
-    """Context in which backward passes accumulate gradients without reducing them."""
-    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for part in sharded:
-        part.set_requires_gradient_sync(False, recurse=False)
-    try:
-        yield
-    finally:
-        for part in sharded:
-            part.set_requires_gradient_sync(True, recurse=False)
 
 
 IN_SHARDS = {"version": VERSION, "mode": SHARDED}

@@ -298,9 +298,13 @@ class _Totals:
             sent = f"rank 0, which serves all, sent {down} down, and each other rank about {worker} up,"
         else:
             sent = f"each rank sent {up} up and {down} down"
+            node = volume["dense_bytes"] / volume["inter_node_bytes"] if volume["inter_node_bytes"] else 0.0
+            if node and not 0.9 < node / self.saving(state) < 1.1:
+                sent += f" ({node:.1f}x less between nodes)"
         words = [
             f"lightning_topk: in {begun} {sent} instead of {instead} ({self.saving(state):.1f}x less)",
             self._density_in_words(),
+            *([f"topology={state.config.topology!r}"] if state is not None else []),
         ]
         if self.measured:
             errors, seconds, exposed = zip(*self.measured, strict=True)

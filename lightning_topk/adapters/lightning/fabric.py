@@ -124,7 +124,7 @@ class TopKStrategy(DDPStrategy):
             ],
             scaler=getattr(self.precision, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
-            announce=rank_zero_info,
+            note=rank_zero_info,
         )
         self._states.append((ref(ddp), state))
         return ddp

@@ -10,24 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Unpack, override
 
 from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
-from lightning_topk.adapters.lightning._compat import (
-    ModelParallelStrategy,
-    TrainerFn,
-    rank_zero_info,
-)
-from lightning_topk.adapters.lightning._nodes import (
-    IN_SHARDS,
-    Size,
-    check_size,
-    meshes,
-    resume,
-    sampler_arguments,
-    save_shards,
-    unsynchronised,
-)
+from lightning_topk.adapters.lightning._compat import ModelParallelStrategy, TrainerFn, rank_zero_info
+from lightning_topk.adapters.lightning._nodes import IN_SHARDS, check_size, meshes, resume, save_shards
 from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
 from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
@@ -93,10 +81,8 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         check_bool("residual_checkpoint", residual_checkpoint)
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
-        self._sizes: tuple[Size, Size] = (
-            check_size("data_parallel_size", data_parallel_size),
-            check_size("tensor_parallel_size", tensor_parallel_size),
-        )
+        data, tensor = "data_parallel_size", "tensor_parallel_size"
+        self._sizes = check_size(data, data_parallel_size), check_size(tensor, tensor_parallel_size)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend
         )
@@ -130,8 +116,11 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Sampler arguments that give all ranks different batches, except ranks that share the same tensors."""
         assert self._replicas is not None
-        return sampler_arguments(self.device_mesh, self._replicas)
+        data, node = self.device_mesh["data_parallel"], self._replicas.get_local_rank()
+        rank = node * data.size() + data.get_local_rank()
+        return {"num_replicas": self._replicas.size() * data.size(), "rank": rank}
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -150,7 +139,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
-            announce=rank_zero_info,
+            note=rank_zero_info,
             process_group=self._replicas,
         )
         self.topk_state.sync_optimizers()
@@ -160,8 +149,14 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulates gradients without reducing them; they are reduced and exchanged once, with the last one."""
         assert self.model is not None
-        with unsynchronised(self.model):
+        sharded = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
+        for part in sharded:
+            part.set_requires_gradient_sync(False, recurse=False)
+        try:
             yield
+        finally:
+            for part in sharded:
+                part.set_requires_gradient_sync(True, recurse=False)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

@@ -65,7 +65,8 @@ class TopKStrategy(DDPStrategy):
             since rounding errors would be lost.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between
             nodes), ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``)
-            or ``"dense"`` (all-reduce: nothing is compressed).
+            or ``"dense"`` (all-reduce: nothing is compressed). Default: hierarchical on several nodes of several GPUs
+            each, else sharded.
         dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
         error_feedback: Whether unsent entries are kept in a residual for later steps: True on workers and servers,
             False nowhere, ``"worker"`` on workers only. Entries that are not kept are lost.
@@ -98,7 +99,7 @@ class TopKStrategy(DDPStrategy):
         server_ratio: Ratio | None = None,
         selector: str | Selector = "topk",
         wire: WireName | None = None,
-        topology: TopologyName = "sharded",
+        topology: TopologyName | None = None,
         dense_parameters: str | Sequence[str] = (),
         error_feedback: bool | Literal["worker"] = True,
         momentum: float = 0.0,
@@ -187,7 +188,7 @@ class TopKStrategy(DDPStrategy):
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
-            announce=rank_zero_info,
+            note=rank_zero_info,
         )
         self._names = self.topk_state.names
         if self._resumed is not None:

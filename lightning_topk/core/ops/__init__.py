@@ -155,16 +155,16 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 def catch_up_(
-    buffer: Tensor, waited: Tensor, gradient: Tensor, x: Tensor, momentum: float | Tensor, weight: float | Tensor,
-    decay: float, skipped: Tensor | None, out: Tensor,
+    buffer: Tensor, waited: Tensor, gradient: Tensor, momentum: float | Tensor, weight: float | Tensor,
+    skipped: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Steps a momentum buffer; see :func:`lightning_topk.core.ops.reference.catch_up_`."""
-    tensors = (buffer, waited, gradient, x, out)
+    tensors = (buffer, waited, gradient, out)
     version: Any = None if isinstance(momentum, Tensor) else fast(buffer.device)
     alike = len({(each.shape, each.stride()) for each in tensors}) == 1
     dense = alike and torch.ops.aten.is_non_overlapping_and_dense(buffer)
     if version is None or not dense or not {each.dtype for each in tensors} <= version.CATCHES_UP:
-        reference.catch_up_(buffer, waited, gradient, x, momentum, weight, decay, skipped, out)
+        reference.catch_up_(buffer, waited, gradient, momentum, weight, skipped, out)
         return
     *inputs, lent = (each.as_strided((each.numel(),), (1,)) for each in tensors)
-    version.catch_up_(*inputs, momentum, weight, decay, skipped, lent)
+    version.catch_up_(*inputs, momentum, weight, skipped, lent)

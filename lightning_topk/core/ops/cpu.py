@@ -107,13 +107,13 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 def catch_up_(
-    buffer: Tensor, waited: Tensor, gradient: Tensor, x: Tensor, momentum: float, weight: float,
-    decay: float, skipped: Tensor | None, out: Tensor,
+    buffer: Tensor, waited: Tensor, gradient: Tensor, momentum: float, weight: float,
+    skipped: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Same as :func:`lightning_topk.core.ops.reference.catch_up_`, of flat tensors, in one pass over memory."""
-    arrays = [each.numpy() for each in (buffer, waited, gradient, x, out)]
+    arrays = [each.numpy() for each in (buffer, waited, gradient, out)]
     taken = skipped is None or not skipped
-    loops.catch_up(*arrays, float(momentum), float(weight), float(decay), bool(taken))
+    loops.catch_up(*arrays, float(momentum), float(weight), bool(taken))
 
 
 def _salt() -> np.uint64:

@@ -117,18 +117,15 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def catch_up_(
-    buffer: Tensor, waited: Tensor, gradient: Tensor, x: Tensor, momentum: float, weight: float,
-    decay: float, skipped: Tensor | None, out: Tensor,
+    buffer: Tensor, waited: Tensor, gradient: Tensor, momentum: float, weight: float,
+    skipped: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Same as :func:`lightning_topk.core.ops.reference.catch_up_`, of flat tensors, in one pass.
-
-    It moves 18 bytes per float32 entry, 22 with weight decay.
-    """
+    """Same as :func:`lightning_topk.core.ops.reference.catch_up_`, of flat tensors: 18 bytes per float32 entry."""
     grid = (triton.cdiv(buffer.numel(), SLOTS),)
     with torch.cuda.device_of(buffer):
         kernels.catch_up[grid](
-            buffer, waited, gradient, x, out, buffer if skipped is None else skipped, buffer.numel(), momentum, weight,
-            math.log2(momentum), 1 / (1 - momentum), decay, decay != 0, skipped is not None, SLOTS, **EXACT,
+            buffer, waited, gradient, out, buffer if skipped is None else skipped, buffer.numel(), momentum, weight,
+            math.log2(momentum), 1 / (1 - momentum), skipped is not None, SLOTS, **EXACT,
         )  # fmt: skip
 
 

@@ -352,8 +352,8 @@ def _bf16_at(start, slot, wanted):
 
 @launched
 def catch_up(
-    buffer, waited, gradient, x, out, skipped, numel, momentum, weight, log_momentum, reach, decay,
-    DECAY: tl.constexpr, SKIPPABLE: tl.constexpr, TILE: tl.constexpr,
+    buffer, waited, gradient, out, skipped, numel, momentum, weight, log_momentum, reach,
+    SKIPPABLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Steps a momentum buffer, see ``reference.catch_up_``. ``reach``: 1 / (1 - momentum); the logarithm is binary."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -362,11 +362,6 @@ def catch_up(
     b = tl.load(buffer + at, mask=inside, other=0.0).to(tl.float32)
     steps = tl.load(waited + at, mask=inside, other=0)
     here = inside & (given != 0)
-    still = tl.zeros((TILE,), tl.float32)
-    if DECAY:
-        parameter = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        given += decay * parameter
-        still = weight * decay * reach * parameter
     counted = steps + (steps < 254).to(tl.uint8)
     if SKIPPABLE:
         taken = tl.load(skipped) == 0
@@ -374,6 +369,6 @@ def catch_up(
         counted = tl.where(taken, counted, steps)
     v = momentum * b + weight * given
     faded = tl.exp2(steps.to(tl.float32) * log_momentum)
-    tl.store(out + at, tl.where(here, b + (1.0 - faded) * reach * v, still), mask=inside)
+    tl.store(out + at, tl.where(here, b + (1.0 - faded) * reach * v, 0.0), mask=inside)
     tl.store(buffer + at, faded * v, mask=here)
     tl.store(waited + at, tl.where(here, 0, counted).to(tl.uint8), mask=inside)

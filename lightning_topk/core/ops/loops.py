@@ -524,7 +524,7 @@ def add_at(out, deal, places, values):
 
 
 @compiled
-def catch_up(b, waited, g, x, out, momentum, weight, decay, taken):
+def catch_up(b, waited, g, out, momentum, weight, taken):
     """See ``reference.catch_up_``; ``taken`` is false if the step is skipped.
 
     Most entries are not delivered. The work for all of them is vectorised, tile by tile; a second loop visits the
@@ -534,16 +534,12 @@ def catch_up(b, waited, g, x, out, momentum, weight, decay, taken):
     faded[0], reach[0] = 1, 0
     for d in range(1, 255):
         faded[d], reach[d] = faded[d - 1] * momentum, reach[d - 1] + faded[d - 1]
-    still, marks = np.float32(weight * decay / (1 - momentum)), np.zeros(TILE, np.uint8)
+    marks = np.zeros(TILE, np.uint8)
     words = marks.view(np.uint64)
     for begin in range(0, len(b), TILE):
-        g_, x_, b_ = g[begin : begin + TILE], x[begin : begin + TILE], b[begin : begin + TILE]
+        g_, b_ = g[begin : begin + TILE], b[begin : begin + TILE]
         out_, waited_ = out[begin : begin + TILE], waited[begin : begin + TILE]
-        if decay != 0:
-            for i in range(len(x_)):
-                out_[i] = still * x_[i]
-        else:
-            out_[:] = 0
+        out_[:] = 0
         if not taken:
             continue
         marks[len(g_) :] = 0
@@ -553,7 +549,7 @@ def catch_up(b, waited, g, x, out, momentum, weight, decay, taken):
             word = marked(words, w)
             while word:
                 i = 64 * w + np.int64(trailing_zeros(word))
-                v = momentum * b_[i] + weight * (g_[i] + decay * x_[i])
+                v = momentum * b_[i] + weight * g_[i]
                 out_[i] = b_[i] + reach[waited_[i]] * v
                 b_[i] = faded[waited_[i]] * v
                 waited_[i] = 255

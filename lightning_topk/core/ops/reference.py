@@ -294,8 +294,8 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 def catch_up_(
-    buffer: Tensor, waited: Tensor, gradient: Tensor, x: Tensor, momentum: float | Tensor, weight: float | Tensor,
-    decay: float, skipped: Tensor | None, out: Tensor,
+    buffer: Tensor, waited: Tensor, gradient: Tensor, momentum: float | Tensor, weight: float | Tensor,
+    skipped: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.momentum`.
 
@@ -304,22 +304,19 @@ def catch_up_(
             v = m b + a g and d steps waited; elsewhere it is unchanged.
         waited: Of the same shape, uint8: how many steps each entry has waited since its last delivery, at most 254.
             Becomes zero where the gradient is not zero, and is incremented elsewhere.
-        gradient: Of the same shape, any dtype: the gradient as the optimizer uses it, without weight decay.
-        x: Of the same shape, the parameter.
+        gradient: Of the same shape, any dtype: the gradient as the optimizer uses it.
         momentum: m, in (0, 1); a number or a scalar.
         weight: a, the factor of a gradient when the optimizer adds it to the buffer; a number or a scalar.
-        decay: Weight decay: the factor of ``x`` when the optimizer adds it to the gradient.
         skipped: Scalar, nonzero if the optimizer skips the step: then ``buffer`` and ``waited`` stay. None if never.
         out: Of the buffer's shape and dtype; becomes the buffer with which the optimizer's own step follows the rule:
-            b + (1 + ... + m^(d-1)) v where the gradient is not zero, a decay x / (1 - m) elsewhere.
+            b + (1 + ... + m^(d-1)) v where the gradient is not zero, 0 elsewhere.
     """
     taken = torch.ones((), dtype=torch.bool, device=buffer.device) if skipped is None else skipped == 0
     delivered = (gradient != 0) & taken
     wide = torch.promote_types(buffer.dtype, torch.float32)
-    b, given, parameter = buffer.to(wide), gradient.to(wide), x.to(wide)
-    v = momentum * b + weight * (given + decay * parameter if decay else given)
+    b = buffer.to(wide)
+    v = momentum * b + weight * gradient.to(wide)
     faded = momentum ** waited.float()
-    still = weight * decay / (1 - momentum) * parameter if decay else 0.0
-    out.copy_(torch.where(delivered, b + (1 - faded) / (1 - momentum) * v, still))
+    out.copy_(torch.where(delivered, b + (1 - faded) / (1 - momentum) * v, 0.0))
     buffer.copy_(torch.where(delivered, faded * v, b))
     waited.add_((waited < 254) & taken).masked_fill_(delivered, 0)
