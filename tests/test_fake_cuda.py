@@ -127,8 +127,9 @@ def _moved(name: str, given: dict[str, Any]) -> int:
         return sum(size.values())
     if name == "write":
         return size["index"] + size["value"] + size["payload"] + min(2 * size["e"], SECTOR * given["value"].numel())
-    if name == "catch_up":
-        return size["gradient"] + size["out"] + 2 * (size["buffer"] + size["waited"])
+    if name == "catch_up":  # delivered entries are read and written, and a sector holds eight entries
+        read = size["gradient"] + size["buffer"] + size["waited"]
+        return read + size["out"] + size["buffer"] + size["waited"]
     if name == "mark":
         return size["index"] + 2 * size["words"]
     assert name in ("count_bits", "add")
@@ -245,8 +246,8 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("with_triton", [True, False])
-def test_adapted_momentum_waits_for_nothing_and_moves_18_bytes_an_entry(fake, monkeypatch, name, with_triton):
-    """With weight decay as part of the gradient it moves more."""
+def test_adapted_momentum_waits_for_nothing_and_moves_at_most_18_bytes_an_entry(fake, monkeypatch, name, with_triton):
+    """14 bytes per entry, and 4 for the buffers of delivered entries; more passes with weight decay in the gradient."""
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     numel, (kind, options), exchange = 1_000_000, STEPS[name], torch.nn.Module()
     parameter = torch.nn.Parameter(torch.empty(numel, device=CUDA))
@@ -261,9 +262,10 @@ def test_adapted_momentum_waits_for_nothing_and_moves_18_bytes_an_entry(fake, mo
         adapted._adapt(optimizer)
     assert watch.found == []
     moved, launches = traffic.with_kernels()
-    if with_triton and "weight_decay" not in options:
-        assert moved == 18 * numel
-        assert launches == 1
+    if with_triton:
+        in_gradient = "weight_decay" in options
+        assert moved <= (86 if in_gradient else 18) * numel
+        assert launches <= (20 if in_gradient else 1)
     assert adapted._waited[parameter].nbytes == numel
     adapted._restore()
     assert optimizer.state[parameter] is state

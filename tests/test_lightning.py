@@ -150,9 +150,9 @@ def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
 def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
     """With Adam too, whose momentum is not adapted."""
     ours, plain = (Module(partial(torch.optim.AdamW, lr=0.01)) for _ in range(2))
-    with log("lightning.pytorch.utilities.rank_zero") as said:
+    with log("lightning_topk") as said, log("lightning.pytorch.utilities.rank_zero") as noted:
         _, logged = fit(rank, world, ours)
-    assert not any("each rank sent" in line for line in said)
+    assert not any("each rank sent" in line for line in noted)
     fit(rank, world, plain, DDPStrategy(), monitor=False)
     assert [logged[f"topk/{name}"] for name in ("total_bytes", "saving", "uplink_error")] == [0, 1, 0]
     assert sum("so nothing is compressed" in line for line in said) == 1
@@ -344,6 +344,7 @@ def summary_of(topology: str, since: int = 0, steps: int = 1000, end: float = 0.
     state = SimpleNamespace(
         config=TopKConfig(topology=topology),
         world=4,
+        local=2,
         predicted=lambda rank: volume(TopKConfig(0.01, topology=topology), [100_000], 4, rank),
     )
     return monitor.summary(state)
@@ -358,9 +359,10 @@ def test_the_summary_tells_who_sends_what_and_since_when():
     words = summary_of("hierarchical")
     assert "each node sent 1.5 MB to others (and 8 MB inside) instead of 90 MB (60.0x less)" in words
     words = summary_of("sharded")
-    assert "each rank sent 0 B up and 3 MB down instead of 90 MB (30.0x less); density 0.05." in words
+    begin = "each rank sent 0 B up and 3 MB down (60.0x less between nodes) instead of 90 MB (30.0x less)"
+    assert f"{begin}; density 0.05; topology='sharded'." in words
     assert "in 1 step each rank" in summary_of("sharded", steps=1)
-    assert "; density 0.05 on average, 0.01 at the end." in summary_of("sharded", end=0.01)
+    assert "; density 0.05 on average, 0.01 at the end;" in summary_of("sharded", end=0.01)
 
 
 @pytest.mark.unit

@@ -436,6 +436,42 @@ def test_ranks_agree_on_weights_and_dense_steps_equal_ddp_to_the_bit(rank, world
     assert adapts == ["default", "all"] * (rank == 0)
 
 
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@on_ranks(2)
+def test_where_everything_is_sent_zero_gradients_step_as_with_ddp(rank, world, kind):
+    """Rows of an embedding that no rank uses in a step, most of the time."""
+    ends = []
+    for exchanged in (True, False):
+        torch.manual_seed(0)
+        net = nn.Embedding(64, 8)
+        optimizer = kind(net.parameters(), lr=0.1, **({"momentum": 0.9} if kind is SGD else {}))
+        model = DistributedDataParallel(net)
+        if exchanged:
+            attach(model, ratio=1.0, wire="fp32", optimizer=optimizer)
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.tensor([rank, (3 * step + rank) % 64])).square().sum().backward()
+            optimizer.step()
+        ends.append(weights(net))
+    assert torch.equal(*ends)
+
+
+@on_ranks(2)
+def test_a_change_of_every_gradient_entry_before_the_step_is_noticed_once(rank, world):
+    said: list[str] = []
+    net = nn.Linear(64, 64)
+    optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9)
+    model = DistributedDataParallel(net)
+    attach(model, saving=20, optimizer=optimizer, announce=said.append)
+    optimizer.register_step_pre_hook(lambda *_: [p.grad.add_(1e-6) for p in net.parameters()] and None)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step + 9 * rank))).square().sum().backward()
+        optimizer.step()
+    found = [line for line in said if "SGD steps with a gradient of which 100% is nonzero, while exchanges" in line]
+    assert len(found) == (rank == 0)
+
+
 def test_the_step_count_takes_one_byte_per_entry_and_goes_with_its_parameter():
     parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], nn.Module()
     optimizer = SGD(parameters, lr=0.1, momentum=0.9)

@@ -52,7 +52,18 @@ def test_elias_fano_takes_repeats_and_matches_an_example():
     for version in (reference, cpu):
         assert torch.equal(version.elias_fano_decode(version.elias_fano_encode(index, 1000, low), 1000, 5, low), index)
     # 3, 4, 13 below 16 with two low bits: lows 11 00 01 (first bit lowest), highs 0, 1, 3 -> bits 0, 2, 5.
-    assert reference.elias_fano_encode(torch.tensor([[3, 4, 13]]), 16, 2).tolist() == [[0b010011, 0b100101]]
+    code = reference.elias_fano_encode(torch.tensor([[3, 4, 13]]), 16, 2)
+    assert code.tolist() == [[0b010011, 0b100101]]
+    with pytest.raises(ValueError, match="holds 4 positions instead of 3: it was damaged"):
+        cpu.elias_fano_decode(code | torch.tensor([[0, 2]], dtype=torch.uint8), 16, 3, 2)
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01])
+def test_positions_cost_at_most_6_percent_over_their_entropy(ratio):
+    universe, k = 1_000_000, int(1_000_000 * ratio)
+    entropy = universe * -(ratio * math.log2(ratio) + (1 - ratio) * math.log2(1 - ratio))
+    codec = Codec(WIRES["bf16"], universe, k)
+    assert codec.format().index_bytes * 8 / entropy < 1.062
 
 
 ROUNDING = {"fp32": 6e-8, "bf16": 0.004, "int8": 0.008, "int4": 0.076}

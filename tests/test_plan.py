@@ -55,7 +55,7 @@ def test_a_users_module_is_counted():
 def rows(shown: str) -> dict[str, list[str]]:
     """The cells of the table, by topology."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
-    return {name: cells for name, *cells in lines[2:]}
+    return {name.removesuffix(" (default)"): cells for name, *cells in lines[2:]}
 
 
 def test_every_option_is_an_argument_of_the_plan():

@@ -94,7 +94,7 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
     """Describes the settings that differ from those of an entry; empty if none do, or if the entry has none."""
     before, now = entry.get("settings", {}), settings_of(config)
     differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
-    if None in (before.get("topology"), now["topology"]) and "topology" in differ:  # the default depends on the ranks
+    if "topology" in differ and now["topology"] is None:  # the default depends on the ranks
         differ.remove("topology")
     words = {name: f"{name}={now[name]!r} (was {before[name]!r})" for name in differ}
     if "ratio" in differ and "saving" in differ:  # a run has one of them

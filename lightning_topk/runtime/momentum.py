@@ -120,7 +120,7 @@ class AdaptedMomentum:
         if gradient.is_sparse:  # with nesterov, torch adds the buffer to it
             gradient = gradient.to_dense()
             self._lend_gradient(p, gradient)
-        given, x = _local(gradient), _local(p)
+        given, x = local_part(gradient), local_part(p)
         waited = self._waited.get(p)
         if own is None or waited is None or waited.shape != given.shape or waited.device != given.device:
             waited = self._waited[p] = torch.zeros_like(given, dtype=torch.uint8)
@@ -129,9 +129,9 @@ class AdaptedMomentum:
             owed = (waited.to(x.dtype) + 1).mul_(x).mul_(-decay if group["maximize"] else decay)
             owed = owed if scale is None else owed * scale
             lent = torch.empty_like(gradient)
-            _local(lent).copy_(torch.where(given != 0, given + owed, 0))
+            local_part(lent).copy_(torch.where(given != 0, given + owed, 0))
             self._lend_gradient(p, lent)
-            given = _local(lent)
+            given = local_part(lent)
         if own is None:  # in its first step an optimizer has no momentum yet
             del self._waited[p]
             return
@@ -142,7 +142,13 @@ class AdaptedMomentum:
         given = given if scale is None else given / scale
         buffer = torch.empty_like(own)
         ops.catch_up_(
-            _local(own), waited, -given if group["maximize"] else given, momentum, weight, skipped, out=_local(buffer)
+            local_part(own),
+            waited,
+            -given if group["maximize"] else given,
+            momentum,
+            weight,
+            skipped,
+            out=local_part(buffer),
         )
         self._replaced.append((state, name, own))
         state[name] = buffer
@@ -209,9 +215,9 @@ def _momentum(group: Mapping[str, Any]) -> Any:
     return momentum if 0 < momentum < 1 else 0.0
 
 
-def _local(x: Tensor) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x.detach()
+    return x.tolocal_part() if hasattr(x, "to_local") else x.detach()
 
 
 def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.messages import WarnOnce
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, local_part
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Returns the optimizers, which may be created later or replaced."""
@@ -40,8 +40,10 @@ class Optimizers:
         scaler: torch.amp.GradScaler | None,
         config: TopKConfig,
         say: WarnOnce,
+        density_of: Callable[[Tensor], float] = lambda parameter: 1.0,
     ) -> None:
-        self._given, self._config, self.say = given, config, say
+        self._given, self._config, self.say, self._density_of = given, config, say, density_of
+        self._adapted: Collection[Tensor] = ()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
         self._parameters = 0  # number of parameters that they update
@@ -73,6 +75,7 @@ class Optimizers:
         if [*map(id, now)] == [*map(id, known)] and parameters == self._parameters:
             return set()
         self.release()
+        self._adapted = adapted
         if self._config.adapts_momentum:
             notes, warnings = adapt_momentum(now, self, adapted)
             for message in notes:
@@ -97,6 +100,24 @@ class Optimizers:
                     "or adapt_momentum=True."
                 )
 
+    def check_delivered(self, optimizer: Optimizer) -> None:
+        """Warns if a step's gradient has far more nonzero entries than exchanges deliver. Waits for the device."""
+        given = [p for group in optimizer.param_groups for p in group["params"] if p in self._adapted]
+        dense = [p for p in given if p.grad is not None and p.grad.numel() and not p.grad.is_sparse]
+        if not dense or not self._config.adapts_momentum:
+            return
+        largest = max(dense, key=Tensor.numel)
+        gradient, density = local_part(largest.grad), self._density_of(largest)
+        found = float(gradient.count_nonzero()) / max(1, gradient.numel())
+        if found > (1 + density) / 2:
+            self.say(
+                f"lightning_topk: {type(optimizer).__name__} steps with a gradient of which {found:.0%} is nonzero, "
+                f"while exchanges deliver about {density:.2g} of its entries: something changes every entry between "
+                "backward and the step, such as noise, centralisation or weight decay by hand. So momentum cannot be "
+                "adapted to what was delivered, and training may end behind DDP's. Do this before the exchange, in a "
+                "hook of the parameter, or pass adapt_momentum=False to silence this."
+            )
+
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
         for each in self._watched:
@@ -115,6 +136,10 @@ class Optimizers:
             self._watched.pop().stop()
 
 
+SETTLED = 5
+"""The step whose gradient is checked: buckets are final, and there is momentum."""
+
+
 class _Watched:
     """Detects steps without exchanged gradients, and exchanged gradients without a step.
 
@@ -128,7 +153,7 @@ class _Watched:
         self.reached = self.delivered = False
         """Whether the parameter got a gradient in this backward pass, and in an earlier one since the last step."""
         self._owner, self._parameter = owner, parameter
-        self._steps = False  # whether its step calls hooks at all
+        self._steps = 0  # only if its step calls hooks at all
         self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
         if parameter is not None:
             self._hooks.append(parameter.register_hook(self._before_gradient))
@@ -146,7 +171,9 @@ class _Watched:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.reached = self.delivered = False
-        self._steps = True
+        self._steps += 1
+        if self._steps == SETTLED and self._owner.exchanged:
+            self._owner.check_delivered(optimizer)
         given = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if given and not self._owner.exchanged:
             self._owner.say(

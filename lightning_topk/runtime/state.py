@@ -75,7 +75,7 @@ class HookState:
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
-        self._optimizers = Optimizers(optimizers, scaler, self.config, self._say)
+        self._optimizers = Optimizers(optimizers, scaler, self.config, self._say, self.density_of)
         self._runner = JobRunner(residuals, groups, timeout)
         self.telemetry = Telemetry(self._runner.finished, lambda: self.names, self.shards_per_node)
         """Bytes, times and errors of the exchanges."""
@@ -150,6 +150,15 @@ class HookState:
     def parameter_of(self, member: Tensor) -> Tensor:
         """The parameter of a bucket's member, as optimizers hold it."""
         return member
+
+    def density_of(self, parameter: Tensor) -> float:
+        """The fraction of a parameter's entries that the last backward pass could deliver."""
+        for bucket in self.residuals.buckets:
+            if any(self.parameter_of(member) is parameter for member in bucket):
+                plan = self.buckets.plan_of(bucket)
+                reply = plan.codecs(self.residuals.steps - 1, self._epoch()).reply
+                return min(1.0, reply.k * plan.layout.shards / plan.layout.numel)
+        return 1.0
 
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
