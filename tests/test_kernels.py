@@ -46,7 +46,7 @@ def given(name: str, numel: int) -> list[torch.Tensor]:
     ("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 1, 70), (70_001, 3, 200), (100_000, 4, 25)]
 )
 def test_one_pass_selects_like_the_reference(name, numel, shards, k):
-    """Of more entries that reach the threshold than fit, it sends the largest that fit; missing entries are zeros."""
+    """Of more equal entries than fit, it sends any, but each once; missing entries are zeros."""
     layout, finite = Layout(numel, shards), torch.tensor(True, device=DEVICE)
     e, x = given(name.replace("few", "zero"), numel)
     if name == "few":

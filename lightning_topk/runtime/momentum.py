@@ -217,7 +217,7 @@ def _momentum(group: Mapping[str, Any]) -> Any:
 
 def local_part(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    return x.tolocal_part() if hasattr(x, "to_local") else x.detach()
+    return x.to_local() if hasattr(x, "to_local") else x.detach()
 
 
 def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
