@@ -96,6 +96,61 @@ def plan_bucket(
     )
 
 
+BucketSizes = tuple[Sequence[int], int, Sequence[int], int]
+"""A bucket: elements of each parameter, bytes per element, indices of the uncompressed parameters, and its tag."""
+
+
+def plan_step(config: TopKConfig, buckets: Sequence[BucketSizes], world: int, local: int = 1) -> list[BucketPlan]:
+    """Resolves the settings for all buckets of a step.
+
+    ``saving`` gives each bucket its share of the bytes. A small one would pay its fixed bytes out of a few dozen, and
+    deliver next to nothing. So the smallest buckets are sent whole, without positions, as long as together they add no
+    more than :data:`TOLERANCE` to the step; and no other bucket gets less density than a large one.
+
+    Args:
+        config: The settings, see :func:`plan_bucket`.
+        buckets: All buckets that are exchanged in a step.
+        world: Number of ranks.
+        local: Ranks per node.
+    """
+    plans = [plan_bucket(config, sizes, world, local, *rest) for sizes, *rest in buckets]
+    if config.saving is None or len(plans) < 2 or world < 2:
+        return plans
+    room = TOLERANCE * sum(map(busiest_bytes, plans))
+    for number in sorted(range(len(plans)), key=lambda number: plans[number].numel):
+        plan = plans[number]
+        if not plan.topology.compresses or not plan.numel:
+            continue
+        whole = _at_ratio(plan, 1.0)
+        room -= busiest_bytes(whole) - busiest_bytes(plan)
+        if room >= 0:
+            plans[number] = whole
+            continue
+        least = plan_bucket(config, [LARGE], world, local, plan.itemsize).ratio
+        assert isinstance(plan.ratio, float)
+        assert isinstance(least, float)
+        if plan.ratio < least:
+            plans[number] = _at_ratio(plan, least)
+    return plans
+
+
+LARGE = 1 << 22
+"""Elements of a bucket whose fixed bytes do not matter."""
+
+
+def _at_ratio(plan: BucketPlan, ratio: float) -> BucketPlan:
+    """The plan of the same bucket at another ratio."""
+    return replace(plan, ratio=ratio, server_ratio=None if plan.server_ratio is None else ratio)
+
+
+def busiest_bytes(plan: BucketPlan) -> int:
+    """Bytes of a step that ``saving`` counts: the busiest rank's or, if a node is one worker, those that leave it."""
+    asked = plan.requests()
+    if plan.parts.count > 1:
+        return sum(request.node_bytes(0, plan.workers, plan.local)[1] for request in asked)
+    return sum(request.sent_bytes(0, plan.workers) for request in asked)
+
+
 def _selector(given: str | Selector) -> Selector:
     """A selector with its own step count."""
     return SELECTORS[given]() if isinstance(given, str) else copy.deepcopy(given)
@@ -181,6 +236,8 @@ class Buckets:
         self.config, self._world, self.local = config, world, local
         self._rest = config  # with the saving of the compressed part
         self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
+        self.settled = False
+        """Whether the plans are those of :func:`plan_step`: only when all buckets of a step are known."""
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names."""
         self._uncompressed: set[Tensor] = set()
@@ -203,6 +260,7 @@ class Buckets:
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
         self._rest = for_compressed(self.config, numel, skipped)
         self._plans.clear()
+        self.settled = False
 
     def check_size(self, numel: int) -> None:
         """Refuses a bucket of ``numel`` elements that is too large, see :func:`plan_bucket`."""
@@ -224,14 +282,20 @@ class Buckets:
         """The exchange plan of a bucket."""
         key = bucket, bucket[0].dtype  # a wrapper may change it
         if key not in self._plans:
-            names = " ".join(self.names.get(parameter, "") for parameter in bucket)
-            self._plans[key] = plan_bucket(
-                self._rest,
-                [parameter.numel() for parameter in bucket],
-                self._world,
-                self.local,
-                bucket[0].itemsize,
-                [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed],
-                tag=zlib.crc32(names.encode()) >> 8,
-            )
+            sizes, *rest = self._sizes_of(bucket)
+            self._plans[key] = plan_bucket(self._rest, sizes, self._world, self.local, *rest)
         return self._plans[key]
+
+    def settle(self, buckets: Sequence[Bucket]) -> None:
+        """Plans all buckets of a step together, see :func:`plan_step`; plans that stay the same keep their identity."""
+        together = plan_step(self._rest, [self._sizes_of(bucket) for bucket in buckets], self._world, self.local)
+        for bucket, plan in zip(buckets, together, strict=True):
+            if self.plan_of(bucket).ratio != plan.ratio:
+                self._plans[bucket, bucket[0].dtype] = plan
+        self.settled = True
+
+    def _sizes_of(self, bucket: Bucket) -> BucketSizes:
+        names = " ".join(self.names.get(parameter, "") for parameter in bucket)
+        uncompressed = [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed]
+        sizes = [parameter.numel() for parameter in bucket]
+        return sizes, bucket[0].itemsize, uncompressed, zlib.crc32(names.encode()) >> 8

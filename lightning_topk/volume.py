@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from lightning_topk.bucket import for_compressed, plan_bucket
+from lightning_topk.bucket import BucketSizes, for_compressed, plan_bucket, plan_step
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.requests import AllReduce, Request, placeholder
@@ -82,6 +82,7 @@ def volume(
     epoch: int = 0,
     local: int = 1,
     uncompressed: Iterable[Sequence[int]] = (),
+    settled: bool = True,
 ) -> Volume:
     """Predicts the bytes of a step.
 
@@ -98,15 +99,19 @@ def volume(
         epoch: Epochs completed, for schedules.
         local: Ranks per node.
         uncompressed: For each bucket, the indices of the parameters that ``dense_parameters`` matches. Default: none.
+        settled: Whether the ranks exchanged the same buckets in the step before. Until then they do not know all
+            buckets, and treat small ones like others (:func:`lightning_topk.bucket.plan_step`).
     """
     sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
     voters: Sequence[int | None] = list(parameters or ()) or [None] * len(sizes)
     whole = list(uncompressed) or [()] * len(sizes)
     skipped = sum(each[number] for each, numbers in zip(sizes, whole, strict=True) for number in numbers)
     config = for_compressed(config, sum(map(sum, sizes)), skipped)
-    total = Volume()
-    for each, numbers, count in zip(sizes, whole, voters, strict=True):
-        total += bucket_volume(plan_bucket(config, each, world, local, itemsize, numbers), rank, step, epoch, count)
+    given: list[BucketSizes] = [(each, itemsize, numbers, 0) for each, numbers in zip(sizes, whole, strict=True)]
+    alone = (plan_bucket(config, each, world, local, itemsize, numbers) for each, itemsize, numbers, _ in given)
+    plans, total = plan_step(config, given, world, local) if settled else list(alone), Volume()
+    for plan, count in zip(plans, voters, strict=True):
+        total += bucket_volume(plan, rank, step, epoch, count)
     return total
 
 

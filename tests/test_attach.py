@@ -11,7 +11,20 @@ from unittest import mock
 import pytest
 import torch
 from groups import on_ranks
-from ranks import Net, attach, attached, four_layers, log, loss_of, refusal, shared, train, unsaid, weights
+from ranks import (
+    Net,
+    attach,
+    attached,
+    four_layers,
+    log,
+    loss_of,
+    mean_over_ranks,
+    refusal,
+    shared,
+    train,
+    unsaid,
+    weights,
+)
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -232,6 +245,40 @@ def test_nodes_of_several_gpus_exchange_as_one_worker_by_default(rank, world):
             expected = f"topology={state.config.topology!r} on "
             assert rank or [line for line in said if expected in line]
     assert found == [("hierarchical", 2), ("hierarchical", 2), ("sharded", 4), ("sharded", 1), ("sharded", 1)]
+
+
+class Mixed(nn.Module):
+    """A float64 body and a head of 65 elements, of another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 64), nn.Tanh()).double()
+        self.head, self.dtype = nn.Linear(64, 1).to(dtype), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).to(self.dtype)).double()
+
+
+@on_ranks(2)
+def test_a_small_bucket_of_another_dtype_learns_like_the_rest(rank, world):
+    """DDP gives each dtype its own buckets."""
+    ends, cases = {}, {"DDP": torch.float32, "one dtype": torch.float64, "two dtypes": torch.float32}
+    for name, dtype in cases.items():
+        net = Mixed(dtype)
+        model, optimizer = ddp(net), SGD(net.parameters(), lr=0.05, momentum=0.9)
+        state = None if name == "DDP" else attach(model, optimizer=optimizer, saving=20)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(150):
+            x = torch.randn(16, 20, generator=generator).double()
+            optimizer.zero_grad()
+            loss = (model(x) - x[:, :5].sum(1, keepdim=True).sin()).square().mean()
+            loss.backward()
+            optimizer.step()
+        ends[name] = float(mean_over_ranks(loss.detach().reshape(1)))
+    heads = [bucket for bucket in state.residuals.buckets if sum(p.numel() for p in bucket) == 65]
+    assert [state.buckets.plan_of(bucket).ratio for bucket in heads] == [1.0]
+    assert ends["two dtypes"] < 1.5 * max(ends["DDP"], ends["one dtype"]), ends
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from laws import codecs_of
 from torch import nn
 
 from lightning_topk import TopKModelParallelStrategy, TopKStrategy
-from lightning_topk.bucket import TOLERANCE, Buckets, for_compressed, plan_bucket
+from lightning_topk.bucket import TOLERANCE, Buckets, for_compressed, plan_bucket, plan_step
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.layout import Layout
@@ -210,6 +210,27 @@ def test_the_default_topology_follows_the_nodes_and_a_given_one_is_used(given, n
     for amount in ({"saving": 50}, {"ratio": 0.001, "bidirectional": True}):
         found = TopKConfig(topology=given, **amount).resolve(nodes * ranks, ranks, gpus)
         assert found.topology == name
+
+
+@pytest.mark.parametrize("topology", ["sharded", "hierarchical"])
+def test_small_buckets_are_sent_whole_within_the_tolerance_of_the_saving(topology):
+    """Whole: without positions. Beyond the tolerance, no bucket has less density than a large one."""
+    config, local = TopKConfig(saving=50, topology=topology), 2 if topology == "hierarchical" else 1
+    large = plan_bucket(config, [1 << 22], 4, local)
+
+    def planned(*sizes: int) -> list:
+        return plan_step(config, [((size,), 4, (), 0) for size in sizes], 4, local)
+
+    *heads, body = planned(65, 257, 1_000_000)
+    assert [plan.ratio for plan in heads] == [1.0, 1.0]
+    assert not any(plan.codecs().uplink.format().index_bytes for plan in heads)
+    sent = volume(config, [(65,), (257,), (1_000_000,)], 4, local=local)
+    assert (sent.node_saving if local > 1 else sent.saving) >= 50 * 0.98
+    assert body.ratio == pytest.approx(large.ratio, rel=1e-3)
+    many = planned(*[300] * 100)
+    assert max(plan.ratio for plan in many) < 1
+    assert min(plan.ratio for plan in many) >= 0.99 * large.ratio
+    assert [plan.ratio for plan in plan_step(TopKConfig(ratio=0.01), [((65,), 4, (), 0)] * 2, 4)] == [0.01, 0.01]
 
 
 def test_a_ratio_is_literal_and_changes_no_other_setting():

@@ -54,7 +54,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     net, alone = ranks.Net().to(device), ranks.Net().to(device)
     ddp, state = attached(net, MODES[mode], config=config, local_world_size=local)
     whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in config.dense_parameters)}
-    computed, received, sent, planned = [], [], [], []
+    computed, received, sent, planned, buckets = [], [], [], [], ()
     names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
     with ranks.Counted() as counted:
         for step in range(4):
@@ -66,11 +66,13 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
             loss_of(ddp, rank, step, **use).backward()
             collectives, bytes_ = sum(counted.bytes.values()), state.report().bytes
             received.append(gradient(net))
-            buckets = state.residuals.buckets
+            buckets, before = state.residuals.buckets, buckets
+            settled = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in before]
             plan = volume(
                 config, [[p.numel() for p in bucket] for bucket in buckets], world, rank, local=local,
                 parameters=[*map(len, buckets)] if some else None,
                 uncompressed=[[n for n, p in enumerate(bucket) if p in whole] for bucket in buckets],
+                settled=settled,
             )  # fmt: skip
             planned.append({name: getattr(plan, name) for name in names} | {"": plan.uplink + plan.downlink})
             sent.append({name: bytes_[name] for name in names} | {"": collectives})

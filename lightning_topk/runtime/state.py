@@ -170,6 +170,8 @@ class HookState:
         self._adapted.clear()  # optimizers keep the set
         self._adapted |= {self.parameter_of(member) for member in self.buckets.compressed if member not in whole}
         residuals.steps, residuals.buckets = residuals.steps + 1, tuple(buckets)
+        if not (same and self.buckets.settled):
+            self.buckets.settle(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             for message in saving_warnings(self.buckets, buckets, self.predicted()):
                 self._say(message)
