@@ -496,7 +496,6 @@ def test_a_closed_state_raises_in_backward_and_a_new_state_takes_over(rank, worl
     getattr(net, "reset_iter_state", lambda: None)()
     again = attach(net, process_group=mesh_of(2, 2)["replicate"], ratio=0.1, residuals=state.residuals)
     assert torch.equal(undelivered(again, net), kept)
-    assert any("attach was called without optimizer=" in words for words in said) == bool(said) == (rank == 0)
 
 
 @on_ranks(4)
