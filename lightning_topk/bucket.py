@@ -113,7 +113,7 @@ def plan_step(config: TopKConfig, buckets: Sequence[BucketSizes], world: int, lo
         world: Number of ranks.
         local: Ranks per node.
     """
-    plans = [plan_bucket(config, sizes, world, local, *rest) for sizes, *rest in buckets]
+    plans = [plan_bucket(config, sizes, world, local, size, whole, tag) for sizes, size, whole, tag in buckets]
     if config.saving is None or len(plans) < 2 or world < 2:
         return plans
     room = TOLERANCE * sum(map(busiest_bytes, plans))
@@ -282,8 +282,8 @@ class Buckets:
         """The exchange plan of a bucket."""
         key = bucket, bucket[0].dtype  # a wrapper may change it
         if key not in self._plans:
-            sizes, *rest = self._sizes_of(bucket)
-            self._plans[key] = plan_bucket(self._rest, sizes, self._world, self.local, *rest)
+            sizes, itemsize, uncompressed, tag = self._sizes_of(bucket)
+            self._plans[key] = plan_bucket(self._rest, sizes, self._world, self.local, itemsize, uncompressed, tag)
         return self._plans[key]
 
     def settle(self, buckets: Sequence[Bucket]) -> None:
