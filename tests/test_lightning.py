@@ -27,6 +27,7 @@ from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, To
 from lightning_topk.adapters.lightning import callback
 from lightning_topk.adapters.lightning.callback import DEFAULT
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.runtime import groups
 from lightning_topk.volume import format_bytes, volume
 
 ROOT = Path(__file__).parent.parent
@@ -144,6 +145,28 @@ def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
     begin = f"in 4 steps each rank sent {up} up and {down} down instead of {dense} ({plan.saving:.1f}x less)"
     assert begin in words[0]
     assert "hidden behind backward (2 steps measured)" in words[0]
+
+
+@on_ranks(4)
+def test_a_trainer_on_nodes_of_several_gpus_exchanges_between_nodes(rank, world):
+    """On fake GPUs, whose nodes have two ranks; a given topology is used."""
+    found = []
+    with mock.patch.object(groups, "on_gpus", return_value=True):
+        for given in (None, "sharded"):
+            look = LambdaCallback(
+                on_train_batch_end=lambda trainer, *_: found.append(trainer.strategy.topk_state.config.topology)
+            )
+            with log("lightning.pytorch.utilities.rank_zero") as said:
+                fit(
+                    rank,
+                    world,
+                    strategy=TopKStrategy(topology=given, local_world_size=2),
+                    callbacks=[look],
+                    max_steps=1,
+                )
+            started = [line for line in said if f"topology={found[-1]!r} on 2 nodes of 2 ranks, saving=50" in line]
+            assert len(started) == (rank == 0)
+    assert found == ["hierarchical", "sharded"]
 
 
 @on_ranks(1)
