@@ -50,28 +50,31 @@ class Problem:
         self.net = MODELS[model]().to(device)
         self.parameters = list(self.net.parameters())
         self.start = torch.cat([p.detach().flatten() for p in self.parameters])
-        # vmap does not support LSTMs, and is slower for large models.
+        # vmap does not support LSTMs, and is slower for large models on CPUs.
         large = len(self.start) > 200_000 or model in TEXT or data is not None
+        recurrent = any(isinstance(part, nn.LSTM) for part in self.net.modules())
         self._mixed = len(self.start) > 2_000_000
-        self._vectorised = not large and not any(isinstance(part, nn.LSTM) for part in self.net.modules())
+        self._vectorised = not recurrent and (not large or self.start.is_cuda)
 
     def gradients(self, theta: Tensor, batches: Tensor, generator: torch.Generator) -> list[Tensor]:
         """The gradient ``[d]`` of each worker.
 
         Args:
-            theta: The parameters, ``[d]`` float32.
+            theta: The parameters, ``[d]`` float32, or each worker's own, ``[W, d]``.
             batches: Indices of each worker's training examples, ``[W, B]`` int64.
             generator: Random generator of the data's augmentation.
         """
-        images, labels = self.data.examples, self.data.labels
+        images = [self.data.augment(self.data.examples[batch], generator) for batch in batches]
+        labels = self.data.labels[batches]
         if self._vectorised:
             gradient = torch.func.grad(lambda theta, *batch: self._loss(self._weights(theta), *batch))
-            return list(torch.func.vmap(partial(gradient, theta))(images[batches], labels[batches]))
+            own = None if theta.dim() == 1 else 0
+            return list(torch.func.vmap(gradient, (own, 0, 0))(theta, torch.stack(images), labels))
         found = []
-        for batch in batches:
-            weights = [weight.requires_grad_() for weight in self._weights(theta.detach())]
-            loss = self._loss(weights, self.data.augment(images[batch], generator), labels[batch])
-            found.append(torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, weights)]))
+        for each, *batch in zip(theta.detach().expand(len(batches), -1), images, labels, strict=True):
+            weights = [weight.requires_grad_() for weight in self._weights(each)]
+            gradients = torch.autograd.grad(self._loss(weights, *batch), weights)
+            found.append(torch.cat([gradient.flatten() for gradient in gradients]))
         return found
 
     def evaluate(self, theta: Tensor) -> tuple[float, float, float]:
