@@ -53,14 +53,17 @@ def test_kernels_select_like_the_reference_at_any_size(numel):
     assert torch.equal(found[1], expected[1])
 
 
+# Lightning makes DDP on a stream of its own, of which torch warns once.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("sync_batchnorm", [False, True])
 def test_a_model_trains_on_a_gpu(tmp_path, precision, sync_batchnorm):
-    module, strategy = Normed(), TopKStrategy(ratio=0.01, momentum=0.9)  # so that a single rank compresses
+    module = Normed(partial(torch.optim.SGD, lr=0.001))  # at higher rates, the last step may overflow in float16
+    strategy = TopKStrategy(ratio=0.01, momentum=0.9)  # so that a single rank compresses
     before, options = weights(module), {"accelerator": "gpu", "default_root_dir": tmp_path, "log_every_n_steps": 1}
-    options |= {"precision": precision, "sync_batchnorm": sync_batchnorm, "max_steps": 6}
+    options |= {"precision": precision, "sync_batchnorm": sync_batchnorm, "max_steps": 24}
     trainer, logged = fit(None, 1, module, strategy, **options)
-    assert trainer.global_step == 6
+    assert trainer.global_step == 24
     assert not torch.equal(weights(module).cpu(), before)
     assert weights(module).isfinite().all()
     assert 0 < logged["topk/uplink_error"] < 1
@@ -254,7 +257,7 @@ def test_exchanges_overlap_with_backward_on_a_stream_of_their_own(loopback, tmp_
     _, state, step = trained()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
     buckets = len(state.residuals.buckets)

@@ -196,7 +196,7 @@ class Residuals:
             _scatter(server, bucket, end, end.server_memory())
         found = {}
         for p, kept in self._by_parameter.items():
-            count, nothing = self.counts.get(p, 1), torch.zeros(()).expand(p.numel())
+            count, nothing = self.counts.get(p, 1), torch.zeros((), device=p.device).expand(p.numel())
             worker = self._whole(kept[name], p) * count if name in kept and count > 1 else kept.get(name, nothing)
             mine = server.get(p, {})
             found[p] = worker, self._whole(mine[name], p) if name in mine else nothing
