@@ -35,7 +35,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ratios": {"type": float, "nargs": "+", "help": "fractions of the entries to send (default: 0.001 0.01)"},
     "hosts": {"type": count, "help": "emulated hosts (default: 4; race: 2)"},
     "ranks": {"type": count, "help": "processes per host (default: 1)"},
-    "rates": {"nargs": "+", "help": "link speeds, such as 100mbit, or 1gbit/20ms with a round trip (default: three)"},
+    "rates": {
+        "nargs": "+",
+        "help": "link speeds, such as 100mbit, or 1gbit/20ms with a round trip (default: three); at-size: learning "
+        "rates (default: one for each model)",
+    },
     "rate": {"help": "link speed of emulated hosts, such as 1gbit/20ms (default: the workers share this host)"},
     "seconds": {"type": float, "help": "time per peer; slow peers take longer (default: 10)"},
     "peers": {"nargs": "+", "help": "peers to time (default: all that apply)"},
@@ -96,8 +100,8 @@ COMMANDS = {
     ),
     "reproduce at-size": (
         "papers.at_size:run",
-        "learning curves of models with ten million parameters; hours per run; resumable",
-        "data models systems steps seeds minutes device",
+        "final quality over the learning rate, up to ten million parameters; hours per run; resumable",
+        "data models systems rates steps seeds minutes device",
     ),
 }
 """The function, the help and the options of each command."""

@@ -167,6 +167,36 @@ class Optimizer:
         made.step()
 
 
+class LocalSGD:
+    """Post-local SGD (Lin et al. 2020), as torch's ``PostLocalSGDOptimizer`` and ``PeriodicModelAverager`` run it.
+
+    The workers average gradients for ``warmup`` steps. Then each trains alone, and every ``period`` steps they average
+    their weights, but not their optimizers' states.
+    """
+
+    def __init__(self, period: int, workers: int, shapes: Sequence[torch.Size], warmup: int = 100) -> None:
+        self.period, self.workers, self.warmup, self.steps = period, workers, warmup, 0
+        self.sent_bytes = {"uplink": [0] * workers, "downlink": [0] * workers}
+        self._nbytes = 4 * sum(shape.numel() for shape in shapes) * (workers - 1) // workers
+
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> Sequence[Tensor]:
+        """The gradients ``[d]`` with which the workers step."""
+        self.steps += 1
+        return gradients if self.steps > self.warmup else self._mean(gradients)
+
+    @torch.no_grad()
+    def average_(self, weights: Sequence[Tensor]) -> None:
+        """Averages the workers' weights ``[d]`` after a step, if it is time."""
+        if self.steps > self.warmup and (self.steps - 1 - self.warmup) % self.period == 0:
+            for own, mean in zip(weights, self._mean(weights), strict=True):
+                own.copy_(mean)
+
+    def _mean(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        for sent in self.sent_bytes.values():  # an all-reduce sends half before its sums are known, and half after
+            sent[:] = [each + self._nbytes for each in sent]
+        return [torch.stack([*vectors]).mean(0)] * self.workers
+
+
 def train(
     model: str,
     config: TopKConfig | Callable[[int, Sequence[torch.Size]], Any],
@@ -185,8 +215,9 @@ def train(
     Args:
         model: Name of the model.
         config: Settings of our exchange, or a function of workers and parameter shapes that makes another one, with
-            ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them. The other one must depend
-            on the mean of the gradients alone: they are computed for up to 32 examples at once, which is faster.
+            ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them. The other one, unless it
+            is :class:`LocalSGD`, must depend on the mean of the gradients alone: they are computed for up to 32
+            examples at once, which is faster.
         workers: Number of simulated workers.
         steps: Number of steps.
         optimizer: The optimizer.
@@ -198,36 +229,44 @@ def train(
         device: Device to compute on.
     """
     problem = Problem(model, seed, data, device)
-    theta = problem.start
-    stepped = optimizer.make([theta])
     shapes = [parameter.shape for parameter in problem.parameters]
-    drawn = workers, batch
+    together, numel = 1, len(problem.start)
     if isinstance(config, TopKConfig):
         sizes = tuple(shape.numel() for shape in shapes)
-        ranks = Cluster(config, workers, len(theta), sizes=sizes, device=theta.device)
-        if config.adapts_momentum:
-            adapt_momentum([stepped], ranks)
+        ranks: Any = Cluster(config, workers, numel, sizes=sizes, device=problem.start.device)
     else:
-        ranks, together = config(workers, shapes), math.gcd(workers, max(1, 32 // batch))
-        drawn = workers // together, together * batch
+        ranks = config(workers, shapes)
+        if not isinstance(ranks, LocalSGD):
+            together = math.gcd(workers, max(1, 32 // batch))
+    drawn = workers // together, together * batch
+    # Each has the weights of all workers, or of one.
+    weights = [problem.start.clone() for _ in range(workers if isinstance(ranks, LocalSGD) else 1)]
+    stepped = [optimizer.make([theta]) for theta in weights]
+    if isinstance(config, TopKConfig) and config.adapts_momentum:
+        adapt_momentum(stepped, ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run()
     for step in range(steps):
         batches = torch.randint(examples, drawn, generator=generator)
-        gradients = problem.gradients(theta, batches, generator)
+        gradients = problem.gradients(torch.stack(weights) if len(weights) > 1 else weights[0], batches, generator)
         if observe is not None:
             run.seen.append(observe(ranks, gradients))
-        theta.grad = ranks.step(gradients, epoch=step // epoch_steps)[0]
-        run.union.append(int(theta.grad.count_nonzero()))
-        optimizer.step(stepped, step, steps)
+        delivered = ranks.step(gradients, epoch=step // epoch_steps)
+        run.union.append(int(delivered[0].count_nonzero()))
+        for theta, made, gradient in zip(weights, stepped, delivered, strict=False):
+            theta.grad = gradient
+            optimizer.step(made, step, steps)
+        if isinstance(ranks, LocalSGD):
+            ranks.average_(weights)
         if every and (step + 1) % every == 0:
-            run.curve.append((step + 1, *problem.held_out(theta, 4)))
+            run.curve.append((step + 1, *problem.held_out(torch.stack(weights).mean(0), 4)))
+    theta = torch.stack(weights).mean(0)
     if theta.isfinite().all():
         run.loss, run.held_loss, run.accuracy = problem.evaluate(theta)
     sent = (sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink"))
     run.uplink_bytes, run.downlink_bytes = sent
-    run.dense_bytes = 2 * (workers - 1) * 4 * len(theta) / workers
+    run.dense_bytes = 2 * (workers - 1) * 4 * numel / workers
     return run
 
 
