@@ -105,24 +105,39 @@ def _move_tile(
 def gather(e, bitmap, counts, ends, place, value, shards, turns, room, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Stores the entries whose bit is set, in order: candidates ``[shards, room]``.
 
-    ``ends`` are the running sums of ``counts``.
+    ``ends`` are the running sums of ``counts``, over all shards. Few bits are set, so every lane takes those of one
+    word, one after the other.
     """
+    WORDS: tl.constexpr = BLOCK // 32
     tile = tl.program_id(0)
-    words = tl.load(bitmap + tile.to(tl.int64) * (TILE // 32) + tl.arange(0, TILE // 32))
-    bits = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
-    reach = tl.reshape(bits, (TILE // BLOCK, BLOCK))
     block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     row, turn = block % shards, block // shards
     at = row.to(tl.int64) * turns + turn
     known = turn < turns
-    before = tl.load(ends + at, mask=known, other=0) - tl.load(counts + at, mask=known, other=0)
-    slot = before[:, None] + tl.cumsum(reach, axis=1) - reach
-    wanted = (reach != 0) & (slot < room)  # beyond the last element no bit is set
-    out = row.to(tl.int64)[:, None] * room + slot
-    column = tl.arange(0, BLOCK)[None, :]
-    tl.store(place + out, turn[:, None] * BLOCK + column, mask=wanted)
-    at = block.to(tl.int64)[:, None] * BLOCK + column
-    tl.store(value + out, tl.load(e + at, mask=wanted, other=0.0), mask=wanted)
+    skipped = tl.load(ends + row.to(tl.int64) * turns - 1, mask=known & (row > 0), other=0)  # of earlier shards
+    before = tl.load(ends + at, mask=known, other=0) - tl.load(counts + at, mask=known, other=0) - skipped
+    column = tl.arange(0, WORDS)[None, :]
+    left = tl.load(bitmap + (block.to(tl.int64) * WORDS)[:, None] + column).to(tl.uint32, bitcast=True)
+    found = _set_bits(left)
+    slot = before[:, None] + tl.cumsum(found, axis=1) - found
+    source, out = e + block.to(tl.int64)[:, None] * BLOCK + column * 32, row.to(tl.int64)[:, None] * room
+    first = turn[:, None] * BLOCK + column * 32
+    while tl.max(tl.max(found, axis=1), axis=0) > 0:
+        wanted = (found > 0) & (slot < room)  # beyond the last element no bit is set
+        rest = left & (left - 1)
+        bit = _set_bits((left ^ rest) - 1)  # the position of the lowest one
+        tl.store(place + out + slot, first + bit, mask=wanted)
+        tl.store(value + out + slot, tl.load(source + bit, mask=wanted, other=0.0), mask=wanted)
+        left, slot, found = rest, slot + 1, found - 1
+
+
+@triton.jit
+def _set_bits(word):
+    """Number of set bits of a uint32 (Warren, Hacker's Delight, figure 5-2), int32."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
 @launched
