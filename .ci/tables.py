@@ -109,10 +109,7 @@ def behind(gaps: Sequence[float], unit: str = "") -> str:
     return f"**{words}**" if mean(gaps) > 1 else words
 
 
-LARGE = (
-    ("GPT of 10.8 million parameters (loss), AdamW", "large gpt"),
-    ("ResNet-18 of 11.2 million parameters, SGD", "resnet18"),
-)
+LARGE = (("GPT of 10.8 million parameters (loss), AdamW, at the best rate of dense training", "large gpt"),)
 SHOWN: Sequence[tuple[str, str, int, float]] = (
     ("convnet, SGD", "convnet, SGD", 10_000, 50),
     ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 30_000, 0.001),
@@ -124,10 +121,11 @@ SHOWN: Sequence[tuple[str, str, int, float]] = (
 
 def results() -> str:
     """The README's results: final quality of dense training and of ours, of the same seeds."""
-    found, rows = Runs(RUNS / "at-size.jsonl"), []
+    found, rows, steps = Runs(RUNS / "at-size.jsonl"), [], 3000
     for title, model in LARGE:
-        dense, ours = (at_size.ends(found, model, system) for system in ("dense", "saving 50"))
-        rows.append(result(f"{title}, 3,000 steps", dense, ours, not at_size.COURSES[model].images))
+        dense, ours = (at_size.ends(found, model, system, steps) for system in at_size.BOTH)
+        best = at_size.best_rate(model, dense)
+        rows.append(result(f"{title}, {steps:,} steps", dense[best], ours[best], not at_size.COURSES[model].images))
     found = Runs(RUNS / "saving-curves.jsonl")
     for title, name, length, amount in SHOWN:
         dense, ours = (saving_curves.ends(found, LEARNERS[name], length, each) for each in (0.0, amount))
@@ -148,14 +146,22 @@ def result(title: str, dense: dict[int, float], ours: dict[int, float], text: bo
     return row | {"difference": behind(gaps, " %" * text)}
 
 
-def large() -> str:
-    """How models of ten million parameters end, by what is sent."""
+def rates() -> str:
+    """Final quality at several learning rates, by model, length and system."""
     found = Runs(RUNS / "at-size.jsonl")
-    return page([{"model": model, **row} for model in at_size.COURSES for row in at_size.table(found, model)])
+    lengths = sorted({run["steps"] for run in found.values()})
+    return page(
+        [
+            {"model": model, "steps": f"{steps:,}", **row}
+            for model in at_size.COURSES
+            for steps in lengths
+            for row in at_size.table(found, model, steps)
+        ]
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "at-size": large,
+    "at-size": rates,
     "bench-hosts": lambda: steps("hosts", also="CPU ms a rank", title="CPU ms of a rank, by link"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", title="hidden, by link"),
     "bench-select": compress_step,
@@ -184,7 +190,7 @@ def main() -> None:
         curves = saving_curves.panels(found, [*LEARNERS.values()], saving_curves.LENGTHS)
         draw(curves, RUNS / "saving-curves.svg")
         found = Runs(RUNS / "at-size.jsonl")
-        draw(at_size.panels(found, [*at_size.COURSES]), RUNS / "at-size.svg")
+        draw(at_size.panels(found, [*at_size.COURSES], 1000), RUNS / "at-size.svg")
         title = "GPT of 10.8 million parameters"
         draw(race.panels(race.COURSES["code"], title, *raced("code")), RUNS / "race-code.svg")
     for each in PAGES:

@@ -209,26 +209,45 @@ def test_saving_curves_resume_and_show_finished_runs(monkeypatch, tmp_path):
         few(savings=(10, 0.0))
 
 
-def test_at_size_keeps_learning_curves_and_repeats_no_run(monkeypatch, images, tmp_path):
+def test_at_size_compares_rates_keeps_learning_curves_and_repeats_no_run(monkeypatch, images, tmp_path):
     adam = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=2)
     convnet = at_size.Course(training.Optimizer(0.05), 1, 2, images=True)
     monkeypatch.setattr(at_size, "COURSES", {"gpt": at_size.Course(adam, 1, 2), "convnet": convnet})
     monkeypatch.setattr(training, "run_all", alone)
-    measured = partial(at_size.run, images, steps=4, seeds=1, out=tmp_path, models=["gpt", "convnet"])
-    result = measured()
-    assert [[row[""] for row in rows] for rows in result.tables.values()] == 2 * [[*at_size.SYSTEMS[:4], "PowerSGD 2"]]
+    measured = partial(at_size.run, images, steps=4, seeds=1, out=tmp_path)
+    result = measured(models=["gpt", "convnet"], systems=at_size.SYSTEMS)
+    names = [*at_size.SYSTEMS]
+    names[names.index("PowerSGD")] += " 2"
+    assert [[row[""] for row in rows] for rows in result.tables.values()] == [names] * 2
     for panel in result.panels:
         assert [*panel.curves] == [*at_size.SYSTEMS]
         assert {len(x) for x, _ in panel.curves.values()} == {4}
-    rows = {row[""]: row for row in result.tables["gpt"]}
-    assert rows["saving 50"]["times fewer bytes"] == "50.1"
-    assert rows["saving 50"]["behind dense, %"].endswith("(1 seed)")
+    result = measured(models=["gpt"], rates=["0.01", "1e-6"])
+    assert result.panels[0].curves["dense"][0] == [1e-6, 0.01]
+    (table,) = result.tables.values()
+    dense, ours = ({row["learning rate"]: row for row in table if row[""] == name} for name in at_size.BOTH)
+    assert [*dense] == [*ours] == ["1e-06", "0.01 (best)"]
+    assert ours["1e-06"]["behind dense at this rate, %"] != ours["1e-06"]["behind dense at its best, %"]
     monkeypatch.setattr(training, "run_all", lambda jobs, *_: {}[next(iter(jobs))] if jobs else {})
-    assert measured().tables == result.tables
+    assert measured(models=["gpt"], rates=["0.01", "1e-6"]).tables == result.tables
     with pytest.raises(ValueError, match="there is no bert here: there are gpt, convnet, dense, saving 50"):
         measured(models=["bert"])
     with pytest.raises(ValueError, match="pass their folder by --data"):
         at_size.run(models=["convnet"], out=tmp_path)
+
+
+def test_simulated_post_local_sgd_averages_gradients_first_and_then_weights():
+    exchange = training.LocalSGD(2, 3, [torch.Size([4])], warmup=1)
+    gradients = [torch.full([4], float(worker)) for worker in range(3)]
+    assert all(torch.equal(each, torch.ones(4)) for each in exchange.step(gradients))
+    assert all(torch.equal(a, b) for a, b in zip(exchange.step(gradients), gradients, strict=True))
+    weights = [each.clone() for each in gradients]
+    exchange.average_(weights)  # after the first step alone, as torch's PeriodicModelAverager
+    assert all(torch.equal(each, torch.ones(4)) for each in weights)
+    exchange.step(gradients)
+    exchange.average_(gradients)
+    assert gradients[2].eq(2).all(), "a period has two steps"
+    assert exchange.sent_bytes["uplink"] == [2 * (4 * 4 * 2 // 3)] * 3
 
 
 def test_simulated_power_sgd_delivers_low_ranks_exactly_and_loses_nothing():

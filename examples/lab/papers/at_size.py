@@ -77,7 +77,7 @@ def run(
         run_key(model, system, rate, steps, seed): partial(_train, model, system, rate, steps, seed, data, device)
         for seed in range(seeds)
         for model in chosen
-        for rate in map(float, rates or [COURSES[model].optimizer.lr])
+        for rate in [float(rate) for rate in rates] or [COURSES[model].optimizer.lr]
         for system in systems
     }
     found.complete(jobs, "at-size", minutes)
@@ -109,8 +109,11 @@ def _train(
 ) -> dict[str, Any]:
     course, (name, _, amount) = COURSES[model], system.partition(" ")
     exchanged: Any = partial(PowerSGD, course.powersgd if name == "PowerSGD" else 0)
-    if amount:
-        exchanged = partial(LocalSGD, int(amount)) if name == "local" else TopKConfig(**{name: float(amount)})
+    if name == "local":
+        exchanged = partial(LocalSGD, int(amount))
+    elif amount:
+        setting: dict[str, Any] = {name: float(amount)}
+        exchanged = TopKConfig(**setting)
     given: dict[str, Any] = {"data": data if course.images else None, "every": max(1, steps // 12), "device": device}
     optimizer = replace(course.optimizer, lr=rate)
     ended = train(model, exchanged, WORKERS, steps, optimizer, seed, course.batch, **given)
@@ -162,7 +165,7 @@ def table(found: Runs, model: str, steps: int) -> list[Row]:
     return rows
 
 
-def panels(found: Runs, models: Sequence[str], steps: int = 3000) -> list[Panel]:
+def panels(found: Runs, models: Sequence[str], steps: int) -> list[Panel]:
     """Final quality over the learning rate, and learning curves of the best rates over steps and bytes."""
     drawn = []
     for model in models:

@@ -5,7 +5,7 @@ have 32 bits. A slot is the index of a sent entry in its row.
 
 If ``TRITON_INTERPRET=1`` is set before Triton is imported, the kernels run on CPU tensors. The tests use this.
 """
-# ruff: noqa: N803, SIM108 constants are in capitals; a ternary of blocks is no branch
+# ruff: noqa: N803, N806, SIM108 constants are in capitals; a ternary of blocks is no branch
 
 from __future__ import annotations
 
