@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,6 +27,8 @@ from lightning_topk.plan import Row, markdown
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+DRAWN = ("saving 50", "fp16 hook", "DDP", "PowerSGD 4")
+"""Racers in the README's picture."""
 WORDS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 WORDS["100mbit/20ms"] = "100 Mbit/s, 20 ms"
 WORDS |= {"ours": "`saving=50`", "ours, 0.001": "`ratio=0.001`"}
@@ -191,8 +194,11 @@ def main() -> None:
         draw(curves, RUNS / "saving-curves.svg")
         found = Runs(RUNS / "at-size.jsonl")
         draw(at_size.panels(found, [*at_size.COURSES], 1000), RUNS / "at-size.svg")
-        title = "GPT of 10.8 million parameters"
-        draw(race.panels(race.COURSES["code"], title, *raced("code")), RUNS / "race-code.svg")
+        found, rates, _ = raced("code")
+        panels = race.panels(race.COURSES["code"], "", found, rates, DRAWN)
+        titles = [f"GPT of 10.8 million parameters, {words(rate)}" for rate in rates]
+        named = [replace(each, title=title, named=True) for each, title in zip(panels, titles, strict=True)]
+        draw(named, RUNS / "race-code.svg", columns=1)
     for each in PAGES:
         each.write_text(filled(each.read_text()))
 

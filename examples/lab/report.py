@@ -37,7 +37,10 @@ class Check:
 
 @dataclass
 class Panel:
-    """One pair of axes: curves, and standard errors of their y values, by label; ``level`` is a y value to mark."""
+    """One pair of axes: curves, and standard errors of their y values, by label; ``level`` is a y value to mark.
+
+    If ``named``, the labels stand at the ends of the curves, else in a legend.
+    """
 
     title: str
     xlabel: str
@@ -47,6 +50,7 @@ class Panel:
     ylabel: str = ""
     level: float | None = None
     errors: dict[str, Sequence[float]] = field(default_factory=dict)
+    named: bool = False
 
 
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#3b3b98", "#999999", "#222222")
@@ -142,8 +146,8 @@ def standard_error(values: Sequence[float]) -> float:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def draw(panels: Sequence[Panel], path: str | Path) -> None:
-    """Draws panels, three in a row, into a picture; the path's suffix decides its format.
+def draw(panels: Sequence[Panel], path: str | Path, columns: int = 3) -> None:
+    """Draws panels into a picture, some in a row; the path's suffix decides its format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -154,7 +158,7 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    columns = min(3, len(panels))
+    columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.6 * columns, 4 * rows), layout="constrained", squeeze=False)
     for axis in axes.flat[len(panels) :]:
@@ -163,7 +167,10 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
         axis.set_prop_cycle(color=COLOURS)
         for label, (x, y) in panel.curves.items():
             marker = "." if len(x) < 12 else None
-            axis.errorbar(x, y, panel.errors.get(label), label=label, marker=marker, elinewidth=0.8, capsize=2)
+            drawn = axis.errorbar(x, y, panel.errors.get(label), label=label, marker=marker, elinewidth=0.8, capsize=2)
+            if panel.named:
+                below = {"xytext": (0, -6), "textcoords": "offset points", "rotation": -70, "rotation_mode": "anchor"}
+                axis.annotate(label, (x[-1], y[-1]), color=drawn[0].get_color(), **below, verticalalignment="center")
         axis.set_title(panel.title, loc="left", fontsize="medium")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
         axis.set(xscale="log" if panel.xlog else "linear", yscale="log" if panel.ylog else "linear")
@@ -178,6 +185,10 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e5e5e5", linewidth=0.6)
         axis.set_axisbelow(True)
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+        if panel.named:
+            least, most = axis.get_ylim()
+            axis.set_ylim(least - 0.4 * (most - least), most)
+        else:
+            axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
