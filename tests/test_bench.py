@@ -253,6 +253,8 @@ def raced(rank: int, world: int) -> list[dict[str, object]]:
             ("DDP", {"steps": 20}),
             ("ratio 0.001", {"aim": 5.0}),
             ("PowerSGD 2", {"aim": 101.0, "budget": 0.2}),
+            ("local 10", {"steps": 60}),
+            ("no exchange", {"steps": 20}),
         ):
             given = {"course": "small", "racer": racer, "images": None, "seed": 0, "budget": 60, **more}
             found.append(race.race(given, rank, world))
@@ -269,10 +271,11 @@ def test_the_loss_of_a_text_is_smoothed_before_it_is_compared():
 
 
 def test_a_training_of_the_race_ends_at_its_steps_its_aim_or_its_budget(groups):
-    dense, sparse, rest = groups(2).run(raced)[0]
+    dense, sparse, rest, local, apart = groups(2).run(raced)[0]
     assert [step for _, step, _ in dense["curve"]] == [10, 20]
     assert not dense["reached"]
     assert sparse["reached"]
     assert sparse["curve"][-1][2] >= 5.0
     assert not rest["reached"]
     assert rest["curve"][-1][0] >= 0.2
+    assert [run["curve"][-1][1] for run in (local, apart)] == [60, 20]

@@ -84,13 +84,13 @@ BUCKETS = f"buckets of {CPU_BUCKET_MB} MiB for ours, DDP's 25 MiB for others, on
 
 
 def bucket_cap(peer: str) -> float | None:
-    """Bucket size of a peer in MiB, or None for DDP's own; a peer that is not in :data:`PEERS` is ours.
+    """Bucket size of a peer in MiB, or None for DDP's own.
 
     PowerSGD's hook hangs on gloo with several buckets (torch 2.15), so it gets one.
     """
     if peer.startswith("PowerSGD"):
         return 10_000
-    return None if peer in PEERS and not peer.startswith("ours") else CPU_BUCKET_MB
+    return CPU_BUCKET_MB if peer.startswith(("ours", "saving", "ratio")) else None
 
 
 def prepared(

@@ -18,19 +18,43 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lab import hosts as emulated
-from lab.bench.peers import BUCKETS, PEERS, Register, bucket_cap, ours
+from lab.bench.peers import BUCKETS, PEERS, Register, Settings, bucket_cap, ours
 from lab.data import Data, digits, image_folder, source_code
 from lab.models import DIGIT, MODELS, mlp
 from lab.report import Panel, Result
 from lab.training import Optimizer, Runs
 from lightning_topk.config import check_name
 from lightning_topk.plan import Row, link
+from lightning_topk.runtime.state import HookState
 
 OURS = "saving 50"
+WARMUP = 40
+"""Steps before post-local SGD stops averaging gradients."""
+
+
+def post_local(period: int) -> Register:
+    """Post-local SGD as Lightning's ``DDPStrategy(model_averaging_period=)`` runs it; returns the averager."""
+
+    def register(model: DistributedDataParallel, settings: Settings) -> PeriodicModelAverager:
+        state = post_localSGD_hook.PostLocalSGDState(None, None, WARMUP, post_local_gradient_allreduce=False)
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        return PeriodicModelAverager(period, WARMUP)
+
+    return register
+
+
+def alone(model: DistributedDataParallel, settings: Settings) -> None:
+    """Exchanges nothing: each host trains by itself."""
+    model.require_backward_grad_sync = False
+
+
 RACERS: dict[str, Register] = {
     OURS: ours(),
     "saving 150": ours(saving=150),
@@ -38,6 +62,9 @@ RACERS: dict[str, Register] = {
     "saving 400": ours(saving=400),
     "ratio 0.001": ours(ratio=0.001),
     **{name: PEERS[name] for name in ("DDP", "fp16 hook", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4")},
+    "local 10": post_local(10),
+    "local 50": post_local(50),
+    "no exchange": alone,
 }
 SOONER = {"100mbit": 8, "300mbit": 3, "1gbit": 1.5}
 """Target speed-up of the default over DDP with digits, by link."""
@@ -178,6 +205,8 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer), gradient_as_bucket_view=True)
     optimizer = course.optimizer.make(model.parameters())
     state = RACERS[racer](model, {"optimizer": optimizer})
+    if isinstance(state, PeriodicModelAverager):
+        optimizer = PostLocalSGDOptimizer(optimizer, state)
     batches = torch.Generator().manual_seed(world * seed + rank)
     curve: list[tuple[float, int, float]] = []
     seconds, step, sent, ended, reached = 0.0, 0, emulated.sent_bytes(), torch.zeros(()), False
@@ -199,7 +228,7 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
             ended.fill_(reached or step >= options.get("steps", math.inf) or seconds >= options["budget"])
         dist.broadcast(ended, 0)
     sent = emulated.sent_bytes() - sent
-    if state is not None:
+    if isinstance(state, HookState):
         state.close()
     return {"curve": curve, "reached": reached, "sent": sent}
 
