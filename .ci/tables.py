@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tables of the README and the guides that come from the runs in examples/reproduced.
 
-A table stands under a comment that names it: ``<!-- table: race -->``. ``--pictures`` also draws saving-curves.svg,
+A table stands under a comment that names it: ``<!-- table: results -->``. ``--pictures`` also draws saving-curves.svg,
 at-size.svg and race-code.svg, by matplotlib.
 """
 
@@ -109,10 +109,7 @@ def behind(gaps: Sequence[float], unit: str = "") -> str:
     return f"**{words}**" if mean(gaps) > 1 else words
 
 
-LARGE = (
-    ("GPT of 10.8 million parameters (loss), AdamW", "large gpt"),
-    ("ResNet-18 of 11.2 million parameters, SGD", "resnet18"),
-)
+LARGE = (("GPT of 10.8 million parameters (loss), AdamW, rate not tuned", "large gpt"),)
 SHOWN: Sequence[tuple[str, str, int, float]] = (
     ("convnet, SGD", "convnet, SGD", 10_000, 50),
     ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 30_000, 0.001),
@@ -161,7 +158,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-select": compress_step,
     "bench-wire": wires,
     "gpu-bytes": lambda: page(json.loads((RUNS / "gpu-bytes.json").read_text())),
-    "race": lambda: page(race.table(*raced("digits"))),
     "race-code": lambda: page(race.table(*raced("code"))),
     "results": results,
     "momentum": momentum,
