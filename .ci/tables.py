@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tables of the README and the guides that come from the runs in examples/reproduced.
 
-A table stands under a comment that names it: ``<!-- table: race -->``. ``--pictures`` also draws saving-curves.svg,
+A table stands under a comment that names it: ``<!-- table: results -->``. ``--pictures`` also draws saving-curves.svg,
 at-size.svg and race-code.svg, by matplotlib.
 """
 
@@ -170,7 +170,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-select": compress_step,
     "bench-wire": wires,
     "gpu-bytes": lambda: page(json.loads((RUNS / "gpu-bytes.json").read_text())),
-    "race": lambda: page(race.table(*raced("digits"))),
     "race-code": lambda: page(race.table(*raced("code"))),
     "results": results,
     "momentum": momentum,
