@@ -13,6 +13,7 @@ import laws
 import pytest
 import ranks
 import torch
+import torch.distributed.checkpoint as dcp
 from groups import on_ranks
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -21,6 +22,7 @@ from ranks import attached, four_layers, gradient, held, loss_of, mean_over_rank
 from test_gloo import MODES
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from trainers import fit
@@ -175,6 +177,19 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     assert ranks.unsaid(said) == []
     assert all("residual_checkpoint=False" in found for _, found in said)
     assert untouched, "a refused entry changed the residuals"
+
+
+@on_ranks(2)
+def test_torch_distributed_checkpoint_refuses_to_save_the_residuals_of_a_ddp_model(rank, world, tmp_path):
+    """Every rank's entry can be saved in a file of its own, but only rank 0's can be loaded."""
+    _, state = attached(four_layers(), ratio=0.05)
+    file = tmp_path / str(rank)
+    torch.save(state.state_dict(), file)
+    said = refusal(state.load_state_dict, torch.load(file, weights_only=True))
+    for given in (state, state.state_dict()):
+        with pytest.raises(CheckpointException, match=r"Save rank 0's state\.state_dict\(\) with torch\.save"):
+            dcp.save({"topk": given}, checkpoint_id=tmp_path / "folder")
+    assert ("it comes from a rank other than 0" in said) == (rank != 0)
 
 
 @pytest.mark.parametrize("formats", [("contiguous_format", "channels_last"), ("channels_last", "contiguous_format")])

@@ -16,6 +16,7 @@ model at any world size. Every worker resumes with it. Elements are in the order
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -66,7 +67,24 @@ def collect(
             if rank == 0:
                 parameters.setdefault(name, {})[kind] = total.cpu()
     entry = {**without_parameters(residuals, config, world), "parameters": parameters}
-    return entry if rank == 0 else {**entry, "mode": ELSEWHERE}
+    return entry if rank == 0 else {**entry, "mode": ELSEWHERE, "residuals": _OnRank0()}
+
+
+class _OnRank0:
+    """Refuses ``torch.distributed.checkpoint``, which asks it what to write, where only rank 0 has residuals.
+
+    That would save parts of the entries of all ranks, and load only what an entry already has.
+    """
+
+    def __create_write_items__(self, name: str, value: Any) -> None:
+        raise ValueError(
+            f"torch.distributed.checkpoint cannot save {name!r}, since only rank 0 has the residuals of a DDP model. "
+            "Save rank 0's state.state_dict() with torch.save, and pass it to load_state_dict on every rank; with a "
+            "strategy, pass residual_checkpoint=False to leave the residuals out."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # torch.load(weights_only=True) reads it
 
 
 def memory_names(config: TopKConfig) -> tuple[str, ...]:
