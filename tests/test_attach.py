@@ -152,6 +152,15 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     assert unsaid(said) == []
 
 
+@on_ranks(2)
+def test_dense_parameters_may_name_a_tied_weight_by_any_of_its_names(rank, world):
+    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    net[1].weight = net[0].weight
+    for name in ("0.weight", "1.weight"):
+        state = attach(ddp(net), ratio=0.1, dense_parameters=name)
+        assert {state.names[p] for p in state.buckets.compressed} == {"0.bias", "1.bias"}
+
+
 class Third(Schedule):
     """A schedule as a user writes it: it cannot be compared with another."""
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters
-from lightning_topk.bucket import Bucket, names_of
+from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
 from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future
@@ -180,6 +180,7 @@ def attach(
         group = model.process_group if model.process_group is not dist.group.WORLD else None
         state = TopKState(config, process_group=group, optimizers=optimizers, **arguments)
     try:
+        state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
         trained = [p.numel() for p in exchanged if p.requires_grad]
         # DDP's first bucket holds the whole model, unless parameters may be unused.
