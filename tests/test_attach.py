@@ -343,6 +343,18 @@ def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
 
 
 @on_ranks(2)
+def test_ddp_names_an_unused_parameter_before_any_warning(rank, world):
+    said: list[str] = []
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=said.append)
+    loss_of(model, rank, 0, branch=False).backward()
+    optimizer.step()
+    assert "find_unused_parameters=True" in refusal(loss_of, model, rank, 1)
+    assert not any("no gradient was exchanged" in line for line in said)
+
+
+@on_ranks(2)
 def test_sparse_gradients_warn_that_their_saving_counts_dense_bytes(rank, world):
     said: list[str] = []
     net = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1))
