@@ -221,12 +221,18 @@ WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def names_of(module: torch.nn.Module) -> dict[Tensor, str]:
-    """Names of a module's parameters, the same for wrapped, pruned and plain layers."""
+    """Names of a module's parameters, the same for wrapped, pruned and plain layers; the first ones of tied weights."""
+    return {parameter: names[0] for parameter, names in all_names_of(module).items()}
+
+
+def all_names_of(module: torch.nn.Module) -> dict[Tensor, list[str]]:
+    """As :func:`names_of`, but with all names of tied weights."""
     pruned = {name.removesuffix("_mask") + "_orig" for name, _ in module.named_buffers() if name.endswith("_mask")}
-    return {
-        parameter: WRAPPERS.sub("", name.removesuffix("_orig") if name in pruned else name)
-        for name, parameter in module.named_parameters()
-    }
+    found: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        plain = WRAPPERS.sub("", name.removesuffix("_orig") if name in pruned else name)
+        found.setdefault(parameter, []).append(plain)
+    return found
 
 
 class Buckets:
@@ -240,6 +246,8 @@ class Buckets:
         """Whether the plans are those of :func:`plan_step`: only when all buckets of a step are known."""
         self.names: Mapping[Tensor, str] = {}
         """The parameters' names."""
+        self.all_names: Mapping[Tensor, Sequence[str]] = {}
+        """All names of tied weights, which ``dense_parameters`` may match too."""
         self._uncompressed: set[Tensor] = set()
 
     def learn_names(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
@@ -251,7 +259,7 @@ class Buckets:
         self.names = names
         self._uncompressed |= set(whole)
         for pattern in self.config.dense_parameters:
-            found = {parameter for parameter, name in names.items() if fnmatch.fnmatchcase(name, pattern)}
+            found = {p for p, name in names.items() if fnmatch.filter([name, *self.all_names.get(p, ())], pattern)}
             if not found:
                 known = ", ".join(sorted(names.values())[:20])
                 raise ValueError(f"dense_parameters: no parameter's name matches {pattern!r}. The names are {known}.")

@@ -285,9 +285,15 @@ def check_count(name: str, value: Any) -> int | None:
 
 
 def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
-    """Refuses unknown keyword arguments."""
-    taken = [parameter for taker in takers for parameter in inspect.signature(taker).parameters.values()]
-    known = {each.name for each in taken if each.kind is not each.VAR_KEYWORD} - {"self", "module", "device_ids"}
+    """Refuses unknown keyword arguments, unless a taker's signature says nothing, as when a tool has replaced it."""
+    known: set[str] = set()
+    for taker in takers:
+        taken = inspect.signature(taker).parameters.values()
+        named = {each.name for each in taken if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
+        named -= {"self", "module", "device_ids"}
+        if not named:
+            return
+        known |= named
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1, cutoff=0.7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -104,18 +105,20 @@ LATE = 1_000_000_000
 """Step and epoch by which every schedule is assumed to have ended."""
 
 
-def ratio_at(ratio: Ratio, step: int, epoch: int) -> float:
-    """Returns the ratio in force at a step.
+def ratio_at(ratio: Ratio, step: int, epoch: int, name: str = "ratio") -> float:
+    """Returns the ratio in force at a step; ``name`` is the setting's.
 
     Raises:
         ValueError: A schedule or function returned a value outside (0, 1].
     """
+    value: Any
     if isinstance(ratio, Schedule):
         value = ratio.at(step, epoch)
     elif callable(ratio):
         value = ratio(step)
     else:
         return ratio
-    if not 0 < value <= 1:
-        raise ValueError(f"the ratio schedule {ratio!r} returned {value!r} at step {step}; it must be in (0, 1].")
-    return float(value)
+    with suppress(TypeError):  # no number
+        if 0 < value <= 1:
+            return float(value)
+    raise ValueError(f"{name}={ratio!r} returned {value!r} at step {step}; it must return a number in (0, 1].")

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import logging
 import os
 import pickle
@@ -16,16 +17,21 @@ from ranks import (
     attach,
     attached,
     four_layers,
+    gradient,
+    local_gradient,
     log,
     loss_of,
     mean_over_ranks,
+    open_now,
     refusal,
     shared,
     train,
+    undelivered,
     unsaid,
     weights,
 )
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -107,11 +113,11 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     net, taken = nn.Linear(3, 3), ddp()
     delayed = {"delay_all_reduce_named_params": [("weight", net.weight)], "param_to_hook_all_reduce": net.bias}
     by_epoch = ExponentialWarmup(0.2, epochs=2)
-    attach(taken)
+    taken.register_comm_hook(None, allreduce_hook)
     cases = {
         "a bare Linear on one of 2 ranks. Pass the DistributedDataParallel model that training calls": (net, {}),
         "is FSDP1, which has no hook": (FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), {}),
-        "already has a communication hook, and DDP takes only one": (taken, {}),
+        "already has another communication hook, and DDP takes only one": (taken, {}),
         "skip_all_reduce_unused_params=True is not supported with top-k exchange": (
             ddp(skip_all_reduce_unused_params=True, find_unused_parameters=True), {},
         ),
@@ -144,6 +150,15 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     for ratio in (halving, short):  # equal functions of different processes are equal
         attach(ddp(), ratio=ratio)
     assert unsaid(said) == []
+
+
+@on_ranks(2)
+def test_dense_parameters_may_name_a_tied_weight_by_any_of_its_names(rank, world):
+    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    net[1].weight = net[0].weight
+    for name in ("0.weight", "1.weight"):
+        state = attach(ddp(net), ratio=0.1, dense_parameters=name)
+        assert {state.names[p] for p in state.buckets.compressed} == {"0.bias", "1.bias"}
 
 
 class Third(Schedule):
@@ -328,6 +343,18 @@ def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
 
 
 @on_ranks(2)
+def test_ddp_names_an_unused_parameter_before_any_warning(rank, world):
+    said: list[str] = []
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=said.append)
+    loss_of(model, rank, 0, branch=False).backward()
+    optimizer.step()
+    assert "find_unused_parameters=True" in refusal(loss_of, model, rank, 1)
+    assert not any("no gradient was exchanged" in line for line in said)
+
+
+@on_ranks(2)
 def test_sparse_gradients_warn_that_their_saving_counts_dense_bytes(rank, world):
     said: list[str] = []
     net = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1))
@@ -391,6 +418,30 @@ def test_copies_of_an_attached_model_train_with_plain_ddp_and_warn(rank, world):
             loss_of(made[0], rank, 2).backward()
             assert again.report().bytes["uplink"] > 0
     assert sum("a copy of a DDP model has no communication hook" in line for line in said) == 6
+
+
+@on_ranks(2)
+def test_a_model_is_attached_again_whether_its_state_is_open_or_closed(rank, world):
+    """With another optimizer and settings, and without losing a gradient if the residuals are passed on."""
+    for closed, options in itertools.product((True, False), ({}, {"find_unused_parameters": True})):
+        net, alone = four_layers(), four_layers()
+        model, first = attached(net, options, ratio=0.1, optimizer=Adam(net.parameters()))
+        loss_of(model, rank, 0).backward()
+        kept = undelivered(first, net)
+        if closed:
+            first.close()
+            assert "this TopKState was closed. " in refusal(loss_of(model, rank, 1).backward)
+        before = open_now()
+        whole = {"ratio": 1.0, "wire": "fp32", "optimizer": SGD(net.parameters(), lr=0.1)}
+        again = attach(model, residuals=first.residuals, **whole)
+        first.close()  # changes nothing
+        net.zero_grad()
+        loss_of(model, rank, 1).backward()
+        expected = kept + mean_over_ranks(local_gradient(alone, net, rank, 1))
+        torch.testing.assert_close(gradient(net).double(), expected, atol=1e-6, rtol=0)
+        assert again.report().bytes["uplink"] > 0
+        assert not undelivered(again, net).any()
+        assert closed or open_now()[2] == before[2]
 
 
 @on_ranks(2)

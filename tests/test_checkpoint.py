@@ -5,6 +5,7 @@ import gc
 import itertools
 import multiprocessing
 import threading
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import laws
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from groups import on_ranks
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -21,6 +24,7 @@ from ranks import attached, four_layers, gradient, held, loss_of, mean_over_rank
 from test_gloo import MODES
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from trainers import fit
@@ -157,6 +161,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("parameters is missing", {k: v for k, v in good.items() if k != "parameters"}),
         ("no parameter 'other.weight'", changed(parameters={"other.weight": good["parameters"][name]})),
         ("is (2, 3) instead of (", holding(torch.zeros(2, 3))),
+        ("is a list instead of (", holding([0.0] * 400)),
         ("is of torch.int64", holding(torch.zeros(len(unsound), dtype=torch.int64))),
         ("is of torch.float32 and torch.sparse_coo", holding(torch.zeros(len(unsound)).to_sparse())),
         ("torch.strided on meta", holding(torch.zeros(len(unsound), device="meta"))),
@@ -165,6 +170,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("steps=-1", changed(steps=-1)),
         ("world_size=0", changed(world_size=0)),
         ("its mode is None", changed(mode=None)),
+        ("its mode is [0, 1", changed(mode=[*range(400)])),
         ("its settings are None", changed(settings=None)),
         ("its settings are {'ratio': [tensor(", changed(settings={"ratio": [torch.ones(2)] * 6})),
         ("from a rank other than 0", changed(mode="on rank 0", parameters={})),
@@ -174,7 +180,30 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     state.load_state_dict(good)
     assert ranks.unsaid(said) == []
     assert all("residual_checkpoint=False" in found for _, found in said)
+    assert max(len(found) for _, found in said) < 400
     assert untouched, "a refused entry changed the residuals"
+
+
+@on_ranks(2)
+def test_a_state_dict_on_rank_0_alone_says_that_every_rank_must_call_it(rank, world):
+    model, state = attached(four_layers(), ratio=0.05, timeout=timedelta(seconds=1))
+    loss_of(model, rank, 0).backward()
+    said = "" if rank else refusal(state.state_dict)
+    dist.barrier()
+    assert rank or "Call state_dict(), or the Trainer's save_checkpoint, on every rank at the same point" in said
+
+
+@on_ranks(2)
+def test_torch_distributed_checkpoint_refuses_to_save_the_residuals_of_a_ddp_model(rank, world, tmp_path):
+    """Every rank's entry can be saved in a file of its own, but only rank 0's can be loaded."""
+    _, state = attached(four_layers(), ratio=0.05)
+    file = tmp_path / str(rank)
+    torch.save(state.state_dict(), file)
+    said = refusal(state.load_state_dict, torch.load(file, weights_only=True))
+    for given in (state, state.state_dict()):
+        with pytest.raises(CheckpointException, match=r"Save rank 0's state\.state_dict\(\) with torch\.save"):
+            dcp.save({"topk": given}, checkpoint_id=tmp_path / "folder")
+    assert ("it comes from a rank other than 0" in said) == (rank != 0)
 
 
 @pytest.mark.parametrize("formats", [("contiguous_format", "channels_last"), ("channels_last", "contiguous_format")])
@@ -256,13 +285,18 @@ def test_a_run_that_starts_from_zero_says_why(monkeypatch):
     cases = {
         "residuals in the checkpoint are ignored (residual_checkpoint=False)": (entry, False),
         "the checkpoint has no residuals (it was saved by another strategy)": (None, True),
+        "the checkpoint has no residuals (it is weights-only)": ("left out", True),
         "the checkpoint has no residuals (out of luck)": (absent("out of luck", 7), True),
         "the checkpoint has no residuals (no reason given)": ({"mode": "none", "steps": -1}, False),
     }
     said: list[str] = []
     monkeypatch.setattr(_resume, "rank_zero_info", said.append)  # whatever level other tests set
-    assert [entry_to_resume(*given) for given in cases.values()] == [{**EMPTY, "steps": n} for n in (7, 0, 7, 0)]
-    assert entry_to_resume(entry, True) is entry
+    found = []
+    for given, use in cases.values():
+        whole = {"lr_schedulers": []} if given != "left out" else {}
+        found.append(entry_to_resume({KEY: given, **whole} if isinstance(given, dict) else whole, use))
+    assert found == [{**EMPTY, "steps": steps} for steps in (7, 0, 0, 7, 0)]
+    assert entry_to_resume({KEY: entry}, True) is entry
     for words, line in zip(cases, said, strict=True):
         assert line.startswith(f"lightning_topk: {words}")
         assert line.endswith("; starting from zero.")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from laws import codecs_of
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import TopKModelParallelStrategy, TopKStrategy
 from lightning_topk.bucket import TOLERANCE, Buckets, for_compressed, plan_bucket, plan_step
@@ -107,6 +108,13 @@ def test_settings_are_frozen_and_pickled_and_take_ddps_defaults():
         config.ratio = 0.5
     assert pickle.loads(pickle.dumps(config)) == config
     assert pickle.loads(pickle.dumps(TopKStrategy(ratio=0.25))).config.ratio == 0.25
+
+
+def test_an_option_of_ddp_is_passed_on_if_its_signature_says_nothing(monkeypatch):
+    """As when a tool replaces the constructor."""
+    monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self, module, *args, **kwargs: None)
+    strategy = TopKStrategy(find_unused_parameters=True)
+    assert strategy._ddp_kwargs["find_unused_parameters"]
 
 
 class Own(Selector):
@@ -252,8 +260,10 @@ def test_defaults_save_50_times_with_four_bits_where_rounding_is_kept():
 def test_a_function_of_the_step_is_a_schedule_and_is_validated():
     config = TopKConfig(ratio=lambda step: 0.5 - 0.2 * step)
     assert [codecs_of(config, 1000, 1, step).uplink.k for step in range(3)] == [500, 300, 100]
-    with pytest.raises(ValueError, match="it must be in"):
-        codecs_of(config, 1000, 1, step=3)
+    for setting, value in itertools.product(("ratio", "server_ratio"), (-0.1, 1.1, None, "0.1")):
+        config = TopKConfig(**{"ratio": 0.1, setting: lambda step, value=value: value})
+        with pytest.raises(ValueError, match=rf"^{setting}=<function .* returned {value!r} at step 3; .* a number in"):
+            codecs_of(config, 1000, 1, step=3)
 
 
 def test_presets_have_the_names_of_their_systems():

@@ -86,24 +86,41 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=64, n_layer=1, n_head=2))
 data = [{"input_ids": row, "labels": row} for row in torch.randint(50, (64, 16))]
-options = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+options = {"logging_strategy": "no", "save_steps": 2, "report_to": "none", "disable_tqdm": True}
 trainer = Trainer(model, TrainingArguments("out", max_steps=4, use_cpu=True, **options), train_dataset=data)
 CODE
 callback = trainer.callback_handler.callbacks[-1]
-trainer.train()
-sent = callback.state.report().bytes
-print("saved", sent["dense"] / (sent["uplink"] + sent["downlink"]))
+batches = []
+
+
+def fits(module, args, given):
+    batches.append(len(given["input_ids"]))
+    if trainer.args.auto_find_batch_size and batches[-1] > 7:
+        raise RuntimeError("CUDA out of memory.")
+
+
+model.register_forward_pre_hook(fits, with_kwargs=True)
+for auto, begin in zip((False, False, True, True, False), [None] * 3 + ["out/checkpoint-2"] * 2):
+    trainer.args.auto_find_batch_size = auto
+    trainer.train(begin)
+    sent = callback.state.report().bytes
+    print("batches", *batches)
+    print("saved", sent["dense"] / (sent["uplink"] + sent["downlink"]))
+    batches.clear()
 """
 
 
-def test_the_recipe_for_the_trainer_of_transformers_compresses(tmp_path):
+def test_the_recipe_for_the_trainer_of_transformers_compresses_each_time_it_trains(tmp_path, monkeypatch):
+    """Twice, with a batch that does not fit and a smaller one, and from a checkpoint."""
     pytest.importorskip("transformers")
     (code,) = re.findall(r"^```python\n(from transformers.*?)^```", CLUSTERS.read_text(), re.MULTILINE | re.DOTALL)
     path = tmp_path / "script.py"
     path.write_text(TRANSFORMERS.replace("CODE", code))
+    monkeypatch.chdir(tmp_path)
     output = torchrun(path, logs=tmp_path / "logs")
+    assert re.findall(r"batches (.*)", output) == ["8 8 8 8", "8 8 8 8", "8 7 7 7 7", "7 7", "7 7"] * 2
     saved = [float(found) for found in re.findall(r"saved (.*)", output)]
-    assert saved == [pytest.approx(50, rel=0.05)] * 2, output
+    assert saved == [pytest.approx(50, rel=0.05)] * 10, output
 
 
 def test_the_gpt_trains_with_hsdp_and_with_ours_and_prints_a_table(tmp_path):

@@ -477,6 +477,10 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
         "the index of the shard is": (whole, {"process_group": crossed["replicate"]}),
     }
     said = [(words, ranks.refusal(attach, model, **arguments)) for words, (model, arguments) in cases.items()]
+    tied = ranks.four_layers()
+    tied[1].weight = tied[0].weight
+    state = attach(fully_shard(tied, mesh=inside), process_group=between, ratio=0.1, dense_parameters="1.weight")
+    assert "0.weight" not in {state.names[p] for p in state.buckets.compressed}
     taken.set_requires_all_reduce(False)
     said.append(("use set_requires_gradient_sync(False)", ranks.refusal(loss_of(taken, rank, 0).backward)))
     assert ranks.unsaid(said) == []

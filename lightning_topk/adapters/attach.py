@@ -49,6 +49,8 @@ def attach(
         fully_shard(model, mesh=mesh["shard"])
         state = attach(model, process_group=mesh["replicate"], saving=50, optimizer=optimizer)
 
+    If a DDP model was attached before, its earlier state is closed, and the new one takes its place.
+
     Args:
         model: The wrapped model. In a single process it may be a bare module, as Accelerate's ``prepare`` returns it
             there; the state then exchanges nothing.
@@ -77,7 +79,7 @@ def attach(
             another type, or a setting is unknown.
         ValueError: A model option bypasses or contradicts the hook, a setting needs an argument that was not passed,
             or an argument belongs to the other wrapper.
-        RuntimeError: The model already has a communication hook, or torch.distributed is not initialised.
+        RuntimeError: The model already has another communication hook, or torch.distributed is not initialised.
     """
     config = one_config(attach, config, settings)
     given = {"timeout": timeout, "residuals": residuals, "epoch": epoch, "scaler": scaler, "announce": announce}

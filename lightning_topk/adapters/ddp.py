@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters
-from lightning_topk.bucket import Bucket, names_of
+from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
 from lightning_topk.runtime.groups import device_of
 from lightning_topk.runtime.lanes import Future
@@ -82,8 +82,15 @@ class TopKState(HookState):
             self._usage.stop()
         super().close()
 
+
+class InUse:
+    """What DDP's hook receives: the state in use. DDP never drops a hook, so a later attach replaces the state."""
+
+    def __init__(self, state: TopKState) -> None:
+        self.state = state
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # DDP pickles its hook's state, but a copy of the model has no hook.
+        # DDP pickles it, but a copy of the model has no hook.
         return _left_out, ()
 
 
@@ -129,17 +136,17 @@ def _check_bucket(bucket: Any) -> None:
         )
 
 
-def topk_hook(state: TopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook that exchanges a bucket's gradient with the settings of ``state``.
+def topk_hook(model: InUse, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook that exchanges a bucket's gradient with the settings of a model's state.
 
     Args:
-        state: Settings and residuals; one state per DDP model.
+        model: The state in use; one per DDP model.
         bucket: DDP's bucket.
 
     Returns:
         A future of the bucket's buffer, which will hold the mean that all ranks agree on.
     """
-    return state.launch(bucket)
+    return model.state.launch(bucket)
 
 
 def attach(
@@ -158,31 +165,39 @@ def attach(
         }
     )
     model._comm_hooks[:] = [each for each in model._comm_hooks if each != (topk_hook, None)]  # left in a copy
-    if model._comm_hooks:
+    earlier = [each for _, each in model._comm_hooks if isinstance(each, InUse)]
+    if len(model._comm_hooks) > len(earlier):
         raise RuntimeError(
-            "this DistributedDataParallel model already has a communication hook, and DDP takes only one. Wrap the "
-            "module in a new DistributedDataParallel, and attach that."
+            "this DistributedDataParallel model already has another communication hook, and DDP takes only one. Wrap "
+            "the module in a new DistributedDataParallel, and attach that."
         )
     exchanged = _exchanged(model)
     check_parameters(exchanged)
     optimizers = getter(optimizer)
+    for each in earlier:
+        each.state.close()
     with device_of(exchanged):
         group = model.process_group if model.process_group is not dist.group.WORLD else None
         state = TopKState(config, process_group=group, optimizers=optimizers, **arguments)
     try:
+        state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
         trained = [p.numel() for p in exchanged if p.requires_grad]
         # DDP's first bucket holds the whole model, unless parameters may be unused.
         state.buckets.check_size(max(trained, default=0) if model.find_unused_parameters else sum(trained))
         if optimizers is not optimizer:  # they exist already
             state.sync_optimizers()
-        model.register_comm_hook(state, topk_hook)
+        if earlier:
+            earlier[0].state = state
+            model.reducer._reset_state()  # a backward pass with the closed state may have failed halfway
+        else:
+            model.register_comm_hook(InUse(state), topk_hook)
+            model.register_forward_pre_hook(_check_join)
     except (RuntimeError, ValueError):
         state.close()
         raise
     if model.find_unused_parameters and not model.static_graph:
         state.watch_use(exchanged)
-    model.register_forward_pre_hook(_check_join)
     return state
 
 

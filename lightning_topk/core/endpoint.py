@@ -106,7 +106,7 @@ class BucketPlan:
         shared = selector if isinstance(selector, RandK) else None
         up = layout.k_per_shard(k_of(layout.numel, ratio_at(self.ratio, step, epoch)))
         if self.server_ratio is not None:
-            down = layout.k_per_shard(k_of(layout.numel, ratio_at(self.server_ratio, step, epoch)))
+            down = layout.k_per_shard(k_of(layout.numel, ratio_at(self.server_ratio, step, epoch, "server_ratio")))
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(layout.shard_size, self.world * up)

@@ -16,6 +16,8 @@ model at any world size. Every worker resumes with it. Elements are in the order
 
 from __future__ import annotations
 
+import reprlib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -62,11 +64,42 @@ def collect(
                 continue
             total = still_to_deliver(held[parameter], parameter, world).to(device)
             total = by_index(total, residuals.form(parameter)).contiguous()
-            dist.reduce(total, dst=root, group=group)
+            with all_ranks_take_part():
+                dist.reduce(total, dst=root, group=group)
             if rank == 0:
                 parameters.setdefault(name, {})[kind] = total.cpu()
     entry = {**without_parameters(residuals, config, world), "parameters": parameters}
-    return entry if rank == 0 else {**entry, "mode": ELSEWHERE}
+    return entry if rank == 0 else {**entry, "mode": ELSEWHERE, "residuals": _OnRank0()}
+
+
+@contextmanager
+def all_ranks_take_part() -> Iterator[None]:
+    """Context for a collective that saves residuals: if it fails, the error says that every rank must save."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "collecting the residuals for a checkpoint failed: some rank did not take part. Call state_dict(), or the "
+            "Trainer's save_checkpoint, on every rank at the same point, between two backward passes; not on rank 0 "
+            "only."
+        ) from error
+
+
+class _OnRank0:
+    """Refuses ``torch.distributed.checkpoint``, which asks it what to write, where only rank 0 has residuals.
+
+    That would save parts of the entries of all ranks, and load only what an entry already has.
+    """
+
+    def __create_write_items__(self, name: str, value: Any) -> None:
+        raise ValueError(
+            f"torch.distributed.checkpoint cannot save {name!r}, since only rank 0 has the residuals of a DDP model. "
+            "Save rank 0's state.state_dict() with torch.save, and pass it to load_state_dict on every rank; with a "
+            "strategy, pass residual_checkpoint=False to leave the residuals out."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # torch.load(weights_only=True) reads it
 
 
 def memory_names(config: TopKConfig) -> tuple[str, ...]:
@@ -161,7 +194,8 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     if not isinstance(entry, Mapping) or "version" not in entry:
         return "it was not written by lightning_topk"
     if entry["version"] != VERSION:
-        return f"it has version {entry['version']!r}; this version of lightning_topk reads version {VERSION}"
+        version = reprlib.repr(entry["version"])
+        return f"it has version {version}; this version of lightning_topk reads version {VERSION}"
     if entry.get("mode") == SHARDED:
         return "it is one file, converted from a folder, and the residuals are only in that folder"
     missing = EMPTY.keys() - entry.keys()
@@ -170,16 +204,16 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     if entry["mode"] == ELSEWHERE:
         return "it comes from a rank other than 0, and only rank 0's has the residuals"
     if entry["mode"] != "mean":
-        return f"its mode is {entry['mode']!r} instead of 'mean'"
+        return f"its mode is {reprlib.repr(entry['mode'])} instead of 'mean'"
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         return f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)"
     for count, least in (("steps", 0), ("world_size", 1)):
         if type(entry[count]) is not int or entry[count] < least:
-            return f"{count}={entry[count]!r} must be an integer of at least {least}"
+            return f"{count}={reprlib.repr(entry[count])} must be an integer of at least {least}"
     settings = entry.get("settings", {})
     if not isinstance(settings, Mapping) or not all(map(_is_plain, settings.values())):
-        return f"its settings are {settings!r} instead of numbers and strings by name"
+        return f"its settings are {reprlib.repr(settings)} instead of numbers and strings by name"
     for name, kept in entry["parameters"].items():
         for part in kept.values():
             problem = _problem_of(part, (parameters[name].numel(),))
@@ -190,7 +224,7 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
 
 def _problem_of(part: Any, shape: tuple[int, ...]) -> str | None:
     if not isinstance(part, Tensor) or part.shape != shape:
-        return f"is {tuple(part.shape) if isinstance(part, Tensor) else part!r} instead of {shape}"
+        return f"is {tuple(part.shape) if isinstance(part, Tensor) else f'a {type(part).__name__}'} instead of {shape}"
     if not part.is_floating_point() or part.layout != torch.strided or part.is_meta:
         return f"is of {part.dtype} and {part.layout} on {part.device} instead of floating-point numbers"
     return None if part.isfinite().all() else "has a NaN or an infinity"

@@ -154,6 +154,7 @@ class _Watched:
         """Whether the parameter got a gradient in this backward pass, and in an earlier one since the last step."""
         self._owner, self._parameter = owner, parameter
         self._steps = 0  # only if its step calls hooks at all
+        self._bypassing = 0  # steps with gradients before any exchange
         self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
         if parameter is not None:
             self._hooks.append(parameter.register_hook(self._before_gradient))
@@ -175,7 +176,8 @@ class _Watched:
         if self._steps == SETTLED and self._owner.exchanged:
             self._owner.check_delivered(optimizer)
         given = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if given and not self._owner.exchanged:
+        self._bypassing += given and not self._owner.exchanged
+        if self._bypassing == 2:  # if DDP waits for an unused parameter, its second forward pass says so
             self._owner.say(
                 f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since attach: "
                 "training calls another wrapper of the model, which exchanges whole gradients. Attach that one; with "

@@ -114,8 +114,7 @@ class HookState:
         """The process groups."""
         if self.groups is None:
             raise RuntimeError(
-                f"this {type(self).__name__} was closed. Save residuals before closing it; to continue, attach again "
-                "(with DDP, to a new DistributedDataParallel)."
+                f"this {type(self).__name__} was closed. Save residuals before closing it; to continue, attach again."
             )
         return self.groups
 

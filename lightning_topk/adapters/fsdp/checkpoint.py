@@ -23,7 +23,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checkpoint import memory_names, still_to_deliver, unusable_if_it_fails, without_parameters
+from lightning_topk.runtime.checkpoint import (
+    all_ranks_take_part,
+    memory_names,
+    still_to_deliver,
+    unusable_if_it_fails,
+    without_parameters,
+)
 from lightning_topk.runtime.residuals import Residuals
 
 
@@ -44,7 +50,8 @@ def collect(
                 nothing = torch.zeros(()).expand(member.numel())
                 total = still_to_deliver(held.get(member, (nothing, nothing)), member, world).to(member.device)
                 if world > 1:
-                    dist.all_reduce(total, group=replicas)
+                    with all_ranks_take_part():
+                        dist.all_reduce(total, group=replicas)
                 total = total / group.later_divided_by(member)
                 parts[group.names[member]] = _like_parameter(total, group.sharded(member))
     return {**found, "about": json.dumps(without_parameters(residuals, config, world))}

@@ -38,7 +38,7 @@ from typing_extensions import override
 from lightning_topk.adapters.checks import check_parameters, check_same_model
 from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
-from lightning_topk.bucket import Bucket, names_of
+from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
@@ -62,6 +62,8 @@ class ShardState(HookState):
         self.shards_per_node = dist.get_world_size() // dist.get_world_size(replicas)
         super().__init__(process_group=replicas, local_world_size=1, **arguments)
         self._param_groups, self._replicas = groups, replicas
+        named = all_names_of(model)
+        self.buckets.all_names = {member: named[group.sharded(member)] for group in groups for member in group.names}
         sharded = {name for group in groups for name in group.names.values()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
         self._trained: set[Tensor] = set()  # in the last pass

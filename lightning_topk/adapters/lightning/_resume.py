@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_topk.adapters.lightning._compat import TrainerStatus, rank_zero_info
-from lightning_topk.runtime.checkpoint import EMPTY, absent
+from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
 
 INTERRUPTED = "it was saved while an exception or a signal was handled, when collectives could hang"
 """Why a checkpoint that not all ranks may save has no residuals."""
@@ -21,10 +22,12 @@ def interrupted(module: Any, filepath: Any) -> bool:
     return status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt")
 
 
-def entry_to_resume(entry: Any, residual_checkpoint: bool) -> Any:
+def entry_to_resume(checkpoint: Mapping[str, Any], residual_checkpoint: bool) -> Any:
     """Returns the entry to resume with: the checkpoint's, or one of zeros after as many steps, with a message."""
+    entry = checkpoint.get(KEY)
     if entry is None:
-        entry = absent("it was saved by another strategy")
+        whole = "lr_schedulers" in checkpoint  # sharded checkpoints keep optimizer states elsewhere
+        entry = absent("it was saved by another strategy" if whole else "it is weights-only")
     if isinstance(entry, dict) and entry.get("mode") == "none":
         said = f"the checkpoint has no residuals ({entry.get('reason', 'no reason given')})"
     elif not residual_checkpoint:

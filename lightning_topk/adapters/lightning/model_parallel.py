@@ -181,7 +181,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         if self.topk_state is not None:
-            resume(self.topk_state, entry_to_resume(checkpoint.get(KEY), self._residual_checkpoint), path)
+            resume(self.topk_state, entry_to_resume(checkpoint, self._residual_checkpoint), path)
         return checkpoint
 
     @override

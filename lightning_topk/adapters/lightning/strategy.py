@@ -218,7 +218,7 @@ class TopKStrategy(DDPStrategy):
         # After a spawned fit the main process's module is detached, and has no Trainer.
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            entry = entry_to_resume(checkpoint.get(KEY), self._residual_checkpoint)
+            entry = entry_to_resume(checkpoint, self._residual_checkpoint)
             if self.topk_state is None:
                 self._resumed = entry  # when the model is wrapped in DDP
             else:
