@@ -112,11 +112,11 @@ def behind(gaps: Sequence[float], unit: str = "") -> str:
     return f"**{words}**" if mean(gaps) > 1 else words
 
 
-LARGE = (("GPT of 10.8 million parameters (loss), AdamW, at the best rate of dense training", "large gpt"),)
+LARGE = (("GPT of 10.8 million parameters (loss), AdamW, at dense training's best rate", "large gpt"),)
 SHOWN: Sequence[tuple[str, str, int, float]] = (
     ("convnet, SGD", "convnet, SGD", 10_000, 50),
     ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 30_000, 0.001),
-    ("GPT (loss), AdamW, a third of the best learning rate", "gpt, AdamW, lr / 3", 3000, 50),
+    ("GPT of 0.1 million, on other text (loss), AdamW, a third of the best rate", "gpt, AdamW, lr / 3", 3000, 50),
     ("Transformers' GPT-2 of 0.1 million (loss), AdamW, 2 workers", "gpt2, AdamW", 300, 50),
 )
 """The README's results: titles, large models or learners, steps, and what is sent."""
