@@ -129,6 +129,15 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "ExponentialWarmup(ratio=0.2, start=0.25, steps=None, epochs=2) depends on": (ddp(), {"ratio": by_epoch}),
         "epochs=2) depends on the epoch": (ddp(), {"ratio": 0.1, "server_ratio": by_epoch}),
         "epoch=3 must be a function that returns the epoch": (ddp(), {"epoch": 3}),
+        "optimizer= is ['SGD'] on rank 0 and missing on rank 1. Pass the same optimizer= on every rank": (
+            ddp(net), {"optimizer": None if rank else SGD(net.parameters(), lr=0.1)},
+        ),
+        "optimizer= is a function on rank 0 and ['SGD'] on rank 1": (
+            ddp(net), {"optimizer": SGD(net.parameters(), lr=0.1) if rank else list},
+        ),
+        "the optimizer of 'bias' is SGD on rank 0 and missing on rank 1": (
+            ddp(net), {"optimizer": SGD([*net.parameters()][: 2 - rank], lr=0.1)},
+        ),
         "2 ranks cannot be divided into nodes of 3": (ddp(), {"local_world_size": 3, "topology": "hierarchical"}),
         "local_world_size is 1 on rank 0 and 2 on rank 1": (ddp(), {"local_world_size": rank + 1}),
         "ratio is 0.1 on rank 0 and 0.2 on rank 1": (ddp(), {"ratio": 0.1 * (1 + rank)}),
@@ -325,6 +334,29 @@ def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
         found = [line for line in said if "SGD took a step, but no gradient was exchanged since attach" in line]
         assert len(found) == wrapped_twice * (rank == 0)
         assert all("it is trainer.model_wrapped" in line for line in found)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_was_not_given_takes_steps_and_is_named_once(rank, world):
+    """Replaced before its first step or after it, or never given; not if the function returns the new one."""
+    found = {}
+    for case in ("before", "after", "never given", "returned", "fused", "wrapped", "not adapted"):
+        said: list[str] = []
+        net = four_layers()
+        used = [SGD(net.parameters(), lr=0.1, momentum=0.9)]
+        given = {"never given": list, "returned": lambda made=used: made}.get(case, used[0])
+        options = {"adapt_momentum": case != "not adapted", "announce": said.append}
+        model, _ = attached(net, ratio=0.1, optimizer=given, **options)
+        train(model, rank, range(2 * (case != "before")), used[0] if case != "never given" else None)
+        used[0] = Adam(net.parameters(), fused=case == "fused")
+        if case == "wrapped":  # as ZeroRedundancyOptimizer steps its inner optimizer
+            given.register_step_pre_hook(lambda *_, inner=used[0]: inner.step())
+        train(model, rank, range(2, 7), given if case == "wrapped" else used[0])
+        assert not any("was zeroed" in line for line in said), (case, said)
+        found[case] = sum("Adam takes steps, but it is not among those that optimizer= gave" in line for line in said)
+    warns = int(rank == 0)
+    silent = {"returned": 0, "wrapped": 0, "not adapted": 0}
+    assert found == {"before": warns, "after": warns, "never given": warns, "fused": warns, **silent}
 
 
 @on_ranks(2)

@@ -174,8 +174,7 @@ def attach(
         trained = [p.numel() for p in exchanged if p.requires_grad]
         # DDP's first bucket holds the whole model, unless parameters may be unused.
         state.buckets.check_size(max(trained, default=0) if model.find_unused_parameters else sum(trained))
-        if optimizers is not optimizer:  # they exist already
-            state.sync_optimizers()
+        state.start_optimizers(exist=optimizers is None or optimizers is not optimizer)
         model.register_comm_hook(state, topk_hook)
     except (RuntimeError, ValueError):
         state.close()

@@ -8,7 +8,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Adam, AdamW, NAdam, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
@@ -42,7 +44,7 @@ class Optimizers:
         say: WarnOnce,
         density_of: Callable[[Tensor], float] = lambda parameter: 1.0,
     ) -> None:
-        self._given, self._config, self.say, self._density_of = given, config, say, density_of
+        self.given, self._config, self.say, self._density_of = given, config, say, density_of
         self._adapted: Collection[Tensor] = ()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
@@ -50,15 +52,20 @@ class Optimizers:
         self.exchanged = False
         """Whether any backward pass has begun."""
         self._watched: list[_Watched] = []
+        self._compressed: Collection[Tensor] = ()
+        self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
+        self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
+        self._any_step: RemovableHandle | None = None
+        self._hooked = True  # whether each known optimizer calls hooks after its step
 
     @property
     def _in_use(self) -> list[Optimizer]:
         """The known optimizers that still exist."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
-    def _now(self) -> list[Optimizer]:
+    def now(self) -> list[Optimizer]:
         """The optimizers that the user gives now."""
-        given = [] if self._given is None else self._given()
+        given = [] if self.given is None else self.given()
         return [given] if isinstance(given, Optimizer) else list(given)
 
     @property
@@ -68,7 +75,7 @@ class Optimizers:
 
     def sync(self, compressed: Collection[Tensor], adapted: Collection[Tensor]) -> set[Tensor]:
         """Checks the optimizers; adapts momentum and watches the steps of new ones, and returns their parameters."""
-        now = self._now()
+        now, self._compressed = self.now(), compressed
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._in_use
@@ -84,6 +91,7 @@ class Optimizers:
                 self.say(message)
         self._warn_of_decay(now)
         torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
+        self._hooked = len(torchs) == len(now)
         self._watched = [_Watched(each, self._first_that_learns(each, compressed), self) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
         return {p for each in now for group in each.param_groups for p in group["params"]}
@@ -118,6 +126,31 @@ class Optimizers:
                 "hook of the parameter, or pass adapt_momentum=False to silence this."
             )
 
+    def after_any_step(self, optimizer: Optimizer) -> None:
+        """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
+        if any(optimizer is known for known in self._in_use):
+            self._pending, self._by_others = False, 0
+            return
+        moved = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        if not self._pending or moved.isdisjoint(self._compressed):
+            return
+        self._pending, self._by_others = False, self._by_others + 1
+        for each in self._watched:
+            each.forget(moved)
+        if self._by_others == 2 and (self._config.adapts_momentum or self._config.momentum):
+            self.say(
+                f"lightning_topk: {type(optimizer).__name__} takes steps, but it is not among those that "
+                "optimizer= gave: it is neither checked nor adapted to compression, and training may end behind DDP's. "
+                "Pass it to attach, or a function that returns the optimizers in use; or close the state and attach "
+                "again. In Lightning, return it from configure_optimizers."
+            )
+
+    def begin_pass(self) -> None:
+        """Begins a backward pass that is exchanged."""
+        self.exchanged = self._pending = True
+        if self._any_step is None and self._hooked and self.given is not None:
+            self._any_step = _on_any_step(self)
+
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
         for each in self._watched:
@@ -132,8 +165,23 @@ class Optimizers:
     def release(self) -> None:
         """Stops adapting and watching the optimizers."""
         AdaptedMomentum.release(self._in_use, self)
+        if self._any_step is not None:
+            self._any_step.remove()
+            self._any_step = None
         while self._watched:
             self._watched.pop().stop()
+
+
+def _on_any_step(owner: Optimizers) -> RemovableHandle:
+    """Calls ``owner.after_any_step`` after each step of any torch optimizer, as long as the owner lives."""
+    living = ref(owner)
+
+    @_disable_dynamo
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        if (owner := living()) is not None:
+            owner.after_any_step(optimizer)
+
+    return register_optimizer_step_post_hook(hook)
 
 
 SETTLED = 5
@@ -181,6 +229,11 @@ class _Watched:
                 "training calls another wrapper of the model, which exchanges whole gradients. Attach that one; with "
                 "Hugging Face's Trainer it is trainer.model_wrapped."
             )
+
+    def forget(self, moved: Collection[Tensor]) -> None:
+        """Notes that another optimizer has used the parameter's gradient, if it is among ``moved``."""
+        if self._parameter in moved:
+            self.reached = self.delivered = False
 
     def stop(self) -> None:
         """Removes the hooks."""
