@@ -26,6 +26,7 @@ from ranks import (
     weights,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -321,18 +322,23 @@ def test_warnings_are_announced_once_and_on_one_rank(rank, world):
 
 @on_ranks(2)
 def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
-    """The model was wrapped a second time for attach, and training continues through the first wrapper."""
-    for wrapped_twice in (True, False):
+    """The model was wrapped a second time for attach, or training calls the module inside of the wrapper."""
+    for case in ("wrapped twice", "inside", "attached"):
         said: list[str] = []
         net = four_layers()
         model, optimizer = ddp(net), SGD(net.parameters(), lr=0.1, momentum=0.9)
-        exchanged = ddp(net) if wrapped_twice else model
+        exchanged = ddp(net) if case == "wrapped twice" else model
         attach(exchanged, ratio=0.1, optimizer=optimizer, announce=said.append)
         optimizer.step()  # without gradients, as some users do before they make a scheduler
-        train(model, rank, (0, 1), optimizer)
+        for _ in range(2):
+            net.zero_grad()
+            get_state_dict(net, optimizer)  # steps with zeros if there is no momentum yet
+            optimizer.state.clear()
+        train(net if case == "inside" else model, rank, (0, 1), optimizer)
         train(exchanged, rank, (2,), optimizer)
         found = [line for line in said if "SGD took a step, but no gradient was exchanged since attach" in line]
-        assert len(found) == wrapped_twice * (rank == 0)
+        assert len(found) == (case != "attached" and rank == 0), case
+        assert all("nothing is exchanged and the ranks drift apart, as with DDP: call the wrapper" in x for x in found)
         assert all("it is trainer.model_wrapped" in line for line in found)
 
 

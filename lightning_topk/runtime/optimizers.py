@@ -56,6 +56,7 @@ class Optimizers:
         self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
         self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
         self._any_step: RemovableHandle | None = None
+        self._bypassed = 0  # steps with gradients before any exchange, up to 2
         self._hooked = True  # whether each known optimizer calls hooks after its step
 
     @property
@@ -145,6 +146,21 @@ class Optimizers:
                 "again. In Lightning, return it from configure_optimizers."
             )
 
+    def check_bypass(self, optimizer: Optimizer) -> None:
+        """Warns at the second step without an exchange: DDP names unused parameters in the forward pass before it."""
+        given = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        # get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
+        if self._bypassed < 2 and any(_values(gradient).any() for gradient in given):
+            self._bypassed += 1
+            if self._bypassed == 2:
+                self.say(
+                    f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since "
+                    "attach: training does not call the attached model. If it calls the module inside, nothing is "
+                    "exchanged and the ranks drift apart, as with DDP: call the wrapper. If it calls another wrapper, "
+                    "that exchanges whole gradients: attach that one; with Hugging Face's Trainer it is "
+                    "trainer.model_wrapped."
+                )
+
     def begin_pass(self) -> None:
         """Begins a backward pass that is exchanged."""
         self.exchanged = self._pending = True
@@ -170,6 +186,11 @@ class Optimizers:
             self._any_step = None
         while self._watched:
             self._watched.pop().stop()
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The stored values of a gradient on this rank."""
+    return gradient._values() if gradient.is_sparse else local_part(gradient)
 
 
 def _on_any_step(owner: Optimizers) -> RemovableHandle:
@@ -222,13 +243,8 @@ class _Watched:
         self._steps += 1
         if self._steps == SETTLED and self._owner.exchanged:
             self._owner.check_delivered(optimizer)
-        given = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if given and not self._owner.exchanged:
-            self._owner.say(
-                f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since attach: "
-                "training calls another wrapper of the model, which exchanges whole gradients. Attach that one; with "
-                "Hugging Face's Trainer it is trainer.model_wrapped."
-            )
+        if not self._owner.exchanged:
+            self._owner.check_bypass(optimizer)
 
     def forget(self, moved: Collection[Tensor]) -> None:
         """Notes that another optimizer has used the parameter's gradient, if it is among ``moved``."""
