@@ -405,6 +405,27 @@ def test_zeroing_a_gradient_between_its_exchange_and_its_step_warns_once(rank, w
 
 
 @on_ranks(2)
+def test_a_scaler_that_was_not_passed_is_named_once_it_skips_a_step(rank, world):
+    """The gradient is infinite on one rank in one step."""
+    found = {}
+    for passed in (False, True):
+        said: list[str] = []
+        net, scaler = four_layers(), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        options = {"optimizer": optimizer, "scaler": scaler if passed else None, "announce": said.append}
+        model, _ = attached(net, ratio=0.1, **options)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step) * (torch.inf if (step, rank) == (3, 1) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert not any("toggle_optimizer" in line for line in said)
+        found[passed] = sum("Pass the scaler to attach, as scaler=" in line for line in said)
+    assert found == {False: rank == 0, True: 0}
+
+
+@on_ranks(2)
 def test_copies_of_an_attached_model_train_with_plain_ddp_and_warn(rank, world):
     """They can be attached again."""
     with log() as said:

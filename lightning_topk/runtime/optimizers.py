@@ -43,7 +43,9 @@ class Optimizers:
         config: TopKConfig,
         say: WarnOnce,
         density_of: Callable[[Tensor], float] = lambda parameter: 1.0,
+        nonfinite_steps: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._nonfinite_steps = nonfinite_steps
         self.given, self._config, self.say, self._density_of = given, config, say, density_of
         self._adapted: Collection[Tensor] = ()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -161,6 +163,21 @@ class Optimizers:
                     "trainer.model_wrapped."
                 )
 
+    def warn_of_loss(self) -> None:
+        """Warns of an exchanged gradient that was zeroed before its step. Waits for the device."""
+        if self._nonfinite_steps():
+            self.say(
+                "lightning_topk: a gradient was not finite, and its step was skipped, as a GradScaler does. Pass the "
+                "scaler to attach, as scaler=: residuals are then unscaled, and the scale may change."
+            )
+            return
+        self.say(
+            "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
+            "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
+            "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
+            "examples/guides/troubleshooting.md."
+        )
+
     def begin_pass(self) -> None:
         """Begins a backward pass that is exchanged."""
         self.exchanged = self._pending = True
@@ -222,6 +239,7 @@ class _Watched:
         self.reached = self.delivered = False
         """Whether the parameter got a gradient in this backward pass, and in an earlier one since the last step."""
         self._owner, self._parameter = owner, parameter
+        self._warned = False
         self._steps = 0  # only if its step calls hooks at all
         self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
         if parameter is not None:
@@ -230,12 +248,9 @@ class _Watched:
     def _before_gradient(self, _: Tensor) -> None:
         if self.delivered and self._steps and self._parameter is not None and self._parameter.grad is None:
             self.delivered = False
-            self._owner.say(
-                "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
-                "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
-                "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
-                "examples/guides/troubleshooting.md."
-            )
+            if not self._warned:
+                self._warned = True
+                self._owner.warn_of_loss()
         self.reached = True
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:

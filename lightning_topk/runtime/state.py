@@ -75,7 +75,9 @@ class HookState:
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
-        self._optimizers = Optimizers(optimizers, scaler, self.config, self._say, self.density_of)
+        self._optimizers = Optimizers(
+            optimizers, scaler, self.config, self._say, self.density_of, lambda: self.nonfinite_steps
+        )
         self._runner = JobRunner(residuals, groups, timeout)
         self.telemetry = Telemetry(self._runner.finished, lambda: self.names, self.shards_per_node)
         """Bytes, times and errors of the exchanges."""
