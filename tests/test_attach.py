@@ -28,7 +28,7 @@ from ranks import (
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
@@ -202,6 +202,12 @@ def test_a_trained_parameter_that_is_in_no_optimizer_is_named_once(rank, world):
             optimizers.append(SGD(net[0].parameters(), lr=0.1))
             loss_of(model, rank, 1).backward()
         found[case] = [line for line in said if "2 of 8 trained parameters ('0.weight' for one) are in no" in line]
+    said = []
+    net = four_layers()
+    sharded = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1, momentum=0.9)  # each rank steps its parameters
+    model, _ = attached(net, ratio=0.1, optimizer=sharded.optim, announce=said.append)
+    train(model, rank, range(4), sharded)
+    assert not any("are in no optimizer" in line or "takes steps" in line for line in said), said
     counts = {case: len(lines) for case, lines in found.items()}
     warns = int(rank == 0)
     assert counts == {"all": 0, "some": warns, "frozen": 0, "dense": 0, "in another optimizer": warns}
