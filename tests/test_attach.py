@@ -32,8 +32,9 @@ from ranks import (
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
@@ -135,6 +136,15 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "ExponentialWarmup(ratio=0.2, start=0.25, steps=None, epochs=2) depends on": (ddp(), {"ratio": by_epoch}),
         "epochs=2) depends on the epoch": (ddp(), {"ratio": 0.1, "server_ratio": by_epoch}),
         "epoch=3 must be a function that returns the epoch": (ddp(), {"epoch": 3}),
+        "optimizer= is ['SGD'] on rank 0 and missing on rank 1. Pass the same optimizer= on every rank": (
+            ddp(net), {"optimizer": None if rank else SGD(net.parameters(), lr=0.1)},
+        ),
+        "optimizer= is a function on rank 0 and ['SGD'] on rank 1": (
+            ddp(net), {"optimizer": SGD(net.parameters(), lr=0.1) if rank else list},
+        ),
+        "the optimizer of 'bias' is SGD on rank 0 and missing on rank 1": (
+            ddp(net), {"optimizer": SGD([*net.parameters()][: 2 - rank], lr=0.1)},
+        ),
         "2 ranks cannot be divided into nodes of 3": (ddp(), {"local_world_size": 3, "topology": "hierarchical"}),
         "local_world_size is 1 on rank 0 and 2 on rank 1": (ddp(), {"local_world_size": rank + 1}),
         "ratio is 0.1 on rank 0 and 0.2 on rank 1": (ddp(), {"ratio": 0.1 * (1 + rank)}),
@@ -207,6 +217,12 @@ def test_a_trained_parameter_that_is_in_no_optimizer_is_named_once(rank, world):
             optimizers.append(SGD(net[0].parameters(), lr=0.1))
             loss_of(model, rank, 1).backward()
         found[case] = [line for line in said if "2 of 8 trained parameters ('0.weight' for one) are in no" in line]
+    said = []
+    net = four_layers()
+    sharded = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1, momentum=0.9)  # each rank steps its parameters
+    model, _ = attached(net, ratio=0.1, optimizer=sharded.optim, announce=said.append)
+    train(model, rank, range(4), sharded)
+    assert not any("are in no optimizer" in line or "takes steps" in line for line in said), said
     counts = {case: len(lines) for case, lines in found.items()}
     warns = int(rank == 0)
     assert counts == {"all": 0, "some": warns, "frozen": 0, "dense": 0, "in another optimizer": warns}
@@ -327,18 +343,23 @@ def test_warnings_are_announced_once_and_on_one_rank(rank, world):
 
 @on_ranks(2)
 def test_steps_on_gradients_that_bypass_the_exchange_warn_once(rank, world):
-    """The model was wrapped a second time for attach, and training continues through the first wrapper."""
-    for wrapped_twice in (True, False):
+    """The model was wrapped a second time for attach, or training calls the module inside of the wrapper."""
+    for case in ("wrapped twice", "inside", "attached"):
         said: list[str] = []
         net = four_layers()
         model, optimizer = ddp(net), SGD(net.parameters(), lr=0.1, momentum=0.9)
-        exchanged = ddp(net) if wrapped_twice else model
+        exchanged = ddp(net) if case == "wrapped twice" else model
         attach(exchanged, ratio=0.1, optimizer=optimizer, announce=said.append)
         optimizer.step()  # without gradients, as some users do before they make a scheduler
-        train(model, rank, (0, 1), optimizer)
+        for _ in range(2):
+            net.zero_grad()
+            get_state_dict(net, optimizer)  # steps with zeros if there is no momentum yet
+            optimizer.state.clear()
+        train(net if case == "inside" else model, rank, (0, 1), optimizer)
         train(exchanged, rank, (2,), optimizer)
         found = [line for line in said if "SGD took a step, but no gradient was exchanged since attach" in line]
-        assert len(found) == wrapped_twice * (rank == 0)
+        assert len(found) == (case != "attached" and rank == 0), case
+        assert all("nothing is exchanged and the ranks drift apart, as with DDP: call the wrapper" in x for x in found)
         assert all("it is trainer.model_wrapped" in line for line in found)
 
 
@@ -352,6 +373,29 @@ def test_ddp_names_an_unused_parameter_before_any_warning(rank, world):
     optimizer.step()
     assert "find_unused_parameters=True" in refusal(loss_of, model, rank, 1)
     assert not any("no gradient was exchanged" in line for line in said)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_was_not_given_takes_steps_and_is_named_once(rank, world):
+    """Replaced before its first step or after it, or never given; not if the function returns the new one."""
+    found = {}
+    for case in ("before", "after", "never given", "returned", "fused", "wrapped", "not adapted"):
+        said: list[str] = []
+        net = four_layers()
+        used = [SGD(net.parameters(), lr=0.1, momentum=0.9)]
+        given = {"never given": list, "returned": lambda made=used: made}.get(case, used[0])
+        options = {"adapt_momentum": case != "not adapted", "announce": said.append}
+        model, _ = attached(net, ratio=0.1, optimizer=given, **options)
+        train(model, rank, range(2 * (case != "before")), used[0] if case != "never given" else None)
+        used[0] = Adam(net.parameters(), fused=case == "fused")
+        if case == "wrapped":  # as ZeroRedundancyOptimizer steps its inner optimizer
+            given.register_step_pre_hook(lambda *_, inner=used[0]: inner.step())
+        train(model, rank, range(2, 7), given if case == "wrapped" else used[0])
+        assert not any("was zeroed" in line for line in said), (case, said)
+        found[case] = sum("Adam takes steps, but it is not among those that optimizer= gave" in line for line in said)
+    warns = int(rank == 0)
+    silent = {"returned": 0, "wrapped": 0, "not adapted": 0}
+    assert found == {"before": warns, "after": warns, "never given": warns, "fused": warns, **silent}
 
 
 @on_ranks(2)
@@ -391,6 +435,27 @@ def gan(rank: int, way: str) -> list[str]:
 def test_zeroing_a_gradient_between_its_exchange_and_its_step_warns_once(rank, world):
     found = {way: len(gan(rank, way)) for way in ("toggling", "adding up", "throwing away", "skipping a step")}
     assert found == {"toggling": 0, "adding up": 0, "throwing away": rank == 0, "skipping a step": rank == 0}
+
+
+@on_ranks(2)
+def test_a_scaler_that_was_not_passed_is_named_once_it_skips_a_step(rank, world):
+    """The gradient is infinite on one rank in one step."""
+    found = {}
+    for passed in (False, True):
+        said: list[str] = []
+        net, scaler = four_layers(), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        options = {"optimizer": optimizer, "scaler": scaler if passed else None, "announce": said.append}
+        model, _ = attached(net, ratio=0.1, **options)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step) * (torch.inf if (step, rank) == (3, 1) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert not any("toggle_optimizer" in line for line in said)
+        found[passed] = sum("Pass the scaler to attach, as scaler=" in line for line in said)
+    assert found == {False: rank == 0, True: 0}
 
 
 @on_ranks(2)

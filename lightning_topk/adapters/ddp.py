@@ -185,8 +185,7 @@ def attach(
         trained = [p.numel() for p in exchanged if p.requires_grad]
         # DDP's first bucket holds the whole model, unless parameters may be unused.
         state.buckets.check_size(max(trained, default=0) if model.find_unused_parameters else sum(trained))
-        if optimizers is not optimizer:  # they exist already
-            state.sync_optimizers()
+        state.start_optimizers(exist=optimizers is None or optimizers is not optimizer)
         if earlier:
             earlier[0].state = state
             model.reducer._reset_state()  # a backward pass with the closed state may have failed halfway

@@ -8,7 +8,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Adam, AdamW, NAdam, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
@@ -41,8 +43,10 @@ class Optimizers:
         config: TopKConfig,
         say: WarnOnce,
         density_of: Callable[[Tensor], float] = lambda parameter: 1.0,
+        nonfinite_steps: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._given, self._config, self.say, self._density_of = given, config, say, density_of
+        self._nonfinite_steps = nonfinite_steps
+        self.given, self._config, self.say, self._density_of = given, config, say, density_of
         self._adapted: Collection[Tensor] = ()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
@@ -50,15 +54,21 @@ class Optimizers:
         self.exchanged = False
         """Whether any backward pass has begun."""
         self._watched: list[_Watched] = []
+        self._compressed: Collection[Tensor] = ()
+        self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
+        self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
+        self._any_step: RemovableHandle | None = None
+        self._bypassed = 0  # steps with gradients before any exchange, up to 2
+        self._hooked = True  # whether each known optimizer calls hooks after its step
 
     @property
     def _in_use(self) -> list[Optimizer]:
         """The known optimizers that still exist."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
-    def _now(self) -> list[Optimizer]:
+    def now(self) -> list[Optimizer]:
         """The optimizers that the user gives now."""
-        given = [] if self._given is None else self._given()
+        given = [] if self.given is None else self.given()
         return [given] if isinstance(given, Optimizer) else list(given)
 
     @property
@@ -68,7 +78,7 @@ class Optimizers:
 
     def sync(self, compressed: Collection[Tensor], adapted: Collection[Tensor]) -> set[Tensor]:
         """Checks the optimizers; adapts momentum and watches the steps of new ones, and returns their parameters."""
-        now = self._now()
+        now, self._compressed = self.now(), compressed
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._in_use
@@ -84,6 +94,7 @@ class Optimizers:
                 self.say(message)
         self._warn_of_decay(now)
         torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
+        self._hooked = len(torchs) == len(now)
         self._watched = [_Watched(each, self._first_that_learns(each, compressed), self) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
         return {p for each in now for group in each.param_groups for p in group["params"]}
@@ -118,6 +129,61 @@ class Optimizers:
                 "hook of the parameter, or pass adapt_momentum=False to silence this."
             )
 
+    def after_any_step(self, optimizer: Optimizer) -> None:
+        """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
+        if any(optimizer is known for known in self._in_use):
+            self._pending, self._by_others = False, 0
+            return
+        moved = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        if not self._pending or moved.isdisjoint(self._compressed):
+            return
+        self._pending, self._by_others = False, self._by_others + 1
+        for each in self._watched:
+            each.forget(moved)
+        if self._by_others == 2 and (self._config.adapts_momentum or self._config.momentum):
+            self.say(
+                f"lightning_topk: {type(optimizer).__name__} takes steps, but it is not among those that "
+                "optimizer= gave: it is neither checked nor adapted to compression, and training may end behind DDP's. "
+                "Pass it to attach, or a function that returns the optimizers in use; or close the state and attach "
+                "again. In Lightning, return it from configure_optimizers."
+            )
+
+    def check_bypass(self, optimizer: Optimizer) -> None:
+        """Warns at the second step without an exchange: DDP names unused parameters in the forward pass before it."""
+        given = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        # get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
+        if self._bypassed < 2 and any(_values(gradient).any() for gradient in given):
+            self._bypassed += 1
+            if self._bypassed == 2:
+                self.say(
+                    f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since "
+                    "attach: training does not call the attached model. If it calls the module inside, nothing is "
+                    "exchanged and the ranks drift apart, as with DDP: call the wrapper. If it calls another wrapper, "
+                    "that exchanges whole gradients: attach that one; with Hugging Face's Trainer it is "
+                    "trainer.model_wrapped."
+                )
+
+    def warn_of_loss(self) -> None:
+        """Warns of an exchanged gradient that was zeroed before its step. Waits for the device."""
+        if self._nonfinite_steps():
+            self.say(
+                "lightning_topk: a gradient was not finite, and its step was skipped, as a GradScaler does. Pass the "
+                "scaler to attach, as scaler=: residuals are then unscaled, and the scale may change."
+            )
+            return
+        self.say(
+            "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
+            "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
+            "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
+            "examples/guides/troubleshooting.md."
+        )
+
+    def begin_pass(self) -> None:
+        """Begins a backward pass that is exchanged."""
+        self.exchanged = self._pending = True
+        if self._any_step is None and self._hooked and self.given is not None:
+            self._any_step = _on_any_step(self)
+
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
         for each in self._watched:
@@ -132,8 +198,28 @@ class Optimizers:
     def release(self) -> None:
         """Stops adapting and watching the optimizers."""
         AdaptedMomentum.release(self._in_use, self)
+        if self._any_step is not None:
+            self._any_step.remove()
+            self._any_step = None
         while self._watched:
             self._watched.pop().stop()
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The stored values of a gradient on this rank."""
+    return gradient._values() if gradient.is_sparse else local_part(gradient)
+
+
+def _on_any_step(owner: Optimizers) -> RemovableHandle:
+    """Calls ``owner.after_any_step`` after each step of any torch optimizer, as long as the owner lives."""
+    living = ref(owner)
+
+    @_disable_dynamo
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        if (owner := living()) is not None:
+            owner.after_any_step(optimizer)
+
+    return register_optimizer_step_post_hook(hook)
 
 
 SETTLED = 5
@@ -153,8 +239,8 @@ class _Watched:
         self.reached = self.delivered = False
         """Whether the parameter got a gradient in this backward pass, and in an earlier one since the last step."""
         self._owner, self._parameter = owner, parameter
+        self._warned = False
         self._steps = 0  # only if its step calls hooks at all
-        self._bypassing = 0  # steps with gradients before any exchange
         self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
         if parameter is not None:
             self._hooks.append(parameter.register_hook(self._before_gradient))
@@ -162,12 +248,9 @@ class _Watched:
     def _before_gradient(self, _: Tensor) -> None:
         if self.delivered and self._steps and self._parameter is not None and self._parameter.grad is None:
             self.delivered = False
-            self._owner.say(
-                "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
-                "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
-                "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
-                "examples/guides/troubleshooting.md."
-            )
+            if not self._warned:
+                self._warned = True
+                self._owner.warn_of_loss()
         self.reached = True
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -175,14 +258,13 @@ class _Watched:
         self._steps += 1
         if self._steps == SETTLED and self._owner.exchanged:
             self._owner.check_delivered(optimizer)
-        given = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        self._bypassing += given and not self._owner.exchanged
-        if self._bypassing == 2:  # if DDP waits for an unused parameter, its second forward pass says so
-            self._owner.say(
-                f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since attach: "
-                "training calls another wrapper of the model, which exchanges whole gradients. Attach that one; with "
-                "Hugging Face's Trainer it is trainer.model_wrapped."
-            )
+        if not self._owner.exchanged:
+            self._owner.check_bypass(optimizer)
+
+    def forget(self, moved: Collection[Tensor]) -> None:
+        """Notes that another optimizer has used the parameter's gradient, if it is among ``moved``."""
+        if self._parameter in moved:
+            self.reached = self.delivered = False
 
     def stop(self) -> None:
         """Removes the hooks."""

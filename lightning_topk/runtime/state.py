@@ -22,7 +22,7 @@ from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.collectives import dense_cost
-from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
+from lightning_topk.runtime.groups import Groups, compare_functions, compare_optimizers, connect, timeout_of
 from lightning_topk.runtime.jobs import Job, JobRunner
 from lightning_topk.runtime.lanes import Lane, StreamLane, ThreadLane
 from lightning_topk.runtime.messages import WarnOnce, saving_warnings, start_message, startup_warnings, volume_of
@@ -75,7 +75,9 @@ class HookState:
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
-        self._optimizers = Optimizers(optimizers, scaler, self.config, self._say, self.density_of)
+        self._optimizers = Optimizers(
+            optimizers, scaler, self.config, self._say, self.density_of, lambda: self.nonfinite_steps
+        )
         self._runner = JobRunner(residuals, groups, timeout)
         self.telemetry = Telemetry(self._runner.finished, lambda: self.names, self.shards_per_node)
         """Bytes, times and errors of the exchanges."""
@@ -84,6 +86,7 @@ class HookState:
         self._adapted: set[Tensor] = set()  # parameters whose momentum is adapted, as optimizers hold them
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
+        self._elsewhere: set[str] = set()  # parameters in other ranks' optimizers only
         self._say_what_was_reset()
         if not self.residuals.steps:  # not for a model that is wrapped again
             self._say.note(start_message(self.config, self.world, self.local))
@@ -125,7 +128,7 @@ class HookState:
         self.telemetry.collect()
         self._say_what_was_reset()
         self.sync_optimizers()
-        self._optimizers.exchanged = True
+        self._optimizers.begin_pass()
 
     def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
         """Creates the job for a bucket's gradient.
@@ -176,6 +179,15 @@ class HookState:
                 self._say(message)
         self._optimizers.end_pass()
 
+    def start_optimizers(self, exist: bool) -> None:
+        """Compares the optimizers on all ranks, and checks them if they exist by now. A collective, at attach."""
+        if (self.config.adapts_momentum or self.config.momentum) and self.world > 1:
+            names = {self.parameter_of(member): name for member, name in self.names.items()}
+            given = self._optimizers.now() if exist else None
+            self._elsewhere = compare_optimizers(given, names, self._open_groups().all)
+        if exist:
+            self.sync_optimizers()
+
     def sync_optimizers(self) -> None:
         """Checks the optimizers and adapts momentum if so set, at the start of every backward pass.
 
@@ -187,7 +199,7 @@ class HookState:
             return
         names = {self.parameter_of(member): name for member, name in self.names.items()}
         trained = [p for p in names if p.requires_grad and p in compressed]
-        idle = [names[p] for p in trained if p not in updated]
+        idle = [names[p] for p in trained if p not in updated and names[p] not in self._elsewhere]
         if idle:
             self._say(
                 f"lightning_topk: {len(idle)} of {len(trained)} trained parameters ({idle[0]!r} for one) are in no "

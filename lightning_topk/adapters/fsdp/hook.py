@@ -268,8 +268,7 @@ def attach(
         state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
         try:
             state.learn_names()
-            if optimizers is not optimizer:  # they exist already
-                state.sync_optimizers()
+            state.start_optimizers(exist=optimizers is None or optimizers is not optimizer)
             shards = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
             remedy = "process_group= must be the ranks that hold the same shard, one per node."
             check_agreement(shards, remedy, replicas)
