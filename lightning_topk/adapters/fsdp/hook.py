@@ -63,7 +63,7 @@ class ShardState(HookState):
         super().__init__(process_group=replicas, local_world_size=1, **arguments)
         self._param_groups, self._replicas = groups, replicas
         named = all_names_of(model)
-        self.buckets.all_names = {member: named[group.sharded(member)] for group in groups for member in group.names}
+        self.buckets.all_names = {each: named.get(group.sharded(each), ()) for group in groups for each in group.names}
         sharded = {name for group in groups for name in group.names.values()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
         self._trained: set[Tensor] = set()  # in the last pass
