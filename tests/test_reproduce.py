@@ -66,12 +66,16 @@ def images(tmp_path):
     return tmp_path
 
 
+def little_text():
+    parts = (part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor))
+    return data.Data(*parts)
+
+
 @pytest.mark.parametrize("model", ["mlp", "wide mlp", "cnn", "lstm", "char lstm", "gpt", "resnet20"])
 def test_simulated_training_learns_and_sends_what_is_predicted(monkeypatch, images, model):
     optimizer, steps, batch, folder = training.Optimizer(0.3), 30, 10, None
     if model in TEXT:
-        parts = (part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor))
-        monkeypatch.setattr(training, "documentation", partial(data.Data, *parts))
+        monkeypatch.setattr(training, "documentation", little_text)
         optimizer, steps, batch = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0), 15, 4
     elif model == "resnet20":
         optimizer, batch, folder = training.Optimizer(0.05), 5, images
@@ -214,14 +218,15 @@ def test_at_size_compares_rates_keeps_learning_curves_and_repeats_no_run(monkeyp
     convnet = at_size.Course(training.Optimizer(0.05), 1, 2, images=True)
     monkeypatch.setattr(at_size, "COURSES", {"gpt": at_size.Course(adam, 1, 2), "convnet": convnet})
     monkeypatch.setattr(training, "run_all", alone)
-    measured = partial(at_size.run, images, steps=4, seeds=1, out=tmp_path)
+    monkeypatch.setattr(training, "documentation", little_text)
+    measured = partial(at_size.run, images, steps=2, seeds=1, out=tmp_path)
     result = measured(models=["gpt", "convnet"], systems=at_size.SYSTEMS)
     names = [*at_size.SYSTEMS]
     names[names.index("PowerSGD")] += " 2"
     assert [[row[""] for row in rows] for rows in result.tables.values()] == [names] * 2
     for panel in result.panels:
         assert [*panel.curves] == [*at_size.SYSTEMS]
-        assert {len(x) for x, _ in panel.curves.values()} == {4}
+        assert {len(x) for x, _ in panel.curves.values()} == {2}
     result = measured(models=["gpt"], rates=["0.01", "1e-6"])
     assert result.panels[0].curves["dense"][0] == [1e-6, 0.01]
     (table,) = result.tables.values()
