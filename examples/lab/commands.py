@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch_size": {"type": count, "help": "images per worker and step (default: 4)"},
     "image_size": {"type": count, "help": "height and width of an image, pixels (default: 64)"},
     "racers": {"nargs": "+", "help": "racers that take part (default: all)"},
-    "course": {"choices": ("digits", "images", "code"), "help": "data to learn (default: digits)"},
+    "course": {"choices": ("code", "images"), "help": "data to learn (default: code)"},
     "budget": {"type": float, "help": "seconds of training after which a run stops (default: 300)"},
     "data": {"type": Path, "help": "folder of images to learn, train/<class>/* and test/<class>/*; takes long"},
     "models": {"nargs": "+", "help": "only these models"},

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,9 +58,16 @@ COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#3
 """Distinguishable for colour-blind readers too (after Okabe and Ito)."""
 
 
+def processor() -> str:
+    """The processor's name, as Linux gives it."""
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*: (.+)", file.read_text() if file.exists() else "", re.M)
+    return named[1] if named else platform.machine()
+
+
 def _versions() -> dict[str, str]:
     versions = {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return versions | {"machine": f"{os.cpu_count()} {platform.machine()} cores"}
+    return versions | {"machine": f"{os.cpu_count()} cores of {processor()}"}
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """``bench race``: whole trainings on emulated hosts, up to the final quality of dense training.
 
-The clock counts training alone: it stops while rank 0 evaluates. Each run is appended to a file when it ends, so an
+The clock counts training alone: it stops during evaluations. Each run is appended to a file when it ends, so an
 interrupted command resumes where it stopped.
 """
 
@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -26,9 +25,9 @@ from tqdm import tqdm
 
 from lab import hosts as emulated
 from lab.bench.peers import BUCKETS, PEERS, Register, Settings, bucket_cap, ours
-from lab.data import Data, digits, image_folder, source_code
-from lab.models import DIGIT, MODELS, mlp
-from lab.report import Panel, Result
+from lab.data import Data, image_folder, source_code
+from lab.models import MODELS
+from lab.report import Panel, Result, processor
 from lab.training import Optimizer, Runs
 from lightning_topk.config import check_name
 from lightning_topk.plan import Row, link
@@ -66,16 +65,14 @@ RACERS: dict[str, Register] = {
     "local 50": post_local(50),
     "no exchange": alone,
 }
-SOONER = {"100mbit": 8, "300mbit": 3, "1gbit": 1.5}
-"""Target speed-up of the default over DDP with digits, by link."""
 
 
 class Course(NamedTuple):
     """A model, and settings for its dense training: steps, optimizer, batch per worker, steps between evaluations.
 
-    Quality is held-out accuracy in percent, and the aim is 99 % of what dense training ends with. For a ``text``, in
-    bf16-mixed precision, it is the held-out loss, the mean of three evaluations since it fluctuates, and the aim is the
-    loss that dense training ends with. Every ``stride``-th held-out example is evaluated.
+    Quality is held-out accuracy in percent, and the aim is 99 % of what dense training ends with. For a ``text`` it is
+    the held-out loss, the mean of three evaluations since it fluctuates, and the aim is the loss that dense training
+    ends with. Every ``stride``-th held-out example is evaluated. Without ``data`` the model learns a folder of images.
     """
 
     model: Callable[[], nn.Module]
@@ -83,6 +80,7 @@ class Course(NamedTuple):
     optimizer: Optimizer
     batch: int
     every: int
+    data: Callable[[], Data] | None = None
     text: bool = False
     stride: int = 1
 
@@ -107,27 +105,25 @@ class Course(NamedTuple):
 
 
 COURSES = {
-    "digits": Course(
-        partial(mlp, DIGIT, 10, (3136, 3136)), steps=150, optimizer=Optimizer(0.05, 0.9), batch=32, every=5
-    ),
     "images": Course(MODELS["vgg"], steps=300, optimizer=Optimizer(0.02, 0.9), batch=32, every=20),
     "code": Course(
         MODELS["large gpt"],
         steps=240,
         optimizer=Optimizer(1e-3, 0.9, adamw=True, clip_norm=1.0, warmup=40),
-        batch=4,
+        batch=2,
         every=20,
+        data=source_code,
         text=True,
-        stride=16,
+        stride=32,
     ),
 }
 
 
 def run(
     hosts: int = 2,
-    rates: Sequence[str] = tuple(SOONER),
+    rates: Sequence[str] = ("100mbit", "1gbit"),
     racers: Sequence[str] = (),
-    course: str = "digits",
+    course: str = "code",
     data: Path | None = None,
     seeds: int = 1,
     budget: float = 300,
@@ -135,15 +131,14 @@ def run(
 ) -> Result:
     """Times training to the final quality of dense training, with ours and with each peer.
 
-    An MLP of 10 million parameters learns digits; a VGG images, from the folder ``data``; a GPT of 10.8 million the
-    source code of Python's library.
+    A GPT of 10.8 million parameters learns the source code of Python's library; a VGG images, from the folder ``data``.
     """
     if hosts < 2:
         raise ValueError("a race needs at least 2 hosts: one exchanges nothing.")
     check_name("course", course, COURSES)
     ran = COURSES[course]
     if (course == "images") != (data is not None):
-        raise ValueError("--course images needs --data, a folder of images; the other courses have data of their own.")
+        raise ValueError("--course images needs --data, a folder of images; --course code has data of its own.")
     racers = racers or [*RACERS]
     for racer in racers:
         check_name("racer", racer, RACERS)
@@ -175,16 +170,19 @@ def run(
             for racer in racers:
                 complete(emulated.emulate(hosts, rate), rate, racer, seed, aim=aims[-1], budget=budget)
     raced = by_racer(found, course, hosts)
+    where = {run.get("where", "") for runs in raced.values() for run in runs.values()}
     result = Result(
         "race",
         "the quality of dense training, sooner than with what a user would pick instead",
         f"{hosts} emulated hosts of one process and one thread each (network namespaces, tbf), gloo, "
-        f"{'AdamW' if ran.optimizer.adamw else 'SGD with momentum 0.9'}; {BUCKETS}; {seeds} seeds. The aim is "
-        f"{'what' if ran.text else '99 % of what'} dense training ends with: {ran.measured} {mean(aims):.4g}.",
+        f"{'AdamW' if ran.optimizer.adamw else 'SGD with momentum 0.9'}; {BUCKETS}; {seeds} seeds; "
+        f"{', '.join(sorted(where))}. The aim is {'what' if ran.text else '99 % of what'} dense training ends with: "
+        f"{ran.measured} {mean(aims):.4g}.",
     )
-    result.tables[f"{course}: seconds, median (least to most), and the speed-up over DDP"] = table(raced, rates, racers)
+    title = f"{course}: seconds, median (least to most), and the speed-up over DDP; ~ extrapolated, > stopped"
+    result.tables[title] = table(raced, rates, racers)
     for rate in rates:
-        if course == "digits" and OURS in racers:
+        if OURS in racers:
             _judge(result, rate, racers, raced)
     result.panels = panels(ran, course, raced, rates, racers)
     return result
@@ -195,11 +193,11 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
     Returns:
         ``curve``, seconds, steps and quality at each evaluation; ``reached``, whether it reached the aim; ``sent``,
-        bytes that left this host.
+        bytes that left this host; ``where``, the processor and torch's version.
     """
     racer, images, seed = options["racer"], options["images"], options["seed"]
     course = COURSES[options["course"]]
-    data = image_folder(Path(images)) if images else source_code() if course.text else digits()
+    data = course.data() if course.data is not None else image_folder(Path(images))
     torch.manual_seed(seed)
     net = course.model()
     model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer), gradient_as_bucket_view=True)
@@ -216,67 +214,104 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         for now in range(step, step + course.every):
             chosen = torch.randint(len(data.labels), (course.batch,), generator=batches)
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=course.text):
-                scores, labels = model(data.examples[chosen]), data.labels[chosen]
-            _loss(scores, labels).backward()
+            _loss(model(data.examples[chosen]), data.labels[chosen]).backward()
             course.optimizer.step(optimizer, now, course.steps)
         dist.barrier()
         seconds, step = seconds + time.perf_counter() - begin, step + course.every
-        if rank == 0:
-            curve.append((round(seconds, 3), step, _quality(net, data, course)))
-            reached = "aim" in options and course.reached(curve, options["aim"])
-            ended.fill_(reached or step >= options.get("steps", math.inf) or seconds >= options["budget"])
+        curve.append((round(seconds, 3), step, _quality(net, data, course)))
+        reached = "aim" in options and course.reached(curve, options["aim"])
+        ended.fill_(reached or step >= options.get("steps", math.inf) or seconds >= options["budget"])
         dist.broadcast(ended, 0)
     sent = emulated.sent_bytes() - sent
     if isinstance(state, HookState):
         state.close()
-    return {"curve": curve, "reached": reached, "sent": sent}
+    return {"curve": curve, "reached": reached, "sent": sent, "where": f"{processor()}, torch {torch.__version__}"}
 
 
 def _loss(scores: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(scores.float().flatten(0, -2), labels.flatten())
+    return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
 
 
 @torch.no_grad()
 def _quality(net: nn.Module, data: Data, course: Course) -> float:
-    """Loss on held-out text, or accuracy in percent on other held-out examples."""
+    """Loss on held-out text, or accuracy in percent on other held-out examples; each rank evaluates its share."""
+    world = dist.get_world_size()
+    share = slice(course.stride * dist.get_rank(), None, course.stride * world)
     net.eval()
-    labels = data.held_labels[:: course.stride]
-    with torch.autocast("cpu", torch.bfloat16, enabled=course.text):
-        scores = torch.cat([net(part) for part in data.held_examples[:: course.stride].split(500)])
+    scores = torch.cat([net(part) for part in data.held_examples[share].split(500)])
+    labels = data.held_labels[share]
     net.train()
-    return float(_loss(scores, labels) if course.text else 100 * (scores.argmax(-1) == labels).float().mean())
+    quality = _loss(scores, labels) if course.text else 100 * (scores.argmax(-1) == labels).float().mean()
+    dist.all_reduce(quality)
+    return float(quality / world)
 
 
-Raced = Mapping[tuple[str, str], list[dict[str, Any]]]
-"""Runs by link and racer, one for each seed."""
+Raced = Mapping[tuple[str, str], Mapping[int, dict[str, Any]]]
+"""Runs by link and racer, and by seed."""
 
 
-def by_racer(found: Runs, course: str = "digits", hosts: int = 2) -> Raced:
+def by_racer(found: Runs, course: str = "code", hosts: int = 2) -> Raced:
     """Groups the runs of a course."""
-    raced: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for (name, count, rate, racer, _), run in found.items():
+    raced: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for (name, count, rate, racer, seed), run in found.items():
         if (name, count) == (course, hosts):
-            raced.setdefault((rate, racer), []).append(run)
+            raced.setdefault((rate, racer), {})[seed] = run
     return raced
 
 
+class Time(NamedTuple):
+    """Seconds to the aim by seed; ``mark`` is "~ " if some are extrapolated, "> " if a run stopped before the aim."""
+
+    seconds: Mapping[int, float]
+    mark: str = ""
+
+    @property
+    def median(self) -> float:
+        """The median of the seconds."""
+        return float(median(self.seconds.values()))
+
+    def over(self, ours: Time) -> str:
+        """How many times longer these runs took than ``ours`` of the same seeds; empty if that is unknown."""
+        both = [self.seconds[seed] / ours.seconds[seed] for seed in ours.seconds if seed in self.seconds]
+        return f"{self.mark}{median(both):.2f}x" if both and ours.mark != "> " else ""
+
+
+def time_of(raced: Raced, rate: str, racer: str) -> Time:
+    """Seconds to the aim on a link.
+
+    A run that stopped before the aim takes as many steps as the same racer and seed on another link, since links change
+    no gradient.
+    """
+    seconds, marks = {}, set()
+    for seed, run in raced.get((rate, racer), {}).items():
+        took, steps, _ = run["curve"][-1]
+        others = (runs.get(seed) for (_, name), runs in raced.items() if name == racer)
+        needed = next((other["curve"][-1][1] for other in others if other and other["reached"]), None)
+        seconds[seed] = took if run["reached"] or needed is None else took * needed / steps
+        if not run["reached"]:
+            marks.add("> " if needed is None else "~ ")
+    return Time(seconds, min(marks, default=""))
+
+
 def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row]:
-    """Seconds to the aim by link, and the steps and bytes on the last link."""
+    """Seconds to the aim by link; the steps that this took, milliseconds of a step, and bytes."""
     rows = []
     for racer in racers:
         row: Row = {"": racer}
+        runs = {rate: raced[rate, racer].values() for rate in rates if (rate, racer) in raced}
         for rate in rates:
-            runs = raced[rate, racer]
-            seconds, steps = ([run["curve"][-1][which] for run in runs] for which in (0, 1))
-            row[rate] = "> " * (not _all(runs)) + f"{median(seconds):.1f}"
-            row[rate] += f" ({min(seconds):.0f} to {max(seconds):.0f})" if len(seconds) > 1 else ""
-            dense = raced.get((rate, "DDP"))
-            if racer != "DDP" and dense and _all(runs):
-                row[rate] += f", {'' if _all(dense) else '> '}{_seconds(dense) / median(seconds):.2f}x"
-        row["steps"] = f"{median(steps):.0f}"
-        row["ms a step"] = f"{1000 * median(took / count for took, count in zip(seconds, steps, strict=True)):.0f}"
-        sent = median(run["sent"] / count for run, count in zip(runs, steps, strict=True))
+            ours, dense = (time_of(raced, rate, each) for each in (racer, "DDP"))
+            row[rate] = ""
+            if ours.seconds:
+                least, most = min(ours.seconds.values()), max(ours.seconds.values())
+                spread = f" ({least:.0f} to {most:.0f})" if len(ours.seconds) > 1 else ""
+                sooner = dense.over(ours) if racer != "DDP" else ""
+                row[rate] = f"{ours.mark}{ours.median:.0f}{spread}" + f", {sooner}" * bool(sooner)
+        ended = [run["curve"][-1] for each in runs.values() for run in each if run["reached"]]
+        row["steps"] = f"{median(steps for _, steps, _ in ended):.0f}" if ended else ""
+        took = (median(run["curve"][-1][0] / run["curve"][-1][1] for run in each) for each in runs.values())
+        row["ms a step, by link"] = ", ".join(f"{1000 * each:.0f}" for each in took)
+        sent = median(run["sent"] / run["curve"][-1][1] for each in runs.values() for run in each)
         rows.append(row | {"MB a host and step": f"{sent / 1e6:.3g}"})
     return rows
 
@@ -287,8 +322,9 @@ def panels(course: Course, title: str, raced: Raced, rates: Sequence[str], racer
     for rate in rates:
         panel = Panel(f"{title}, {rate}", "seconds of training", xlog=True, ylabel=course.measured, level=aim)
         for racer in racers:
-            curve = raced[rate, racer][0]["curve"]
-            panel.curves[racer] = [seconds for seconds, *_ in curve], course.smooth(curve)
+            if (rate, racer) in raced:
+                curve = raced[rate, racer][0]["curve"]
+                panel.curves[racer] = [seconds for seconds, *_ in curve], course.smooth(curve)
         drawn.append(panel)
     return drawn
 
@@ -296,17 +332,7 @@ def panels(course: Course, title: str, raced: Raced, rates: Sequence[str], racer
 def _judge(result: Result, rate: str, racers: Iterable[str], raced: Raced) -> None:
     """Compares the default with each peer."""
     for peer in (racer for racer in racers if racer in PEERS):
-        ours, theirs = raced[rate, OURS], raced[rate, peer]
-        least, seen = SOONER.get(rate, 1.0) if peer == "DDP" else 1.0, _seconds(theirs) / _seconds(ours)
-        measured = "> " * (not _all(theirs)) + f"{seen:.2f}x" if _all(ours) else ""
-        result.check(f"{rate}: sooner than {peer}", f">= {least:g}x", measured, bool(measured) and seen >= least)
-
-
-def _all(runs: Sequence[dict[str, Any]]) -> bool:
-    """Whether all runs reached the aim."""
-    return all(run["reached"] for run in runs)
-
-
-def _seconds(runs: Sequence[dict[str, Any]]) -> float:
-    """Median of the seconds until the end of a run."""
-    return float(median(run["curve"][-1][0] for run in runs))
+        ours, theirs = time_of(raced, rate, OURS), time_of(raced, rate, peer)
+        seen = theirs.over(ours)
+        holds = bool(seen) and theirs.median >= ours.median
+        result.check(f"{rate}: sooner than {peer}", ">= 1x", seen, holds)
