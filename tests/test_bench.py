@@ -95,21 +95,21 @@ def test_train_times_whole_steps_of_a_torchvision_model_with_every_peer(ranks):
     assert [row["peer"] for row in rows if row["hidden"]] == ["ours", "ours, 0.001"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
 def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, tmp_path):
     options = ["--hosts=2", "--ranks=2", "--rate", "1gbit", "--numel=2e6", "--ratio=0.01", "--seconds=0"]
     files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     try:
-        run(monkeypatch, "bench", "hosts", *options, "--peers", "ours", "ours, hierarchical", *files)
+        run(monkeypatch, "bench", "hosts", *options, "--peers", "ours, hierarchical", *files)
     except SystemExit as error:  # a container may be root without the right to make namespaces
         if "ip netns" not in str(error):
             raise
         pytest.skip(str(error))
     result = json.loads((tmp_path / "r.json").read_text())
     judged = {check["statement"]: check["holds"] for check in result["checks"]}
-    for peer in ("ours", "ours, hierarchical"):
-        assert judged[f"bytes counted are bytes predicted, {peer}, 1gbit"]
-        assert judged[f"the interface counts little more, {peer}, 1gbit"]
+    assert judged["bytes counted are bytes predicted, ours, hierarchical, 1gbit"]
+    assert judged["the interface counts little more, ours, hierarchical, 1gbit"]
     assert (tmp_path / "r.png").stat().st_size > 0
     assert "python examples/lab bench hosts --hosts=2" in capsys.readouterr().out
     left = subprocess.check_output(["ip", "netns", "list"], text=True)

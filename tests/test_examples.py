@@ -123,6 +123,7 @@ def test_the_recipe_for_the_trainer_of_transformers_compresses_each_time_it_trai
     assert saved == [pytest.approx(50, rel=0.05)] * 10, output
 
 
+@pytest.mark.slow
 def test_the_gpt_trains_with_hsdp_and_with_ours_and_prints_a_table(tmp_path):
     arguments = ["--steps", "5", "--width", "16", "--depth", "1", "--batch", "1"]
     said = script(ROOT / "examples" / "train_gpt_fsdp.py", *arguments, log=tmp_path / "log", folder=tmp_path)

@@ -108,11 +108,11 @@ def test_the_fused_send_equals_the_separate_steps(wire, shape):
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
-    # The interpreter is slow: there each wire meets half of the shapes and most pairs of dtypes, not all combinations.
+    # The interpreter is slow: there each wire meets two shapes, with a pair of dtypes each.
     one, place = SHAPES.index(shape), [*WIRES].index(wire)
-    if INTERPRETED and (one + place) % 2:
+    if INTERPRETED and (one + place) % 3:
         pytest.skip("the interpreter is slow")
-    one = (one // 2 + place) % len(DTYPES)
+    one = (one // 3 + place) % len(DTYPES)
     for delivered, given_as in [DTYPES[one]] if INTERPRETED else DTYPES:
         e, x = given("normal", numel)
         e[numel // 2] = torch.finfo(e.dtype).max  # over the limit of most wires
@@ -162,6 +162,8 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
+    if INTERPRETED and (SHAPES_RECEIVED.index(shape) + [*WIRES].index(wire)) % 2:
+        pytest.skip("the interpreter is slow")
     rows = reference.shard_rows(given("normal", numel)[0], layout)
     index = reference.topk_index(rows, k)
     for blow in (1.0, torch.nan):
