@@ -149,14 +149,15 @@ def result(title: str, dense: dict[int, float], ours: dict[int, float], text: bo
     return row | {"difference": behind(gaps, " %" * text)}
 
 
-def rates() -> str:
-    """Final quality at several learning rates, by model, length and system."""
+def rates(images: bool) -> str:
+    """Final quality at several learning rates, by model, length and system; of models of images, or of text."""
     found = Runs(RUNS / "at-size.jsonl")
     lengths = sorted({run["steps"] for run in found.values()})
     return page(
         [
             {"model": model, "steps": f"{steps:,}", **row}
-            for model in at_size.COURSES
+            for model, course in at_size.COURSES.items()
+            if course.images == images
             for steps in lengths
             for row in at_size.table(found, model, steps)
         ]
@@ -164,7 +165,8 @@ def rates() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "at-size": rates,
+    "at-size": lambda: rates(images=False),
+    "at-size-images": lambda: rates(images=True),
     "bench-hosts": lambda: steps("hosts", also="CPU ms a rank", title="CPU ms of a rank, by link"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", title="hidden, by link"),
     "bench-select": compress_step,

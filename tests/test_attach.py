@@ -375,6 +375,46 @@ def test_ddp_names_an_unused_parameter_before_any_warning(rank, world):
     assert not any("no gradient was exchanged" in line for line in said)
 
 
+class Pair(nn.Module):
+    """Two networks that are used in turn, the second far smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.nets = nn.ModuleList([nn.Sequential(nn.Linear(20, 400), nn.Linear(400, 20)), nn.Linear(20, 40)])
+
+    def forward(self, x, second):
+        return self.nets[second](x)
+
+
+@on_ranks(2)
+def test_a_small_network_that_is_used_alone_may_be_delivered_whole(rank, world):
+    """The unused network leaves its entries to it; nothing changes gradients by hand."""
+    said: list[str] = []
+    net = Pair()
+    optimizers = [Adam(each.parameters(), lr=1e-3) for each in net.nets]
+    ddp = {"find_unused_parameters": True}
+    model, _ = attached(net, ddp, saving=20, optimizer=optimizers, announce=said.append)
+    for step in range(12):
+        net.zero_grad()
+        loss_of(model, rank, step, second=step % 2).backward()
+        optimizers[step % 2].step()
+    assert net.nets[1].weight.grad.count_nonzero() > 0.5 * net.nets[1].weight.numel()
+    assert not any("nonzero" in line for line in said), said
+
+
+@on_ranks(2)
+def test_adams_decay_of_entries_that_are_not_delivered_is_named(rank, world):
+    for betas, named in (((0.9, 0.99), False), ((0.0, 0.99), True)):
+        said: list[str] = []
+        net = four_layers()
+        optimizer = Adam(net.parameters(), betas=betas, weight_decay=0.1)
+        model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=said.append)
+        train(model, rank, range(2), optimizer)
+        found = [line for line in said if "adds weight_decay to the gradient" in line and "beta1 above 0" in line]
+        assert len(found) == (named and rank == 0), said
+
+
 @on_ranks(2)
 def test_an_optimizer_that_was_not_given_takes_steps_and_is_named_once(rank, world):
     """Replaced before its first step or after it, or never given; not if the function returns the new one."""

@@ -130,6 +130,20 @@ def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, wo
         fabric.strategy.state_of(nn.Linear(2, 2))
 
 
+@on_ranks(2)
+def test_modules_that_share_a_part_are_exchanged_side_by_side(rank, world):
+    """Such as two heads on a frozen trunk."""
+    fabric, trunk, pairs = fabric_of(rank, world, ratio=0.1), nn.Linear(20, 20).requires_grad_(False), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(trunk, nn.Linear(20, 20))
+        pairs.append(fabric.setup(net, SGD(net[1].parameters(), lr=0.1)))
+    train(fabric, pairs, rank, range(3))
+    assert [state.residuals.steps for state in fabric.strategy.topk_states] == [3, 3]
+    rows = every_rank(torch.stack([weights(model) for model, _ in pairs]))
+    assert torch.equal(rows[0], rows[1])
+
+
 def test_a_module_without_processes_is_set_up_as_by_ddp_strategy():
     strategy = TopKStrategy()
     strategy.parallel_devices = [torch.device("cpu")]

@@ -270,6 +270,22 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-4, atol=1e-5)
 
 
+@on_ranks(2)
+def test_a_static_graph_is_exchanged_after_every_rebuild_in_manual_optimization(rank, world):
+    """Lightning launches the first exchange of a static graph by hand, but only once for a strategy."""
+    model = SteppedLate()
+    model.net[0].requires_grad_(False)
+    thaw = LambdaCallback(
+        on_train_epoch_start=lambda trainer, _: model.net[0].requires_grad_(trainer.current_epoch > 0)
+    )
+    trainer, _ = fit(rank, world, model, TopKStrategy(ratio=0.1, static_graph=True), [thaw], max_epochs=2)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model)
+    rows = every_rank(weights(model))
+    assert torch.equal(rows[0], rows[1])
+    assert trainer.strategy._residuals.steps == 2 * 3 * 4  # two passes a step, three epochs of four steps
+
+
 class Thawing(Module):
     """Unfreezes its first layer after the first step's loss is computed or, too late, before the second one's."""
 

@@ -172,7 +172,7 @@ def test_a_model_on_some_of_the_ranks_does_not_wait_for_the_others():
 def loopback(monkeypatch):
     """Simulates four ranks, of which the other three send what this one sends."""
 
-    def perform(request, group, background):
+    def perform(request, group, background, across_nodes):
         payload = request.payload
         return payload.expand(4, -1).contiguous() if isinstance(request, AllGather) else payload.clone(), None
 

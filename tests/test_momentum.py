@@ -279,6 +279,24 @@ def test_a_step_that_a_scaler_skips_changes_nothing(kind, fused):
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_parameters_that_are_not_compressed_take_their_decay_under_a_scaler(kind):
+    """A fused step unscales gradients itself."""
+    found, options = [], {"momentum": 0.9} if kind is SGD else {}
+    for adapts in (True, False):
+        compressed, whole = (nn.Parameter(torch.ones(SIZE)) for _ in range(2))
+        optimizer, owner = kind([compressed, whole], lr=0.1, weight_decay=0.5, fused=True, **options), nn.Module()
+        if adapts:
+            adapt_momentum([optimizer], owner, {compressed})
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for gradient in delivered():
+            compressed.grad, whole.grad = (scaler.scale(gradient.clone()) for _ in range(2))
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(whole.detach())
+    assert torch.equal(*found)
+
+
 def test_each_exchange_adapts_its_own_parameters_as_long_as_it_lives():
     first, second, idle = parameters = [nn.Parameter(torch.ones(SIZE)) for _ in range(3)]
     optimizer = SGD([{"params": [first]}, {"params": [second, idle]}], lr=0.1, momentum=0.9)

@@ -134,3 +134,15 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
     assert before.sum() == 8 * 1.0 / 2 + 8 * 3.0
     assert torch.equal(mass(), before)
     assert head not in residuals.held()
+
+
+def test_what_earlier_settings_left_waits_until_its_parameter_is_used():
+    """DDP discards what is delivered for a parameter that no rank uses."""
+    used_first, later = parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    residuals, plan = Residuals(), plan_bucket(TopKConfig(topology="dense"), [4, 4], 2)
+    residuals.restore({p: {"residual": torch.ones(4)} for p in parameters})
+    found = [residuals.endpoint((used_first, later), plan, used)[1] for used in torch.tensor([[1, 0], [1, 1], [1, 1]])]
+    assert found[0].tolist() == [1.0] * 4 + [0.0] * 4
+    assert found[1].tolist() == [0.0] * 4 + [1.0] * 4
+    assert found[2] is None
+    assert residuals.held()[later][0].tolist() == [0.0] * 4

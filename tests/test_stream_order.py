@@ -78,7 +78,7 @@ def gpu(monkeypatch):
     replace_kernels(monkeypatch.setattr, lambda *_: Kernel(followed.launch))
     monkeypatch.setattr(ddp, "GradBucket", Bucket)
 
-    def perform(request, group, background):
+    def perform(request, group, background, across_nodes):
         reply = reply_to(request, 0, WORLD, LOCAL)
         return reply if reply is None else reply.zero_(), None
 

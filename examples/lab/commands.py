@@ -37,8 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ranks": {"type": count, "help": "processes per host (default: 1)"},
     "rates": {
         "nargs": "+",
-        "help": "link speeds, such as 100mbit, or 1gbit/20ms with a round trip (default: three); at-size: learning "
-        "rates (default: one for each model)",
+        "help": "link speeds, such as 100mbit, or 1gbit/20ms with a round trip (default: three; race: two); at-size: "
+        "learning rates (default: one for each model)",
     },
     "rate": {"help": "link speed of emulated hosts, such as 1gbit/20ms (default: the workers share this host)"},
     "seconds": {"type": float, "help": "time per peer; slow peers take longer (default: 10)"},
@@ -100,7 +100,7 @@ COMMANDS = {
     ),
     "reproduce at-size": (
         "papers.at_size:run",
-        "final quality over the learning rate, up to ten million parameters; hours per run; resumable",
+        "final quality over the learning rate, up to 85 million parameters; hours per run; resumable",
         "data models systems rates steps seeds minutes device",
     ),
 }

@@ -66,7 +66,7 @@ def attach(
         local_world_size: For DDP only: ranks per node, for ``topology="hierarchical"`` and to count bytes between
             nodes. Ranks of a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         announce: Called on rank 0 with messages for the user, such as settings without effect or adapted momentum.
-            Default: warnings of the logger ``lightning_topk``.
+            Default: the logger ``lightning_topk``, at level WARNING, or INFO for information.
         process_group: For FSDP2 only: the ranks that hold the same shard, one per node, as a process group or as one
             dimension of a device mesh. A DDP model has its own group.
         **settings: See :class:`lightning_topk.TopKStrategy`.

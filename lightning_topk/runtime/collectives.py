@@ -53,7 +53,8 @@ def drive(
         if logged:
             kind, size = type(request).__name__, request.payload.numel()
             LOGGER.debug("%s: %s of %d elements among %s, %s", name, kind, size, request.among, request.direction)
-        reply, work = perform(request, groups.among(request.among), background)
+        across = request.among == "all" and 1 < groups.local < place[1]
+        reply, work = perform(request, groups.among(request.among), background, across)
         if work is not None:
             yield work
             work.wait()
@@ -68,9 +69,15 @@ def all_gather(
 
 
 def perform(
-    request: Request, group: dist.ProcessGroup, background: bool = False
+    request: Request, group: dist.ProcessGroup, background: bool = False, across_nodes: bool = False
 ) -> tuple[Tensor | None, dist.Work | None]:
     """Performs one request as a collective.
+
+    Args:
+        request: The request.
+        group: The ranks that take part.
+        background: Whether to return before the collective ends.
+        across_nodes: Whether these ranks share nodes, of which there are several.
 
     Returns:
         The reply (see the request's class), and the work to wait for before reading it; None if there is none.
@@ -78,10 +85,11 @@ def perform(
     payload, rank, world = request.payload, dist.get_rank(group), dist.get_world_size(group)
     if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
         # gloo supports most collectives on CPU tensors only: the payload is copied there and back, and the host waits.
-        reply, _ = perform(replace(request, payload=payload.cpu()), group)
+        reply, _ = perform(replace(request, payload=payload.cpu()), group, False, across_nodes)
         return None if reply is None else reply.to(payload.device), None
-    if isinstance(request, AllGather) and not payload.is_cuda:
-        # gloo gathers in a ring of W - 1 steps, one after the other. An all-to-all of W copies takes one step.
+    if isinstance(request, AllGather) and not payload.is_cuda and not across_nodes:
+        # gloo gathers in a ring of W - 1 steps, one after the other. An all-to-all of W copies takes one step, but each
+        # rank of another node gets a copy of its own: a ring sends fewer bytes between nodes of several ranks.
         request = AllToAll(payload.repeat(world, 1), request.direction, request.among)
         payload = request.payload
     if isinstance(request, AllToAll):

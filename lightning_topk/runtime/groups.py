@@ -248,12 +248,14 @@ def connect(
         ValueError: The ranks have different settings, or cannot be divided into whole nodes.
     """
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
-    if dist.get_backend(process_group) == "gloo" and config.adapts_momentum:
-        # Steps of optimizers with and without numba differ in rounding. It may be installed and not work.
-        works = ops.fast(torch.device("cpu")) is not None
-        summary["numba"] = "in use" if works else "broken" if "numba" in ops.FAILED else "missing"
+    gpus = on_gpus(process_group)
+    if config.adapts_momentum:
+        # Steps of optimizers with and without a compiler differ in rounding. It may be installed and not work.
+        needs, kind = ("triton", "cuda") if gpus else ("numba", "cpu")
+        works = ops.fast(torch.device(kind)) is not None
+        summary[needs] = "in use" if works else "broken" if needs in ops.FAILED else "missing"
     check_agreement(summary, "Pass the same settings on every rank, and install the same packages.", process_group)
-    local, uneven, gpus = local_world_size or 1, "", on_gpus(process_group)
+    local, uneven = local_world_size or 1, ""
     if world > 1 and local_world_size is None:
         local, uneven = _local_world_size(config, process_group)
     elif config.topology is None and world % local:

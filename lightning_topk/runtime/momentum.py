@@ -105,7 +105,9 @@ class AdaptedMomentum:
                 if p.grad is not None and p in adapted:
                     self._adapt_parameter(optimizer, group, p, decay)
                 elif p.grad is not None and adapted and decay:
-                    self._lend_gradient(p, p.grad.add(p, alpha=-decay if group["maximize"] else decay))
+                    scale = getattr(optimizer, "grad_scale", None)  # by which a fused step divides gradients
+                    scaled = p if scale is None else p * scale
+                    self._lend_gradient(p, p.grad.add(scaled, alpha=-decay if group["maximize"] else decay))
             # The step of other parameters must keep its bits.
             if adapted and len(adapted) == len(parameters) and _may_fuse(optimizer, group):
                 self._replaced.append((group, "fused", None))

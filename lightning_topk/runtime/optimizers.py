@@ -100,15 +100,18 @@ class Optimizers:
         return {p for each in now for group in each.param_groups for p in group["params"]}
 
     def _warn_of_decay(self, optimizers: Iterable[Optimizer]) -> None:
-        """Names Adam with weight decay in the gradient where momentum is not adapted."""
-        for optimizer in optimizers if self._config.compresses and not self._config.adapts_momentum else ():
-            is_adam = isinstance(optimizer, Adam | NAdam) and not isinstance(optimizer, AdamW)
-            groups = optimizer.param_groups if is_adam else []
-            if any(group["weight_decay"] and not group.get("decoupled_weight_decay") for group in groups):
+        """Names Adam with weight decay in the gradient where momentum is not adapted, or beta1 is zero."""
+        for optimizer in optimizers if self._config.compresses else ():
+            if not isinstance(optimizer, Adam | NAdam) or isinstance(optimizer, AdamW):
+                continue
+            adapts = self._config.adapts_momentum
+            decaying = [group for group in optimizer.param_groups if group["weight_decay"]]
+            coupled = [group for group in decaying if not group.get("decoupled_weight_decay")]
+            if any(not adapts or not group["betas"][0] for group in coupled):
                 self.say(
                     f"lightning_topk: {type(optimizer).__name__} adds weight_decay to the gradient; without adapted "
                     "momentum it moves entries that are not delivered by the learning rate in each step. Use AdamW, "
-                    "or adapt_momentum=True."
+                    f"or {'a beta1 above 0' if adapts else 'adapt_momentum=True'}."
                 )
 
     def check_delivered(self, optimizer: Optimizer) -> None:

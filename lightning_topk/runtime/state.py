@@ -155,6 +155,8 @@ class HookState:
 
     def density_of(self, parameter: Tensor) -> float:
         """The fraction of a parameter's entries that the last backward pass could deliver."""
+        if self.voting:
+            return 1.0  # unused parameters leave their entries to others
         for bucket in self.residuals.buckets:
             if any(self.parameter_of(member) is parameter for member in bucket):
                 plan = self.buckets.plan_of(bucket)

@@ -109,7 +109,7 @@ COURSES = {
     "code": Course(
         MODELS["large gpt"],
         steps=240,
-        optimizer=Optimizer(1e-3, 0.9, adamw=True, clip_norm=1.0, warmup=40),
+        optimizer=Optimizer(3.5e-4, 0.9, adamw=True, clip_norm=1.0, warmup=40),
         batch=2,
         every=20,
         data=source_code,
@@ -276,18 +276,24 @@ class Time(NamedTuple):
         return f"{self.mark}{median(both):.2f}x" if both and ours.mark != "> " else ""
 
 
+def pace(run: Mapping[str, Any]) -> float:
+    """Seconds of a step, after the first evaluation: PowerSGD's first two steps are dense."""
+    (begin, first, _), (end, last, _) = run["curve"][0], run["curve"][-1]
+    return float(end - begin) / (last - first) if last > first else end / last
+
+
 def time_of(raced: Raced, rate: str, racer: str) -> Time:
     """Seconds to the aim on a link.
 
-    A run that stopped before the aim takes as many steps as the same racer and seed on another link, since links change
-    no gradient.
+    A run that stopped before the aim goes on at its pace for as many steps as the same racer and seed needed on another
+    link, since links change no gradient.
     """
     seconds, marks = {}, set()
     for seed, run in raced.get((rate, racer), {}).items():
         took, steps, _ = run["curve"][-1]
         others = (runs.get(seed) for (_, name), runs in raced.items() if name == racer)
         needed = next((other["curve"][-1][1] for other in others if other and other["reached"]), None)
-        seconds[seed] = took if run["reached"] or needed is None else took * needed / steps
+        seconds[seed] = took if run["reached"] or needed is None else took + (needed - steps) * pace(run)
         if not run["reached"]:
             marks.add("> " if needed is None else "~ ")
     return Time(seconds, min(marks, default=""))
@@ -309,9 +315,9 @@ def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row
                 row[rate] = f"{ours.mark}{ours.median:.0f}{spread}" + f", {sooner}" * bool(sooner)
         ended = [run["curve"][-1] for each in runs.values() for run in each if run["reached"]]
         row["steps"] = f"{median(steps for _, steps, _ in ended):.0f}" if ended else ""
-        took = (median(run["curve"][-1][0] / run["curve"][-1][1] for run in each) for each in runs.values())
-        row["ms a step, by link"] = ", ".join(f"{1000 * each:.0f}" for each in took)
-        sent = median(run["sent"] / run["curve"][-1][1] for each in runs.values() for run in each)
+        row["ms a step, by link"] = ", ".join(f"{1000 * median(map(pace, each)):.0f}" for each in runs.values())
+        # PowerSGD's first two steps are dense: its shortest runs would show more.
+        sent = min(median(run["sent"] / run["curve"][-1][1] for run in each) for each in runs.values())
         rows.append(row | {"MB a host and step": f"{sent / 1e6:.3g}"})
     return rows
 

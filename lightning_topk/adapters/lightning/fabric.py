@@ -130,17 +130,18 @@ class TopKStrategy(DDPStrategy):
         return ddp
 
     def _give_up(self, parameters: set[Any]) -> list[TopKState]:
-        """Closes the states of these parameters, which it returns, and of modules that no rank uses any more.
+        """Closes the states of a module with exactly these parameters, and of modules that no rank uses any more.
 
-        A collective.
+        Returns the closed states that exchanged any of the parameters. A collective.
         """
-        given_up, before = [], [state for _, state in self._states if parameters & state.names.keys()]
+        given_up = []
         everyones = gathered([ddp() is None for ddp, _ in self._states]) if self._states else []
         for (_, state), *gone in zip(self._states, *everyones, strict=True):
-            if all(gone) or state in before:
+            if all(gone) or parameters == state.names.keys():
                 state.close()
                 given_up.append(state)
         self._states = [each for each in self._states if each[1] not in given_up]
+        before = [state for state in given_up if parameters & state.names.keys()]
         if len(before) > 1:
             rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules were merged into one.")
         return before

@@ -19,7 +19,13 @@ from lightning_topk.adapters.lightning._compat import (
     rank_zero_info,
 )
 from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
-from lightning_topk.adapters.workarounds import connect_after_restart, name_this_strategy, own_memory_, unfrozen
+from lightning_topk.adapters.workarounds import (
+    connect_after_restart,
+    name_this_strategy,
+    own_memory_,
+    synchronise_a_new_static_graph,
+    unfrozen,
+)
 from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
@@ -142,6 +148,7 @@ class TopKStrategy(DDPStrategy):
         check_same_model(self.model)
         smaller_buckets_(self._ddp_kwargs, self.root_device)
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        synchronise_a_new_static_graph(self)
         super().configure_ddp()
 
     @override

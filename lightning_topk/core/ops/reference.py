@@ -6,7 +6,7 @@ row per shard when sending, one row per sender when receiving.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -227,7 +227,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     return bits.reshape(packed.shape[0], packed.shape[1] * 8)[:, :n]
 
 
-@cache
+@lru_cache(maxsize=4096)  # a schedule may change k in each step
 def elias_fano_low_width(universe: int, k: int) -> int:
     """Returns the ``low`` with which :func:`elias_fano_encode` is shortest for k positions below ``universe``."""
     widths = range(max(1, (universe - 1).bit_length() + 1))
