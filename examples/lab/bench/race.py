@@ -282,21 +282,27 @@ def pace(run: Mapping[str, Any]) -> float:
     return float(end - begin) / (last - first) if last > first else end / last
 
 
-def time_of(raced: Raced, rate: str, racer: str) -> Time:
-    """Seconds to the aim on a link.
+def completed(raced: Raced, rate: str, racer: str, seed: int) -> tuple[Sequence[Sequence[float]], str]:
+    """The curve of a run to the aim, and how to read its end: "~ " if it is extrapolated, "> " if it is missing.
 
-    A run that stopped before the aim goes on at its pace for as many steps as the same racer and seed needed on another
-    link, since links change no gradient.
+    A run that stopped before the aim goes on at its pace, as the same racer and seed did on another link, since links
+    change no gradient.
     """
-    seconds, marks = {}, set()
-    for seed, run in raced.get((rate, racer), {}).items():
-        took, steps, _ = run["curve"][-1]
-        others = (runs.get(seed) for (_, name), runs in raced.items() if name == racer)
-        needed = next((other["curve"][-1][1] for other in others if other and other["reached"]), None)
-        seconds[seed] = took if run["reached"] or needed is None else took + (needed - steps) * pace(run)
-        if not run["reached"]:
-            marks.add("> " if needed is None else "~ ")
-    return Time(seconds, min(marks, default=""))
+    run = raced[rate, racer][seed]
+    others = (runs.get(seed) for (_, name), runs in raced.items() if name == racer)
+    whole = next((other["curve"] for other in others if other and other["reached"]), None)
+    if run["reached"] or whole is None:
+        return run["curve"], "> " * (not run["reached"])
+    took, steps, _ = run["curve"][-1]
+    rest = [(took + (step - steps) * pace(run), step, quality) for _, step, quality in whole if step > steps]
+    return [*run["curve"], *rest], "~ "
+
+
+def time_of(raced: Raced, rate: str, racer: str) -> Time:
+    """Seconds to the aim on a link, see :func:`completed`."""
+    found = {seed: completed(raced, rate, racer, seed) for seed in raced.get((rate, racer), ())}
+    seconds = {seed: curve[-1][0] for seed, (curve, _) in found.items()}
+    return Time(seconds, min((mark for _, mark in found.values() if mark), default=""))
 
 
 def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row]:
@@ -323,13 +329,13 @@ def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row
 
 
 def panels(course: Course, title: str, raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Panel]:
-    """Quality over seconds of training, of the first seed, by link; dashed, what the runs aim at."""
+    """Quality over seconds of training, of the first seed, by link, see :func:`completed`; dashed, the aim."""
     drawn, aim = [], course.aim(raced["loopback", "DDP"][0]["curve"])
     for rate in rates:
         panel = Panel(f"{title}, {rate}", "seconds of training", xlog=True, ylabel=course.measured, level=aim)
         for racer in racers:
             if (rate, racer) in raced:
-                curve = raced[rate, racer][0]["curve"]
+                curve, _ = completed(raced, rate, racer, seed=0)
                 panel.curves[racer] = [seconds for seconds, *_ in curve], course.smooth(curve)
         drawn.append(panel)
     return drawn
