@@ -66,6 +66,8 @@ def test_one_pass_selects_like_the_reference(name, numel, shards, k):
 @on_a_device
 @pytest.mark.parametrize("width", [64, 100, 256])
 def test_selection_stays_exact_if_a_layers_columns_differ_in_scale(width):
+    if INTERPRETED and width != 100:
+        pytest.skip("the interpreter is slow")
     numel, k = (2**16, 655) if INTERPRETED else (2**17, 1310)
     layout, finite = Layout(numel, 2), torch.tensor(True, device=DEVICE)
     e, _ = given("normal", numel)
