@@ -152,23 +152,31 @@ def shared(entry: Any) -> Any:
     return box[0]
 
 
+def others(rank: int, world: int) -> list[int]:
+    """All ranks but one."""
+    return [each for each in range(world) if each != rank]
+
+
 class Counted(ExitStack):
     """Counts the bytes that collectives send to other ranks, by patching torch.distributed's functions."""
 
-    COSTS: ClassVar[dict[str, Callable[..., int]]] = {
-        "all_to_all_single": lambda rank, world, out, x: x.nbytes * (world - 1) // world,
-        "all_reduce": lambda rank, world, x: 2 * (world - 1) * x.nbytes // world,
-        "all_gather_into_tensor": lambda rank, world, out, x: x.nbytes * (world - 1),
-        "reduce_scatter_tensor": lambda rank, world, out, x: out.nbytes * (world - 1),
-        "gather": lambda rank, world, x: x.nbytes * (rank != 0),
-        "scatter": lambda rank, world, out: out.nbytes * (world - 1) * (rank == 0),
+    COSTS: ClassVar[dict[str, Callable[..., dict[int, int]]]] = {
+        "all_to_all_single": lambda rank, world, out, x: dict.fromkeys(others(rank, world), x.nbytes // world),
+        "all_reduce": lambda rank, world, x: {(rank + 1) % world: 2 * (world - 1) * x.nbytes // world},
+        "all_gather_into_tensor": lambda rank, world, out, x: {(rank + 1) % world: x.nbytes * (world - 1)},
+        "reduce_scatter_tensor": lambda rank, world, out, x: {(rank + 1) % world: out.nbytes * (world - 1)},
+        "gather": lambda rank, world, x: {0: x.nbytes * (rank != 0)},
+        "scatter": lambda rank, world, out: dict.fromkeys(others(rank, world), out.nbytes * (rank == 0)),
     }
+    """Bytes by their receiver; of rings, the next rank."""
     NEWER: ClassVar = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: dict[frozenset[int], int] = {}
         """Bytes by the ranks that take part."""
+        self.to: dict[int, int] = {}
+        """Bytes by the rank that receives them."""
         for name in (*self.COSTS, *self.NEWER):
             if hasattr(dist, name):
                 self.enter_context(mock.patch.object(dist, name, self._count(name, getattr(dist, name))))
@@ -176,10 +184,12 @@ class Counted(ExitStack):
     def _count(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group")
-            ranks = frozenset(dist.get_process_group_ranks(group))
+            ranks = dist.get_process_group_ranks(group)
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            cost = self.COSTS[self.NEWER.get(name, name)](dist.get_rank(group), len(ranks), *given)
-            self.bytes[ranks] = self.bytes.get(ranks, 0) + cost
+            costs = self.COSTS[self.NEWER.get(name, name)](dist.get_rank(group), len(ranks), *given)
+            for number, cost in costs.items():
+                self.to[ranks[number]] = self.to.get(ranks[number], 0) + cost
+            self.bytes[frozenset(ranks)] = self.bytes.get(frozenset(ranks), 0) + sum(costs.values())
             return function(*args, **kwargs)
 
         return counted

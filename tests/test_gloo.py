@@ -54,7 +54,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     net, alone = ranks.Net().to(device), ranks.Net().to(device)
     ddp, state = attached(net, MODES[mode], config=config, local_world_size=local)
     whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in config.dense_parameters)}
-    computed, received, sent, planned, buckets = [], [], [], [], ()
+    computed, received, sent, planned, leaving, buckets = [], [], [], [], [], ()
     names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
     with ranks.Counted() as counted:
         for step in range(4):
@@ -63,7 +63,9 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
             computed.append(local_gradient(alone, net, rank, step, **use))
             ddp.zero_grad()
             counted.bytes.clear()
+            counted.to.clear()
             loss_of(ddp, rank, step, **use).backward()
+            leaving.append(sum(nbytes for other, nbytes in counted.to.items() if other // local != rank // local))
             collectives, bytes_ = sum(counted.bytes.values()), state.report().bytes
             received.append(gradient(net))
             buckets, before = state.residuals.buckets, buckets
@@ -77,6 +79,9 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
             planned.append({name: getattr(plan, name) for name in names} | {"": plan.uplink + plan.downlink})
             sent.append({name: bytes_[name] for name in names} | {"": collectives})
         known = [[getattr(state.predicted(each), name) for name in names] for each in range(world)]
+    node = every_rank(torch.tensor(leaving)).view(world // local, local, -1).sum(1)[rank // local]
+    for counts, plans, nbytes in zip(sent, planned, node.tolist(), strict=True):
+        counts["interface"], plans["interface"] = nbytes, plans["inter_node"]
     means, rows = mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received))
     left, known = undelivered(state, net), every_rank(torch.tensor(known))
     assert known.eq(known[0]).all(), "every rank predicts the bytes of every rank"
