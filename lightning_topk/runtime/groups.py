@@ -249,7 +249,7 @@ def connect(
     """
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
     gpus = on_gpus(process_group)
-    if config.adapts_momentum:
+    if config.adapts_momentum and (torch.cuda.is_available() or not gpus):
         # Steps of optimizers with and without a compiler differ in rounding. It may be installed and not work.
         needs, kind = ("triton", "cuda") if gpus else ("numba", "cpu")
         works = ops.fast(torch.device(kind)) is not None

@@ -170,7 +170,7 @@ def run(
             for racer in racers:
                 complete(emulated.emulate(hosts, rate), rate, racer, seed, aim=aims[-1], budget=budget)
     raced = by_racer(found, course, hosts)
-    where = {run.get("where", "") for runs in raced.values() for run in runs.values()}
+    where = {run["where"] for runs in raced.values() for run in runs.values() if "where" in run}
     result = Result(
         "race",
         "the quality of dense training, sooner than with what a user would pick instead",
