@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import shlex
 import signal
 import subprocess
@@ -37,8 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ranks": {"type": count, "help": "processes per host (default: 1)"},
     "rates": {
         "nargs": "+",
-        "help": "link speeds, such as 100mbit, or 1gbit/20ms with a round trip (default: three; race: two); at-size: "
-        "learning rates (default: one for each model)",
+        "help": "link speeds, such as 100mbit, or 1gbit/20ms with a round trip (default: three; race: two); "
+        "reproduce: learning rates",
     },
     "rate": {"help": "link speed of emulated hosts, such as 1gbit/20ms (default: the workers share this host)"},
     "seconds": {"type": float, "help": "time per peer; slow peers take longer (default: 10)"},
@@ -102,6 +103,11 @@ COMMANDS = {
         "papers.at_size:run",
         "final quality over the learning rate, up to 85 million parameters; hours per run; resumable",
         "data models systems rates steps seeds minutes device",
+    ),
+    "reproduce second-moment": (
+        "papers.second_moment:run",
+        "Adam's second moment by how long entries wait",
+        "rates steps",
     ),
 }
 """The function, the help and the options of each command."""
@@ -182,8 +188,9 @@ def _reproduce(name: str, given: dict[str, Any]) -> list[Result]:
     out.mkdir(parents=True, exist_ok=True)
     results = []
     for each in CLAIMS if whole else [name]:
-        options = given if each in CLAIMS else {**given, "out": out}
-        results.append(finish(function_of(f"reproduce {each}"), options))
+        function = function_of(f"reproduce {each}")
+        resumable = "out" in inspect.signature(function).parameters
+        results.append(finish(function, {**given, "out": out} if resumable else given))
         results[-1].write(out)
         write_report(out)  # now, since a later claim may fail
     print(f"report: {out / 'report.md'}")

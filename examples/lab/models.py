@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lab.commands import need
 from lab.data import CHARACTERS, LENGTH, LONG
-from lightning_topk.plan import torchvision_model
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
@@ -65,14 +64,24 @@ class Block(nn.Module):
         return torch.relu(self.body(x) + shortcut)
 
 
-def resnet20(shape: Shape, classes: int, norm: Norm = nn.BatchNorm2d) -> nn.Module:
-    """The ResNet-20 for CIFAR-10 of He et al. 2016: 0.27 million parameters."""
-    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+def resnet(shape: Shape, classes: int, widths: Sequence[int], norm: Norm, stride: int = 1) -> nn.Module:
+    """A residual network (He et al. 2016): a convolution to ``widths[0]`` channels, then a block to each next width."""
     blocks = [Block(a, b, norm) for a, b in itertools.pairwise(widths)]
     return nn.Sequential(
-        nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), norm(16), nn.ReLU(), *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes),
+        nn.Conv2d(shape[0], widths[0], 3, stride, padding=1, bias=False), norm(widths[0]), nn.ReLU(), *blocks,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes),
     )  # fmt: skip
+
+
+def resnet20(shape: Shape, classes: int, norm: Norm = nn.BatchNorm2d) -> nn.Module:
+    """The ResNet-20 for CIFAR-10: 0.27 million parameters."""
+    return resnet(shape, classes, (16, 16, 16, 16, 32, 32, 32, 64, 64, 64), norm)
+
+
+def resnet18(width: int = 64, stride: int = 1) -> nn.Module:
+    """A ResNet-18 for 32 x 32 colour images in ten classes, with group norms: by default, 11 million parameters."""
+    widths = (width, width, width, 2 * width, 2 * width, 4 * width, 4 * width, 8 * width, 8 * width)
+    return resnet((3, 32, 32), 10, widths, GROUP_NORM, stride)
 
 
 def convnet(
@@ -83,13 +92,6 @@ def convnet(
     for a, b, pool in zip((3, *widths), widths, pools, strict=False):
         layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), norm(b), nn.ReLU(), *[nn.MaxPool2d(2)] * pool]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
-
-
-def resnet18() -> nn.Module:
-    """The ResNet-18 of torchvision for 32 x 32 images in ten classes, with group norms: 11.2 million parameters."""
-    net = torchvision_model("resnet18", num_classes=10, norm_layer=partial(nn.GroupNorm, 32))
-    net.conv1, net.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return net.to(memory_format=torch.channels_last)
 
 
 class RowLSTM(nn.Module):
@@ -182,10 +184,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": GPT2,
     "large gpt": large_gpt,
     "huge gpt": partial(large_gpt, 768, 12),
+    "narrow resnet18": partial(resnet18, 32, stride=2),
     "resnet18": resnet18,
 }
-"""Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), five for 32 x 32
-colour images (``vgg`` has 1.1 million parameters), five for text (``huge gpt`` has 85 million)."""
+"""Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), six for 32 x 32
+colour images (``vgg`` has 1.1 million parameters, ``narrow resnet18`` 2.8), five for text (``huge gpt`` has 85)."""
 LARGE = ("large gpt", "huge gpt")
 """Models that learn source code."""
 TEXT = ("char lstm", "gpt", "gpt2", *LARGE)

@@ -37,7 +37,7 @@ class Problem:
             documentation for models of text, its library's source code for the large ones, else digits.
         device: Device to compute on.
 
-    Models with more than two million parameters train as with ``precision="bf16-mixed"``.
+    Models with more than two million parameters train on a GPU as with ``precision="bf16-mixed"``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Problem:
         # vmap does not support LSTMs, and is slower for large models on CPUs.
         large = len(self.start) > 200_000 or model in TEXT or data is not None
         recurrent = any(isinstance(part, nn.LSTM) for part in self.net.modules())
-        self._mixed = len(self.start) > 2_000_000
+        self._mixed = len(self.start) > 2_000_000 and self.start.is_cuda
         self._vectorised = not recurrent and (not large or self.start.is_cuda)
 
     def gradients(self, theta: Tensor, batches: Tensor, generator: torch.Generator) -> list[Tensor]:

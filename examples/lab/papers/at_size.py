@@ -23,6 +23,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
 
 _adamw = partial(Optimizer, momentum=0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=100)
+_sgd = partial(Optimizer, momentum=0.9, cosine=True, weight_decay=5e-4, warmup=100)
 WORKERS = 8
 SYSTEMS = ("dense", "saving 50", "saving 150", "saving 400", "ratio 0.001", "PowerSGD", "local 10", "local 50")
 """The most useful first; ``local 50`` is post-local SGD that averages the weights every 50 steps."""
@@ -46,7 +47,8 @@ COURSES: Mapping[str, Course] = {
     "convnet": Course(Optimizer(0.05, 0.9, cosine=True), 16, 1, images=True),
     "large gpt": Course(_adamw(1e-3), 1, 5),
     "huge gpt": Course(_adamw(6e-4), 8, 10),
-    "resnet18": Course(Optimizer(0.05, 0.9, cosine=True, weight_decay=5e-4), 4, 6, images=True),
+    "narrow resnet18": Course(_sgd(0.03), 8, 3, images=True),
+    "resnet18": Course(_sgd(0.03), 16, 6, images=True),
 }
 
 
