@@ -54,7 +54,7 @@ COURSES: Mapping[str, Course] = {
 
 def run(
     data: Path | None = None,
-    models: Sequence[str] = ("large gpt", "resnet18"),
+    models: Sequence[str] = ("large gpt", "narrow resnet18"),
     systems: Sequence[str] = BOTH,
     rates: Sequence[str] = (),
     steps: int = 3000,
@@ -86,10 +86,10 @@ def run(
     result = Result(
         "at-size",
         "what compression costs, at the best learning rate of each system",
-        f"{WORKERS} simulated workers, {steps:,} steps, nothing set but saving= or ratio=; models of more than two "
-        "million parameters in bf16-mixed. GPT (0.12 million; large: 10.8, huge: 85): AdamW, 256 (large: 128, huge: "
-        "1,024) characters a worker and step. Convnet (0.2 million) and ResNet-18 (11.2): SGD with momentum 0.9, 16 "
-        "(ResNet-18: 4) images a worker and step.",
+        f"{WORKERS} simulated workers, {steps:,} steps, nothing set but saving= or ratio=; bf16-mixed on GPUs above "
+        "two million parameters. GPT (0.12 million; large: 10.8, huge: 85): AdamW, 256 (large: 128, "
+        "huge: 1,024) characters a worker and step. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD with "
+        "momentum 0.9, 16 (narrow: 8) images a worker and step.",
     )
     result.tables = {model: table(found, model, steps) for model in chosen}
     result.panels = panels(found, chosen, steps)
