@@ -112,7 +112,13 @@ def behind(gaps: Sequence[float], unit: str = "") -> str:
     return f"**{words}**" if mean(gaps) > 1 else words
 
 
-LARGE = (("GPT of 10.8 million parameters (loss), AdamW, at dense training's best rate", "large gpt"),)
+TUNED = (
+    ("GPT of 10.8 million parameters (loss), AdamW", "large gpt", 3000),
+    ("ResNet-18 of 2.8 million parameters, SGD", "narrow resnet18", 3000),
+    ("convnet of 0.2 million parameters, SGD", "convnet", 1000),
+    ("GPT of 0.1 million parameters, on other text (loss), AdamW", "gpt", 1000),
+)
+"""The README's first results, at the learning rate that is best for dense training: titles, models and steps."""
 SHOWN: Sequence[tuple[str, str, int, float]] = (
     ("convnet, SGD", "convnet, SGD", 10_000, 50),
     ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 30_000, 0.001),
@@ -124,11 +130,12 @@ SHOWN: Sequence[tuple[str, str, int, float]] = (
 
 def results() -> str:
     """The README's results: final quality of dense training and of ours, of the same seeds."""
-    found, rows, steps = Runs(RUNS / "at-size.jsonl"), [], 3000
-    for title, model in LARGE:
+    found, rows = Runs(RUNS / "at-size.jsonl"), []
+    for title, model, steps in TUNED:
         dense, ours = (at_size.ends(found, model, system, steps) for system in at_size.BOTH)
-        best = at_size.best_rate(model, dense)
-        rows.append(result(f"{title}, {steps:,} steps", dense[best], ours[best], not at_size.COURSES[model].images))
+        if both := {*dense} & {*ours}:
+            best = at_size.best_rate(model, {rate: dense[rate] for rate in both})
+            rows.append(result(f"{title}, {steps:,} steps", dense[best], ours[best], not at_size.COURSES[model].images))
     found = Runs(RUNS / "saving-curves.jsonl")
     for title, name, length, amount in SHOWN:
         dense, ours = (saving_curves.ends(found, LEARNERS[name], length, each) for each in (0.0, amount))
