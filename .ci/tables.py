@@ -2,7 +2,7 @@
 """Writes the tables of the README and the guides that come from the runs in examples/reproduced.
 
 A table stands under a comment that names it: ``<!-- table: results -->``. ``--pictures`` also draws saving-curves.svg,
-at-size.svg and race-code.svg, by matplotlib.
+at-size.svg and race.svg, by matplotlib.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def page(rows: Sequence[Row]) -> str:
     return markdown([{words(head): words(cell) for head, cell in row.items()} for row in rows])
 
 
-def raced(course: str) -> tuple[race.Raced, list[str], list[str]]:
-    """The runs of a race's course, with their links and racers."""
-    found = race.by_racer(Runs(RUNS / "race.jsonl"), course)
+def raced() -> tuple[race.Raced, list[str], list[str]]:
+    """The runs of the race, with their links and racers."""
+    found = race.by_racer(Runs(RUNS / "race.jsonl"))
     rates = [rate for rate in WORDS if any(rate == each for each, _ in found)]
     return found, rates, [racer for racer in race.RACERS if any((rate, racer) in found for rate in rates)]
 
@@ -179,7 +179,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-select": compress_step,
     "bench-wire": wires,
     "gpu-bytes": lambda: page(json.loads((RUNS / "gpu-bytes.json").read_text())),
-    "race-code": lambda: page(race.table(*raced("code"))),
+    "race": lambda: page(race.table(*raced())),
     "results": results,
     "momentum": momentum,
     "saving-curves": lambda: page(gaps()),
@@ -202,11 +202,11 @@ def main() -> None:
         draw(curves, RUNS / "saving-curves.svg")
         found = Runs(RUNS / "at-size.jsonl")
         draw(at_size.panels(found, [*at_size.COURSES], 1000), RUNS / "at-size.svg")
-        found, rates, _ = raced("code")
-        panels = race.panels(race.COURSES["code"], "", found, rates, DRAWN)
+        found, rates, _ = raced()
+        panels = race.panels(found, rates, DRAWN)
         titles = [f"GPT of 10.8 million parameters, {words(rate)}" for rate in rates]
         named = [replace(each, title=title, named=True) for each, title in zip(panels, titles, strict=True)]
-        draw(named, RUNS / "race-code.svg", columns=1)
+        draw(named, RUNS / "race.svg", columns=1)
     for each in PAGES:
         each.write_text(filled(each.read_text()))
 

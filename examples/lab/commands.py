@@ -48,7 +48,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch_size": {"type": count, "help": "images per worker and step (default: 4)"},
     "image_size": {"type": count, "help": "height and width of an image, pixels (default: 64)"},
     "racers": {"nargs": "+", "help": "racers that take part (default: all)"},
-    "course": {"choices": ("code", "images"), "help": "data to learn (default: code)"},
     "budget": {"type": float, "help": "seconds of training after which a run stops (default: 300)"},
     "data": {"type": Path, "help": "folder of images to learn, train/<class>/* and test/<class>/*; takes long"},
     "models": {"nargs": "+", "help": "only these models"},
@@ -83,8 +82,8 @@ COMMANDS = {
     ),
     "bench race": (
         "bench.race:run",
-        "whole trainings on emulated hosts, up to the final quality of dense training; resumable",
-        "hosts rates racers course data seeds budget out",
+        "whole trainings on emulated hosts, up to the final loss of dense training; resumable",
+        "hosts rates racers seeds budget out",
     ),
     "reproduce counterexample": ("papers.counterexample:run", "where compressing the downlink too helps", ""),
     "reproduce saving": ("papers.saving:run", "the union of the workers' selections as their number grows", ""),

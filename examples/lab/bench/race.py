@@ -1,4 +1,4 @@
-"""``bench race``: whole trainings on emulated hosts, up to the final quality of dense training.
+"""``bench race``: whole trainings on emulated hosts, up to the final loss of dense training.
 
 The clock counts training alone: it stops during evaluations. Each run is appended to a file when it ends, so an
 interrupted command resumes where it stopped.
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from lab import hosts as emulated
 from lab.bench.peers import BUCKETS, PEERS, Register, Settings, bucket_cap, ours
-from lab.data import Data, image_folder, source_code
+from lab.data import Data, source_code
 from lab.models import MODELS
 from lab.report import Panel, Result, processor
 from lab.training import Optimizer, Runs
@@ -68,94 +68,55 @@ RACERS: dict[str, Register] = {
 
 
 class Course(NamedTuple):
-    """A model, and settings for its dense training: steps, optimizer, batch per worker, steps between evaluations.
+    """A model, its data, and settings for its dense training: steps, optimizer, batch per worker.
 
-    Quality is held-out accuracy in percent, and the aim is 99 % of what dense training ends with. For a ``text`` it is
-    the held-out loss, the mean of three evaluations since it fluctuates, and the aim is the loss that dense training
-    ends with. Every ``stride``-th held-out example is evaluated. Without ``data`` the model learns a folder of images.
+    The held-out loss is evaluated every so many steps, on every ``stride``-th held-out example.
     """
 
     model: Callable[[], nn.Module]
+    data: Callable[[], Data]
     steps: int
     optimizer: Optimizer
     batch: int
     every: int
-    data: Callable[[], Data] | None = None
-    text: bool = False
     stride: int = 1
 
-    @property
-    def measured(self) -> str:
-        """Label of the quality measure."""
-        return "held-out loss" if self.text else "held-out accuracy %"
 
-    def smooth(self, curve: Sequence[Sequence[float]]) -> list[float]:
-        """The quality at each evaluation, the last column of a run's ``curve``; smoothed for a text."""
-        found = [row[-1] for row in curve]
-        return [mean(found[max(0, end - 3) : end]) for end in range(1, len(found) + 1)] if self.text else found
-
-    def aim(self, curve: Sequence[Sequence[float]]) -> float:
-        """The quality that runs aim at, from the curve of dense training."""
-        return self.smooth(curve)[-1] * (1 if self.text else 0.99)
-
-    def reached(self, curve: Sequence[Sequence[float]], aim: float) -> bool:
-        """Whether a run has reached the aim."""
-        last = self.smooth(curve)[-1]
-        return last <= aim if self.text else last >= aim
-
-
-COURSES = {
-    "images": Course(MODELS["vgg"], steps=300, optimizer=Optimizer(0.02, 0.9), batch=32, every=20),
-    "code": Course(
-        MODELS["large gpt"],
-        steps=240,
-        optimizer=Optimizer(3.5e-4, 0.9, adamw=True, clip_norm=1.0, warmup=40),
-        batch=2,
-        every=20,
-        data=source_code,
-        text=True,
-        stride=32,
-    ),
-}
+ADAMW = Optimizer(3.5e-4, 0.9, adamw=True, clip_norm=1.0, warmup=40)
+COURSE = Course(MODELS["large gpt"], source_code, steps=240, optimizer=ADAMW, batch=2, every=20, stride=32)
 
 
 def run(
     hosts: int = 2,
     rates: Sequence[str] = ("100mbit", "1gbit"),
     racers: Sequence[str] = (),
-    course: str = "code",
-    data: Path | None = None,
     seeds: int = 1,
     budget: float = 300,
     out: Path = Path("race.jsonl"),
 ) -> Result:
-    """Times training to the final quality of dense training, with ours and with each peer.
+    """Times training to the final loss of dense training, with ours and with each peer.
 
-    A GPT of 10.8 million parameters learns the source code of Python's library; a VGG images, from the folder ``data``.
+    A GPT of 10.8 million parameters learns the source code of Python's library.
     """
     if hosts < 2:
         raise ValueError("a race needs at least 2 hosts: one exchanges nothing.")
-    check_name("course", course, COURSES)
-    ran = COURSES[course]
-    if (course == "images") != (data is not None):
-        raise ValueError("--course images needs --data, a folder of images; --course code has data of its own.")
     racers = racers or [*RACERS]
     for racer in racers:
         check_name("racer", racer, RACERS)
     for rate in rates:
         link(rate)
     emulated.check_available()
-    found, given = Runs(out), {"course": course, "images": str(data) if data else None}
-    bar, aims = tqdm(total=seeds * (1 + len(rates) * len(racers)), desc="race", unit="run"), []
+    found, aims = Runs(out), []
+    bar = tqdm(total=seeds * (1 + len(rates) * len(racers)), desc="race", unit="run")
 
     def complete(
         group: AbstractContextManager[emulated.Hosts], rate: str, racer: str, seed: int, **options: Any
     ) -> dict[str, Any]:
         """Returns a run of the file; makes it if it is missing, or if it stopped at a smaller budget."""
-        key = (course, hosts, rate, racer, seed)
+        key = (hosts, rate, racer, seed)
         if key not in found or (not found[key]["reached"] and found[key]["budget"] < options["budget"]):
             bar.set_postfix_str(f"{rate}, {racer}")
-            wanted = {**given, **options, "racer": racer, "seed": seed}
+            wanted = {**options, "racer": racer, "seed": seed}
             with group as entered:
                 measured = entered.run(race, wanted, timeout=3 * options["budget"] + 600)[0]
             found[key] = {"budget": options["budget"], **measured}
@@ -164,27 +125,25 @@ def run(
 
     for seed in range(seeds):
         free = nullcontext(emulated.local(hosts))  # dense training for all its steps, over free links
-        dense = complete(free, "loopback", "DDP", seed, steps=ran.steps, budget=3600.0)
-        aims.append(ran.aim(dense["curve"]))
+        dense = complete(free, "loopback", "DDP", seed, steps=COURSE.steps, budget=3600.0)
+        aims.append(smooth(dense["curve"])[-1])
         for rate in rates:
             for racer in racers:
                 complete(emulated.emulate(hosts, rate), rate, racer, seed, aim=aims[-1], budget=budget)
-    raced = by_racer(found, course, hosts)
+    raced = by_racer(found, hosts)
     where = {run["where"] for runs in raced.values() for run in runs.values() if "where" in run}
     result = Result(
         "race",
-        "the quality of dense training, sooner than with what a user would pick instead",
-        f"{hosts} emulated hosts of one process and one thread each (network namespaces, tbf), gloo, "
-        f"{'AdamW' if ran.optimizer.adamw else 'SGD with momentum 0.9'}; {BUCKETS}; {seeds} seeds; "
-        f"{', '.join(sorted(where))}. The aim is {'what' if ran.text else '99 % of what'} dense training ends with: "
-        f"{ran.measured} {mean(aims):.4g}.",
+        "the loss of dense training, sooner than with what a user would pick instead",
+        f"{hosts} emulated hosts of one process and one thread each (network namespaces, tbf), gloo, AdamW; {BUCKETS}; "
+        f"{seeds} seeds; {', '.join(sorted(where))}. The aim is what dense training ends with: {mean(aims):.4g}.",
     )
-    title = f"{course}: seconds, median (least to most), and the speed-up over DDP; ~ extrapolated, > stopped"
+    title = "Seconds, median (least to most), and the speed-up over DDP; ~ extrapolated, > stopped"
     result.tables[title] = table(raced, rates, racers)
     for rate in rates:
         if OURS in racers:
             _judge(result, rate, racers, raced)
-    result.panels = panels(ran, course, raced, rates, racers)
+    result.panels = panels(raced, rates, racers)
     return result
 
 
@@ -192,12 +151,11 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Trains one rank.
 
     Returns:
-        ``curve``, seconds, steps and quality at each evaluation; ``reached``, whether it reached the aim; ``sent``,
-        bytes that left this host; ``where``, the processor and torch's version.
+        ``curve``, seconds, steps and held-out loss at each evaluation; ``reached``, whether it reached the aim;
+        ``sent``, bytes that left this host; ``where``, the processor and torch's version.
     """
-    racer, images, seed = options["racer"], options["images"], options["seed"]
-    course = COURSES[options["course"]]
-    data = course.data() if course.data is not None else image_folder(Path(images))
+    racer, seed, course = options["racer"], options["seed"], COURSE
+    data = course.data()
     torch.manual_seed(seed)
     net = course.model()
     model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer), gradient_as_bucket_view=True)
@@ -218,8 +176,8 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
             course.optimizer.step(optimizer, now, course.steps)
         dist.barrier()
         seconds, step = seconds + time.perf_counter() - begin, step + course.every
-        curve.append((round(seconds, 3), step, _quality(net, data, course)))
-        reached = "aim" in options and course.reached(curve, options["aim"])
+        curve.append((round(seconds, 3), step, _held_out(net, data, course.stride)))
+        reached = "aim" in options and smooth(curve)[-1] <= options["aim"]
         ended.fill_(reached or step >= options.get("steps", math.inf) or seconds >= options["budget"])
         dist.broadcast(ended, 0)
     sent = emulated.sent_bytes() - sent
@@ -233,28 +191,33 @@ def _loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _quality(net: nn.Module, data: Data, course: Course) -> float:
-    """Loss on held-out text, or accuracy in percent on other held-out examples; each rank evaluates its share."""
+def _held_out(net: nn.Module, data: Data, stride: int) -> float:
+    """Loss on held-out data; each rank evaluates its share."""
     world = dist.get_world_size()
-    share = slice(course.stride * dist.get_rank(), None, course.stride * world)
+    share = slice(stride * dist.get_rank(), None, stride * world)
     net.eval()
     scores = torch.cat([net(part) for part in data.held_examples[share].split(500)])
-    labels = data.held_labels[share]
     net.train()
-    quality = _loss(scores, labels) if course.text else 100 * (scores.argmax(-1) == labels).float().mean()
-    dist.all_reduce(quality)
-    return float(quality / world)
+    loss = _loss(scores, data.held_labels[share])
+    dist.all_reduce(loss)
+    return float(loss / world)
+
+
+def smooth(curve: Sequence[Sequence[float]]) -> list[float]:
+    """The loss at each evaluation, the last column of a run's ``curve``: means of three, since it fluctuates."""
+    found = [row[-1] for row in curve]
+    return [mean(found[max(0, end - 3) : end]) for end in range(1, len(found) + 1)]
 
 
 Raced = Mapping[tuple[str, str], Mapping[int, dict[str, Any]]]
 """Runs by link and racer, and by seed."""
 
 
-def by_racer(found: Runs, course: str = "code", hosts: int = 2) -> Raced:
-    """Groups the runs of a course."""
+def by_racer(found: Runs, hosts: int = 2) -> Raced:
+    """Groups the runs between so many hosts."""
     raced: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for (name, count, rate, racer, seed), run in found.items():
-        if (name, count) == (course, hosts):
+    for (count, rate, racer, seed), run in found.items():
+        if count == hosts:
             raced.setdefault((rate, racer), {})[seed] = run
     return raced
 
@@ -328,15 +291,15 @@ def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row
     return rows
 
 
-def panels(course: Course, title: str, raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Panel]:
-    """Quality over seconds of training, of the first seed, by link, see :func:`completed`; dashed, the aim."""
-    drawn, aim = [], course.aim(raced["loopback", "DDP"][0]["curve"])
+def panels(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Panel]:
+    """Held-out loss over seconds of training, of the first seed, by link, see :func:`completed`; dashed, the aim."""
+    drawn, aim = [], smooth(raced["loopback", "DDP"][0]["curve"])[-1]
     for rate in rates:
-        panel = Panel(f"{title}, {rate}", "seconds of training", xlog=True, ylabel=course.measured, level=aim)
+        panel = Panel(rate, "seconds of training", xlog=True, ylabel="held-out loss", level=aim)
         for racer in racers:
             if (rate, racer) in raced:
                 curve, _ = completed(raced, rate, racer, seed=0)
-                panel.curves[racer] = [seconds for seconds, *_ in curve], course.smooth(curve)
+                panel.curves[racer] = [seconds for seconds, *_ in curve], smooth(curve)
         drawn.append(panel)
     return drawn
 
