@@ -404,6 +404,21 @@ def test_a_small_network_that_is_used_alone_may_be_delivered_whole(rank, world):
 
 
 @on_ranks(2)
+def test_layers_frozen_before_attach_are_exchanged_once_they_are_trained(rank, world):
+    net = four_layers()
+    model = ddp(net, find_unused_parameters=True)
+    net[1].requires_grad_(False)
+    attach(model, ratio=1.0, wire="fp32")
+    assert not any(parameter.requires_grad for parameter in net[1].parameters())
+    train(model, rank, range(2), SGD(net.parameters(), lr=0.1))
+    net[1].requires_grad_(True)
+    alone = copy.deepcopy(net)
+    train(model, rank, [2])
+    expected = mean_over_ranks(local_gradient(alone, net, rank, 2))
+    torch.testing.assert_close(gradient(net).double(), expected, atol=1e-6, rtol=0)
+
+
+@on_ranks(2)
 def test_adams_decay_of_entries_that_are_not_delivered_is_named(rank, world):
     for betas, named in (((0.9, 0.99), False), ((0.0, 0.99), True)):
         said: list[str] = []

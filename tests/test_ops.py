@@ -287,6 +287,15 @@ def test_a_momentum_buffer_catches_up_in_one_pass_like_in_the_reference(formats,
     assert not skipped or torch.equal(ends[0][1], waited)
 
 
+def test_strides_of_single_elements_do_not_decide_how_a_momentum_buffer_catches_up():
+    """They may differ between ranks, as for a parameter that one rank did not use."""
+    buffer, waited = torch.randn(1, 64, 1, 1), torch.zeros(1, 64, 1, 1, dtype=torch.uint8)
+    gradient = torch.randn(64).as_strided((1, 64, 1, 1), (64, 1, 64, 64))
+    with mock.patch.object(cpu, "catch_up_", wraps=cpu.catch_up_) as one_pass:
+        ops.catch_up_(buffer, waited, gradient, 0.9, 0.5, None, torch.empty_like(buffer))
+    assert one_pass.called
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
 @pytest.mark.parametrize("place", [0, 65_535, 149_999])
 def test_is_finite_finds_one_bad_element_and_accepts_a_large_one(value, place):

@@ -110,10 +110,14 @@ class _Usage:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        used = self._used = set[Tensor]()
-        self._hooks: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(used.add) for p in parameters if p.requires_grad
-        ]
+        self._used = set[Tensor]()
+        self._hooks: list[RemovableHandle] = []
+        for parameter in parameters:
+            trained = parameter.requires_grad
+            if parameter.is_floating_point():  # frozen ones may be unfrozen, and torch hooks trained ones alone
+                parameter.requires_grad_(True)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._used.add))
+                parameter.requires_grad_(trained)
 
     def take(self, bucket: Bucket) -> Tensor:
         """Returns ``[parameters]`` bool, which parameters of a bucket got a gradient, and resets it."""

@@ -161,8 +161,9 @@ def catch_up_(
     """Steps a momentum buffer; see :func:`lightning_topk.core.ops.reference.catch_up_`."""
     tensors = (buffer, waited, gradient, out)
     version: Any = None if isinstance(momentum, Tensor) else fast(buffer.device)
-    alike = len({(each.shape, each.stride()) for each in tensors}) == 1
-    dense = alike and torch.ops.aten.is_non_overlapping_and_dense(buffer)
+    # Strides of dimensions with one element mean nothing, and may differ between ranks.
+    dense = len({(each.shape, each.squeeze().stride()) for each in tensors}) == 1
+    dense = dense and torch.ops.aten.is_non_overlapping_and_dense(buffer)
     if version is None or not dense or not {each.dtype for each in tensors} <= version.CATCHES_UP:
         reference.catch_up_(buffer, waited, gradient, momentum, weight, skipped, out)
         return
