@@ -490,6 +490,28 @@ def test_a_change_of_every_gradient_entry_before_the_step_is_noticed_once(rank, 
     assert len(found) == (rank == 0)
 
 
+class Heads(nn.Module):
+    """A trunk, and sixty smaller heads of which all but one have a gradient of zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(20, 200), nn.ModuleList(nn.Linear(200, 5) for _ in range(60))
+
+    def forward(self, x):
+        return sum(head(self.trunk(x)) * (number == 0) for number, head in enumerate(self.heads))
+
+
+@on_ranks(2)
+def test_a_layer_that_gets_most_of_what_its_bucket_delivers_is_no_change_of_its_gradient(rank, world):
+    said: list[str] = []
+    net = Heads()
+    optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9)
+    model = DistributedDataParallel(net)
+    attach(model, saving=50, optimizer=optimizer, announce=said.append)
+    train(model, rank, range(8), optimizer)
+    assert not any("nonzero" in line for line in said), said
+
+
 def test_the_step_count_takes_one_byte_per_entry_and_goes_with_its_parameter():
     parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], nn.Module()
     optimizer = SGD(parameters, lr=0.1, momentum=0.9)

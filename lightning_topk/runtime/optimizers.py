@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import ref
@@ -42,11 +43,11 @@ class Optimizers:
         scaler: torch.amp.GradScaler | None,
         config: TopKConfig,
         say: WarnOnce,
-        density_of: Callable[[Tensor], float] = lambda parameter: 1.0,
+        delivers: Callable[[Tensor], tuple[Collection[Tensor], float]] = lambda parameter: ({parameter}, math.inf),
         nonfinite_steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self._nonfinite_steps = nonfinite_steps
-        self.given, self._config, self.say, self._density_of = given, config, say, density_of
+        self.given, self._config, self.say, self._delivers = given, config, say, delivers
         self._adapted: Collection[Tensor] = ()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
@@ -120,9 +121,10 @@ class Optimizers:
         dense = [p for p in given if p.grad is not None and p.grad.numel() and not p.grad.is_sparse]
         if not dense or not self._config.adapts_momentum:
             return
-        largest = max(dense, key=Tensor.numel)
-        gradient, density = local_part(largest.grad), self._density_of(largest)
-        found = float(gradient.count_nonzero()) / max(1, gradient.numel())
+        bucket, most = self._delivers(max(dense, key=Tensor.numel))
+        gradients = [local_part(p.grad) for p in dense if p in bucket]
+        numel = max(1, sum(map(Tensor.numel, gradients)))
+        found, density = float(sum(map(Tensor.count_nonzero, gradients))) / numel, min(1.0, most / numel)
         if found > (1 + density) / 2:
             self.say(
                 f"lightning_topk: {type(optimizer).__name__} steps with a gradient of which {found:.0%} is nonzero, "

@@ -6,7 +6,8 @@ this module turns them into jobs, queues them on the lane, and collects their re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,7 +77,7 @@ class HookState:
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
         self._optimizers = Optimizers(
-            optimizers, scaler, self.config, self._say, self.density_of, lambda: self.nonfinite_steps
+            optimizers, scaler, self.config, self._say, self.delivers, lambda: self.nonfinite_steps
         )
         self._runner = JobRunner(residuals, groups, timeout)
         self.telemetry = Telemetry(self._runner.finished, lambda: self.names, self.shards_per_node)
@@ -153,16 +154,18 @@ class HookState:
         """The parameter of a bucket's member, as optimizers hold it."""
         return member
 
-    def density_of(self, parameter: Tensor) -> float:
-        """The fraction of a parameter's entries that the last backward pass could deliver."""
-        if self.voting:
-            return 1.0  # unused parameters leave their entries to others
-        for bucket in self.residuals.buckets:
-            if any(self.parameter_of(member) is parameter for member in bucket):
+    def delivers(self, parameter: Tensor) -> tuple[Collection[Tensor], float]:
+        """The parameters of a parameter's bucket; how many of their entries the last backward pass delivered at most.
+
+        Unlimited where unused parameters leave their entries to others.
+        """
+        for bucket in () if self.voting else self.residuals.buckets:
+            parameters = {self.parameter_of(member) for member in bucket}
+            if parameter in parameters:
                 plan = self.buckets.plan_of(bucket)
                 reply = plan.codecs(self.residuals.steps - 1, self._epoch()).reply
-                return min(1.0, reply.k * plan.layout.shards / plan.layout.numel)
-        return 1.0
+                return parameters, reply.k * plan.layout.shards / plan.layout.numel * plan.numel
+        return {parameter}, math.inf
 
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
