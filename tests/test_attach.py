@@ -493,6 +493,23 @@ def test_zeroing_a_gradient_between_its_exchange_and_its_step_warns_once(rank, w
 
 
 @on_ranks(2)
+def test_optimizers_that_share_a_part_zero_no_gradient_of_each_other(rank, world):
+    """Each steps after a backward pass of its own."""
+    said: list[str] = []
+    net = Pair()
+    shared = nn.Linear(20, 20)
+    net.nets.insert(0, shared)
+    net.forward = lambda x, second: net.nets[1 + second](shared(x))
+    optimizers = [SGD([*shared.parameters(), *head.parameters()], lr=0.1) for head in net.nets[1:]]
+    model, _ = attached(net, {"find_unused_parameters": True}, saving=10, optimizer=optimizers, announce=said.append)
+    for step in range(8):
+        optimizers[step % 2].zero_grad()
+        loss_of(model, rank, step, second=step % 2).backward()
+        optimizers[step % 2].step()
+    assert not any("zeroed" in line for line in said), said
+
+
+@on_ranks(2)
 def test_a_scaler_that_was_not_passed_is_named_once_it_skips_a_step(rank, world):
     """The gradient is infinite on one rank in one step."""
     found = {}

@@ -18,8 +18,9 @@ from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import log
+from ranks import batch, log
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from trainers import ELEMENTS, Gan, Module, Normed, fit
 
@@ -77,6 +78,27 @@ def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, wo
     fit(rank, world, strategy=strategy, callbacks=[look], max_steps=6, log_every_n_steps=every)
     assert totals == [(step + 1) * SENT for step in range(6)]
     assert sum(reduced) == reductions
+
+
+class Stream(IterableDataset):
+    """Data of an unknown length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+@on_ranks(2)
+def test_ranks_whose_epochs_differ_in_length_train_on(rank, world):
+    """As with DDP, if max_steps ends the fit."""
+    data = [(batch(rank, step, 12),) for step in range(4 + 3 * rank)]
+    for given in (data, Stream(data)):
+        module, options = Module(), {"max_steps": 12, "max_epochs": -1, "use_distributed_sampler": False}
+        module.train_dataloader = partial(DataLoader, given, batch_size=None)
+        trainer, _ = fit(rank, world, module, **options)
+        assert trainer.global_step == 12
 
 
 @on_ranks(2)

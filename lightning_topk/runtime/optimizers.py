@@ -136,13 +136,11 @@ class Optimizers:
 
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
-        if any(optimizer is known for known in self._in_use):
-            self._pending, self._by_others = False, 0
-            return
+        known = any(optimizer is each for each in self._in_use)
         moved = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        if not self._pending or moved.isdisjoint(self._compressed):
+        if not known and (not self._pending or moved.isdisjoint(self._compressed)):
             return
-        self._pending, self._by_others = False, self._by_others + 1
+        self._pending, self._by_others = False, 0 if known else self._by_others + 1
         for each in self._watched:
             each.forget(moved)
         if self._by_others == 2 and (self._config.adapts_momentum or self._config.momentum):

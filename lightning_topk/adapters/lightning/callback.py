@@ -50,8 +50,9 @@ class CompressionMonitor(Callback):
     """Logs the exchange's bytes at every optimizer step, and the rest when the Trainer logs.
 
     Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's); uplink, downlink, total
-    and saving are logged at every step. Other keys are logged at log steps and in an epoch's last batch. Errors and
-    norms are over all ranks; measuring them costs several passes over each bucket and one small all-reduce.
+    and saving are logged at every step. Other keys are logged at log steps and, if the ranks know that their epochs are
+    equally long, in an epoch's last batch. Errors and norms are over all ranks; measuring them costs several passes
+    over each bucket and one small all-reduce.
 
     ============================== ==========================================================================
     key                            meaning
@@ -114,6 +115,7 @@ class CompressionMonitor(Callback):
             raise TypeError(f"per_layer={per_layer!r} must be True, False, a name pattern, or several of them.")
         self.per_layer, self.details = [given] if isinstance(given, str) else list(given), details
         self._last = 0.0  # when the last step ended
+        self._even = False  # whether an epoch ends at the same step on all ranks
         self._fit = _Totals()
 
     @override
@@ -138,6 +140,15 @@ class CompressionMonitor(Callback):
         self._fit = _Totals()
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compares the lengths of the ranks' epochs; that of a stream is unknown."""
+        if _state(trainer) is not None:
+            batches = float(trainer.num_training_batches)
+            both = torch.tensor([batches, -batches], device=trainer.strategy.root_device)
+            most, least = trainer.strategy.reduce(both, reduce_op="max")
+            self._even = bool(most == -least) and math.isfinite(batches)
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Makes the exchange measure its error if this step will be logged."""
         state = _state(trainer)
@@ -145,7 +156,7 @@ class CompressionMonitor(Callback):
             telemetry = state.telemetry
             if telemetry.exchanged:
                 telemetry.drop_report()  # LearningRateFinder's steps call no callbacks
-            telemetry.measure, telemetry.measure_layers = _is_log_step(trainer), bool(self.per_layer)
+            telemetry.measure, telemetry.measure_layers = _is_log_step(trainer, self._even), bool(self.per_layer)
             telemetry.timing = telemetry.measure or (state.world > 1 and len(self._fit.timed) < COMPARED)
 
     @override
@@ -380,9 +391,12 @@ def _state(trainer: Trainer) -> HookState | None:
     return getattr(trainer.strategy, "topk_state", None)
 
 
-def _is_log_step(trainer: Trainer) -> bool:
-    """Whether the current step is logged: log steps, and the last of an epoch or of the fit. Equal on all ranks."""
+def _is_log_step(trainer: Trainer, even: bool) -> bool:
+    """Whether the current step is logged: log steps, and the last of an epoch or of the fit. Equal on all ranks.
+
+    Unless the ranks' epochs are ``even``, they end at different steps.
+    """
     last = trainer.global_step + max(1, len(trainer.optimizers)) >= (
         math.inf if trainer.max_steps < 0 else trainer.max_steps
     )
-    return trainer._logger_connector.should_update_logs or trainer.is_last_batch or last
+    return trainer._logger_connector.should_update_logs or (even and trainer.is_last_batch) or last
