@@ -137,9 +137,9 @@ def ends(found: Runs, model: str, system: str, steps: int) -> dict[float, dict[i
 
 
 def best_rate(model: str, by_rate: Mapping[float, Mapping[int, float]]) -> float:
-    """The learning rate with the best mean quality, of the seeds that ran at every rate."""
-    best, seeds = max if COURSES[model].images else min, set.intersection(*map(set, by_rate.values()))
-    return best(by_rate, key=lambda rate: fmean(by_rate[rate][seed] for seed in seeds))
+    """The learning rate with the best mean quality."""
+    best = max if COURSES[model].images else min
+    return best(by_rate, key=lambda rate: fmean(by_rate[rate].values()))
 
 
 def gaps(model: str, ours: Mapping[int, float], dense: Mapping[int, float]) -> list[float]:
