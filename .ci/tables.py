@@ -201,7 +201,9 @@ def main() -> None:
         curves = saving_curves.panels(found, [*LEARNERS.values()], saving_curves.LENGTHS)
         draw(curves, RUNS / "saving-curves.svg")
         found = Runs(RUNS / "at-size.jsonl")
-        draw(at_size.panels(found, [*at_size.COURSES], 1000), RUNS / "at-size.svg")
+        lengths = {model: 1000 if at_size.ends(found, model, "saving 50", 1000) else 3000 for model in at_size.COURSES}
+        drawn = [each for model, steps in lengths.items() for each in at_size.panels(found, [model], steps)]
+        draw(drawn, RUNS / "at-size.svg")
         found, rates, _ = raced()
         panels = race.panels(found, rates, DRAWN)
         titles = [f"GPT of 10.8 million parameters, {words(rate)}" for rate in rates]
