@@ -114,7 +114,8 @@ class _Usage:
         self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
             trained = parameter.requires_grad
-            if parameter.is_floating_point():  # frozen ones may be unfrozen, and torch hooks trained ones alone
+            if parameter.is_floating_point():
+                # A frozen parameter may be unfrozen later, but torch registers hooks only on trained ones.
                 parameter.requires_grad_(True)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._used.add))
                 parameter.requires_grad_(trained)
