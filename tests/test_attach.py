@@ -510,24 +510,23 @@ def test_optimizers_that_share_a_part_zero_no_gradient_of_each_other(rank, world
 
 
 @on_ranks(2)
-def test_a_scaler_that_was_not_passed_is_named_once_it_skips_a_step(rank, world):
-    """The gradient is infinite on one rank in one step."""
-    found = {}
-    for passed in (False, True):
+def test_a_scaler_that_was_not_passed_is_named(rank, world):
+    """Fused or not, whether it skips the first steps, a later one, or none while its scale grows."""
+    for passed, fused, infinite in itertools.product((False, True), (False, True), ((0, 1), (3,), ())):
         said: list[str] = []
-        net, scaler = four_layers(), torch.amp.GradScaler("cpu", init_scale=4.0)
-        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net, scaler = four_layers(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
         options = {"optimizer": optimizer, "scaler": scaler if passed else None, "announce": said.append}
         model, _ = attached(net, ratio=0.1, **options)
         for step in range(5):
             optimizer.zero_grad()
-            loss = loss_of(model, rank, step) * (torch.inf if (step, rank) == (3, 1) else 1.0)
+            loss = loss_of(model, rank, step) * (torch.inf if step in infinite and rank else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
         assert not any("toggle_optimizer" in line for line in said)
-        found[passed] = sum("Pass the scaler to attach, as scaler=" in line for line in said)
-    assert found == {False: rank == 0, True: 0}
+        found = sum("Pass the scaler to attach, as scaler=" in line for line in said)
+        assert found == (rank == 0 and not passed), (passed, fused, infinite, said)
 
 
 @on_ranks(2)

@@ -12,13 +12,21 @@ import pytest
 import torch
 
 from lightning_topk.core.layout import Layout, k_of
+from lightning_topk.core.ops.reference import Rule, Stepped
 from lightning_topk.core.wire import WIRES, Codec
 
 triton = pytest.importorskip("triton")
 from lightning_topk.core.ops import cuda, kernels  # noqa: E402 imports triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.bool: "*i1", torch.uint8: "*u8", torch.int32: "*i32"}
+KINDS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.bool: "*i1",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this triton has no assembler"),
@@ -54,7 +62,9 @@ def launched(numel: int, wire: str, ratios: list[float], dtype: torch.dtype = to
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
             cuda.receive(payloads, layout, codec.format(), 1, x)
-            cuda.catch_up_(e, torch.zeros(numel, dtype=torch.uint8), x, 0.9, 1.0, torch.zeros(()), e)
+            rule = Rule(0.9, 1.0, 1, 0.1, waits=True)
+            stepped = Stepped(e, torch.zeros(numel, dtype=torch.uint8), x, e, x, x, rule)
+            cuda.catch_up_([stepped], torch.ones(()), torch.zeros(()), {})
     return (each for each in found.values() if each.launches)
 
 

@@ -14,6 +14,7 @@ from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import reference
+from lightning_topk.core.ops.reference import Rule, Stepped
 from lightning_topk.core.wire import WIRES, Codec
 
 pytest.importorskip("triton")
@@ -190,21 +191,31 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
 @on_a_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
-def test_a_momentum_buffer_catches_up_in_one_pass_like_the_reference(dtype, skipped):
-    numel = 70_001
-    buffer, gradient = (each.to(dtype) for each in given("normal", numel))
-    gradient[gradient.abs() < 1.5] = 0
-    waited = (torch.arange(numel, device=DEVICE) % 256).clamp(max=254).to(torch.uint8)
-    found, expected = [(buffer.clone(), waited.clone(), torch.empty_like(buffer)) for _ in range(2)]
+def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, skipped):
+    rules = [Rule(0.9, 0.5), Rule(0.9, 1.0, -1, 0.1, 0.7), Rule(0.5, 0.1, -1, 0.1, waits=True)]
+    ends, tables = [], {}
     found_inf = None if skipped is None else torch.tensor(skipped, device=DEVICE)
-    assert {buffer.dtype, waited.dtype} <= cuda.CATCHES_UP
-    for version, (b, steps, out) in ((cuda, found), (reference, expected)):
-        version.catch_up_(b, steps, gradient, 0.9, 0.5, found_inf, out)
+    scale = None if skipped is None else torch.tensor(8.0, device=DEVICE)
+    for version in (cuda, reference):
+        several = []
+        for rule, numel in zip(rules, (3, 5_001, 2_048), strict=True):
+            buffer, gradient = (each.to(dtype) for each in given("normal", numel))
+            gradient[gradient.abs() < 1.5] = 0
+            waited = (torch.arange(numel, device=DEVICE) % 256).clamp(max=254).to(torch.uint8)
+            lent = torch.empty_like(gradient) if rule.waits else None
+            several.append(Stepped(buffer, waited, gradient, torch.empty_like(buffer), buffer.flip(0), lent, rule))
+        before = [(each.buffer.clone(), each.waited.clone()) for each in several]
+        if version is cuda:
+            assert buffer.dtype in cuda.CATCHES_UP
+            cuda.catch_up_(several, scale, found_inf, tables)
+        else:
+            for each in several:
+                reference.catch_up_(each, scale, found_inf)
+        ends.append([[x for x in each[:6] if x is not None] for each in several])
+        if skipped:
+            torch.testing.assert_close([(each.buffer, each.waited) for each in several], before, rtol=0, atol=0)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    if skipped:
-        assert torch.equal(found[0], buffer)
-        assert torch.equal(found[1], waited)
+    torch.testing.assert_close(*ends, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,10 +12,10 @@ from groups import on_ranks
 from ranks import attach, every_rank, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 from lightning_topk import TopKConfig
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, kept
 
 SIZE, STEPS = 64, 40
 
@@ -40,33 +40,37 @@ def delivered(share: float = 0.2, steps: int = STEPS, size: int = SIZE) -> list[
 def literal(kind, gradients, lr, **options) -> torch.Tensor:
     """The rule alone: a delivered entry takes all steps since its last delivery, the others one with a zero gradient.
 
-    Weight decay that belongs to the gradient waits with it: that of all the steps comes at the delivery.
+    Decay in the gradient: SGD's multiplies an entry by ``kept`` in each step, but is in the gradient, as in torch, if
+    D is 1; Adam's comes with the gradient, that of all the steps.
     """
     weights = torch.ones(SIZE, dtype=torch.float64)
-    b, q, largest, waited = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(4))
+    b, q, largest, d = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(4))
     m = options.get("momentum", 0.9) if kind is SGD else options["betas"][0]
     decay, sign = options.get("weight_decay", 0.01 if kind is AdamW else 0.0), -1 if options.get("maximize") else 1
     for t, gradient in enumerate(gradients, 1):
         here, g = gradient != 0, sign * gradient.double()
-        if t == 1:  # torch's first step has no momentum
-            here = torch.ones_like(here)
-        steps = waited + 1
-        if kind is not AdamW:
-            g = torch.where(g != 0, g + steps * decay * weights, 0.0)
-        a = 1 - options.get("dampening", 0.0) * (t > 1) if kind is SGD else 1 - m
-        v = m * b + a * g
-        moved = torch.where(here, (1 - m**steps) / (1 - m) * v, 0.0)
-        b = torch.where(here, m**waited * v, b)
-        waited = torch.where(here, 0, steps)
         if kind is SGD:
-            weights = weights - lr * (g + m * moved if options.get("nesterov") else moved)
+            a, nesterov = 1 - options.get("dampening", 0.0) * (t > 1), options.get("nesterov", False)
+            own = here & (d == 0)  # torch's step
+            g, gradient = torch.where(own, g + decay * weights, g), g + decay * weights
+            shrunk = torch.where(own, weights, kept(lr, m, a, decay, nesterov) * weights)
+            if t == 1:  # torch's step, whose momentum is forgotten where nothing was delivered
+                shrunk, g = weights, gradient
+        elif kind is AdamW:
+            a, shrunk = 1 - m, weights * (1 - lr * decay)
+        else:
+            a, g, shrunk = 1 - m, torch.where(here, g + (d + 1) * decay * weights, 0.0), weights
+        v = m * b + a * g
+        moved = torch.where(here | ((t == 1) & (kind is SGD)), (1 - m ** (d + 1)) / (1 - m) * v, 0.0)
+        b = torch.where(here, m**d * v, b)
+        d = torch.where(here, 0, d + 1)
+        if kind is SGD:
+            weights = shrunk - lr * (g + m * moved if nesterov else moved)
             continue
         q = options["betas"][1] * q + (1 - options["betas"][1]) * g.square()
         largest = torch.maximum(largest, q)
         root = (largest if options.get("amsgrad") else q) / (1 - options["betas"][1] ** t)
-        if kind is AdamW:
-            weights = weights * (1 - lr * decay)
-        weights = weights - lr * moved / (1 - m**t) / (root.sqrt() + 1e-8)
+        weights = shrunk - lr * moved / (1 - m**t) / (root.sqrt() + 1e-8)
     return weights
 
 
@@ -119,7 +123,10 @@ def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
     torch.testing.assert_close(found.double(), literal(kind, delivered(), 0.01, **options), rtol=0.02, atol=0.03)
 
 
-@pytest.mark.parametrize(("kind", "options"), [*KINDS, (NAdam, {"betas": (0.9, 0.99), "weight_decay": 0.1})])
+OTHERS = [(kind, {"betas": (0.9, 0.99), "weight_decay": 0.1}) for kind in (NAdam, RAdam, Adamax)]
+
+
+@pytest.mark.parametrize(("kind", "options"), [*KINDS, *OTHERS])
 @pytest.mark.parametrize("way", ["bare", "closure", "keyword"])
 def test_with_everything_delivered_the_users_optimizer_is_unchanged(kind, options, way):
     ends = []
@@ -129,11 +136,10 @@ def test_with_everything_delivered_the_users_optimizer_is_unchanged(kind, option
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Adam, NAdam, SGD])
+@pytest.mark.parametrize("kind", [Adam, NAdam, RAdam, Adamax])
 def test_weight_decay_moves_no_entry_that_is_not_delivered(kind):
     """Adam would move it by the learning rate in each step, however small the decay."""
-    options = {"momentum": 0.9} if kind is SGD else {}
-    optimizer, parameter = adapted(kind, weight_decay=1e-5, **options)
+    optimizer, parameter = adapted(kind, weight_decay=1e-5)
     optimizer.add_param_group({"params": [other := nn.Parameter(torch.ones(SIZE))], "weight_decay": 0.0})
     gradients = [gradient.index_fill(0, torch.arange(SIZE // 2), 0.0) for gradient in delivered()]
     found = stepped(optimizer, parameter, gradients)
@@ -200,6 +206,65 @@ def test_momentum_may_be_a_scalar_tensor(kind):
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+def test_the_first_step_counts():
+    """Also that of a parameter that joins later: its first delivery takes the steps since then."""
+    optimizer, parameter = adapted(SGD, torch.zeros(2), lr=1.0, momentum=0.5)
+    found = stepped(optimizer, parameter, [torch.tensor([1.0, 0.0]), torch.ones(2)])
+    assert found.tolist() == [-1 - 1.5, -1.5]
+    optimizer.add_param_group({"params": [other := nn.Parameter(torch.zeros(2))]})
+    found = stepped(optimizer, other, [torch.tensor([0.0, 1.0]), torch.zeros(2), torch.ones(2)])
+    assert found[0] == -1.75
+
+
+@pytest.mark.parametrize("delivery", [0, 1, 2, 16, 1000, "often", "rarely"])
+@pytest.mark.parametrize("decay", [1e-5, 5e-4, 5e-3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.5, "lr": torch.tensor(0.1)},
+        {"momentum": 0.0},
+    ],
+)
+def test_sgds_decay_arrives_as_with_ddp_however_rarely_an_entry_is_delivered(delivery, decay, options):
+    """DDP's factor after 2,000 steps; 0: an entry that no rank ever uses."""
+    steps, generator = 2000, torch.Generator().manual_seed(0)
+    chance, ends = {"often": 0.5, "rarely": 0.01}, []
+    for adapts in (True, False):
+        optimizer, parameter = adapted(SGD, adapts=adapts, weight_decay=decay, **options)
+        for step in range(1, steps + 1):
+            if not adapts:
+                here = torch.ones(SIZE)
+            elif isinstance(delivery, int):
+                here = torch.full((SIZE,), float(delivery > 0 and step % delivery == 0))
+            else:
+                here = (torch.rand(SIZE, generator=generator) < chance[delivery]).float()
+            parameter.grad = 1e-30 * here
+            optimizer.step()
+        ends.append(parameter.detach().log())
+    torch.testing.assert_close(*ends, rtol=0.02 if decay > 1e-3 else 0.005, atol=1e-3)
+
+
+@pytest.mark.parametrize("delivery", [2, 200, 5000])
+def test_sgds_decay_never_overshoots(delivery):
+    """Decay alone, at rates where dense training oscillates."""
+    for decay in (5e-4, 0.05, 0.5):
+        optimizer, parameter = adapted(SGD, lr=0.5, momentum=0.99, weight_decay=decay)
+        for step in range(1000):
+            parameter.grad = torch.full((SIZE,), 1e-30 * (step % delivery == delivery - 1))
+            before = parameter.detach().clone()
+            optimizer.step()
+            assert ((parameter >= 0) & (parameter < before)).all()
+
+
+def test_a_learning_rate_of_zero_moves_nothing():
+    for lr in (0.0, torch.tensor(0.0)):
+        optimizer, parameter = adapted(SGD, lr=lr, momentum=0.9, weight_decay=0.1)
+        assert torch.equal(stepped(optimizer, parameter, delivered()), torch.ones(SIZE))
+
+
 SQUARE = torch.ones(8, 8)
 
 
@@ -211,7 +276,7 @@ SQUARE = torch.ones(8, 8)
         *(({}, like, False) for like in (SQUARE.double(), SQUARE.T.clone()[:, ::2], SQUARE.view(2, 4, 8).mT)),
     ],
 )
-def test_adams_step_on_a_cpu_is_fused_where_the_user_left_the_choice_and_torch_can(options, like, fuses):
+def test_a_step_on_a_cpu_is_fused_where_the_user_left_the_choice_and_torch_can(options, like, fuses):
     """Torch's fused step on a CPU checks neither strides nor shapes: it would write beyond a tensor."""
     optimizer, parameter = adapted(Adam, like, **options)
     own, seen, module = dict(optimizer.param_groups[0]), [], inspect.getmodule(Adam)
@@ -333,15 +398,34 @@ class Own(AdamW):
         return super().step(closure)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that hands its steps to another one."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
 def test_optimizers_with_a_step_of_their_own_keep_their_momentum():
     parameter, exchange = nn.Parameter(torch.ones(3)), nn.Module()
-    for optimizer in (RMSprop([parameter], momentum=0.9), Own([parameter])):
+    for optimizer in (RMSprop([parameter], momentum=0.9), Own([parameter]), Wrapper(AdamW([parameter]))):
         notes, (words,) = adapt_momentum([optimizer], exchange)
         assert notes == []
         name = type(optimizer).__name__
+        rest = ""
+        if name == "Own":
+            rest = (
+                " Own overrides the step of AdamW: use AdamW itself, with hooks (register_step_pre_hook, "
+                "register_step_post_hook) for the rest."
+            )
+        elif name == "Wrapper":
+            rest = " If Wrapper wraps one of them, pass the inner optimizer."
         assert words == (
-            f"lightning_topk: {name} keeps its own momentum: only torch's SGD, Adam, AdamW and NAdam are adapted. If "
-            f"{name} wraps one of them, pass the inner optimizer."
+            f"lightning_topk: {name} keeps its own momentum: only torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax "
+            f"are adapted.{rest}"
         )
     for optimizer in (SGD([parameter], lr=0.1), RMSprop([parameter]), AdamW([parameter], betas=(0.0, 0.9))):
         assert adapt_momentum([optimizer], exchange) == ([], []), "adapted an optimizer without momentum"
@@ -474,6 +558,77 @@ def test_where_everything_is_sent_zero_gradients_step_as_with_ddp(rank, world, k
     assert torch.equal(*ends)
 
 
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@on_ranks(2)
+def test_ranks_stay_equal_if_one_of_them_reloads_its_optimizer(rank, world, kind):
+    """To free memory for an evaluation, say."""
+    net = nn.Linear(20, 40)
+    optimizer = kind(net.parameters(), lr=0.05, **({"momentum": 0.9} if kind is SGD else {}))
+    model = DistributedDataParallel(net)
+    attach(model, saving=20, optimizer=optimizer)
+    for step in range(30):
+        if (step, rank) == (10, 0):
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, rank, range(step, step + 1), optimizer)
+    assert torch.equal(*every_rank(weights(net)))
+
+
+@on_ranks(2)
+def test_an_optimizer_of_fp32_copies_is_named_with_a_remedy(rank, world):
+    """bf16 parameters under DDP, whose gradients a loop copies to fp32 parameters of the optimizer."""
+    said: list[str] = []
+    net = nn.Linear(20, 40).bfloat16()
+    copies = [nn.Parameter(p.detach().float()) for p in net.parameters()]
+    optimizer = SGD(copies, lr=0.05, momentum=0.9)
+    model = DistributedDataParallel(net)
+    attach(model, saving=20, optimizer=optimizer, announce=said.append)
+    for step in range(3):
+        model(torch.randn(4, 20, generator=torch.Generator().manual_seed(step)).bfloat16()).sum().backward()
+        for p, own in zip(net.parameters(), copies, strict=True):
+            own.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        for p, own in zip(net.parameters(), copies, strict=True):
+            p.data.copy_(own)
+    words = "\n".join(said)
+    assert "is adapted to compression" not in words
+    assert "Freeze" not in words
+    assert ("optimizers step copies of 2 of 2 trained parameters ('weight' for one)" in words) == (rank == 0)
+    assert ("Use fp32 parameters and autocast instead of copies" in words) == (rank == 0)
+
+
+class NoOptimizer:
+    """Acts as an optimizer, as schedule-free's wrapper does."""
+
+    def __init__(self, base):
+        self.base = base
+
+    @property
+    def param_groups(self):
+        return self.base.param_groups
+
+    def step(self):
+        self.base.step()
+
+
+@on_ranks(2)
+def test_what_only_acts_as_an_optimizer_is_unwrapped_or_warned_about(rank, world):
+    ends, said = [], []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(20, 40)
+        optimizer = SGD(net.parameters(), lr=0.05, momentum=0.9)
+        model = DistributedDataParallel(net)
+        attach(model, saving=20, optimizer=NoOptimizer(optimizer) if wrapped else optimizer, announce=said.append)
+        train(model, rank, range(6), optimizer)
+        ends.append(weights(net))
+    assert torch.equal(*ends)
+    hollow = NoOptimizer(mock.Mock(param_groups=optimizer.param_groups, spec=["param_groups"]))
+    attach(DistributedDataParallel(nn.Linear(3, 3)), saving=20, optimizer=hollow, announce=said.append)
+    assert not any("NoOptimizer" in line for line in said), "none of the model's parameters is its own"
+    attach(model, saving=20, optimizer=hollow, announce=said.append)
+    assert any("keeps its own momentum" in line for line in said) == (rank == 0)
+
+
 @on_ranks(2)
 def test_a_change_of_every_gradient_entry_before_the_step_is_noticed_once(rank, world):
     said: list[str] = []
@@ -519,9 +674,9 @@ def test_the_step_count_takes_one_byte_per_entry_and_goes_with_its_parameter():
     for gradient, parameter in itertools.product(delivered(steps=3), parameters):
         parameter.grad = gradient.clone()
         optimizer.step()
-    kept = AdaptedMomentum.of(optimizer)._waited
-    assert {each.dtype for each in kept.values()} == {torch.uint8}
-    assert sum(each.nbytes for each in kept.values()) == 2 * SIZE
+    counts = [each.waited for each in AdaptedMomentum.of(optimizer)._members.values()]
+    assert {each.dtype for each in counts} == {torch.uint8}
+    assert sum(each.nbytes for each in counts) == 2 * SIZE
     optimizer.param_groups[0]["params"].pop()
     optimizer.step()
-    assert len(AdaptedMomentum.of(optimizer)._waited) == 1
+    assert len(AdaptedMomentum.of(optimizer)._members) == 1

@@ -17,6 +17,7 @@ from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.link import Link, aggregate, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
+from lightning_topk.core.ops.reference import Rule, Stepped
 from lightning_topk.core.select import GaussianK, RandK, SampledK, TopK, TrimmedK
 from lightning_topk.core.wire import WIRES, Codec
 
@@ -264,36 +265,62 @@ def test_a_send_that_cannot_be_fused_changes_nothing(case, options):
     assert torch.equal(x, before[1])
 
 
-@pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
-@pytest.mark.parametrize("formats", ["one", "channels_last", "different"])
-def test_a_momentum_buffer_catches_up_in_one_pass_like_in_the_reference(formats, skipped):
-    """In any dense memory format, if all tensors have it."""
-    buffer, gradient = (torch.randn(7, 3, 20, 24) for _ in range(2))
+RULES = [
+    Rule(0.9, 1.0),
+    Rule(0.9, 0.5, -1, 0.1, 0.7),
+    Rule(0.9, 0.1, 1, 0.1, waits=True),
+    Rule(0.99, 0.01, -1, 0.1, waits=True),
+]
+
+
+def catching_up(shape: tuple[int, ...], rule: Rule, seed: int) -> Stepped:
+    generator = torch.Generator().manual_seed(seed)
+    buffer, gradient, parameter = (torch.randn(shape, generator=generator) for _ in range(3))
     gradient[gradient.abs() < 1.5] = 0
-    waited = (torch.arange(buffer.numel()) % 256).clamp(max=254).to(torch.uint8).view(buffer.shape)
-    given = [buffer, waited, gradient]
-    for i in {"one": (), "channels_last": range(3), "different": (2,)}[formats]:
-        given[i] = given[i].to(memory_format=torch.channels_last)
-    (buffer, waited, gradient), ends = given, []
+    waited = (torch.arange(buffer.numel()) * 7 % 256).clamp(max=254).to(torch.uint8).view(shape)
+    lent = torch.full_like(gradient, 7.0) if rule.waits else None
+    return Stepped(buffer, waited, gradient, torch.full_like(buffer, 7.0), parameter, lent, rule)
+
+
+@pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("formats", ["one", "channels_last", "different"])
+def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, scale, skipped):
+    """In any dense memory format, if all tensors have it."""
+    found_inf, factor = (None if each is None else torch.tensor(each) for each in (skipped, scale))
+    ends, before = [], [catching_up(shape, rule, 0) for rule in RULES for shape in ((7, 3, 20, 24), (1, 1, 1, 5))]
     for version in (ops, reference):
-        b, steps, out = buffer.clone(), waited.clone(), torch.empty_like(buffer)
-        found_inf = None if skipped is None else torch.tensor(skipped)
-        with mock.patch.object(cpu, "catch_up_", wraps=cpu.catch_up_) as one_pass:
-            version.catch_up_(b, steps, gradient, 0.9, 0.5, found_inf, out)
-        assert one_pass.called == (version is ops and formats != "different")
-        ends.append((b, steps, out))
+        given = [Stepped(*(x.clone() if isinstance(x, torch.Tensor) else x for x in each)) for each in before]
+        if formats != "one":
+            several = range(6) if formats == "channels_last" else (2,)
+            laid = [each.to(memory_format=torch.channels_last) if i in several and each is not None else each
+                    for each_of in given for i, each in enumerate(each_of[:6])]  # fmt: skip
+            given = [Stepped(*laid[6 * i : 6 * i + 6], each.rule) for i, each in enumerate(given)]
+        if version is ops:
+            kinds = [ops.kind_of(each.buffer, each.waited, each.parameter) for each in given]
+            kinds = [
+                kind if ops.alike(each.gradient, each.buffer) else None for kind, each in zip(kinds, given, strict=True)
+            ]
+            with mock.patch.object(cpu, "catch_up_", wraps=cpu.catch_up_) as one_pass:
+                ops.catch_up_([*zip(given, kinds, strict=True)], factor, found_inf, {})
+            assert one_pass.call_count == 1
+            assert kinds.count(None) == (4 if formats == "different" else 0)
+        else:
+            for each in given:
+                reference.catch_up_(each, factor, found_inf)
+        ends.append([[x for x in each[:6] if x is not None] for each in given])
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
-    assert not skipped or torch.equal(ends[0][0], buffer)
-    assert not skipped or torch.equal(ends[0][1], waited)
+    if skipped:
+        for (b, waited, *_), own in zip(ends[0], before, strict=True):
+            assert torch.equal(b, own.buffer)
+            assert torch.equal(waited, own.waited)
 
 
 def test_strides_of_single_elements_do_not_decide_how_a_momentum_buffer_catches_up():
     """They may differ between ranks, as for a parameter that one rank did not use."""
     buffer, waited = torch.randn(1, 64, 1, 1), torch.zeros(1, 64, 1, 1, dtype=torch.uint8)
-    gradient = torch.randn(64).as_strided((1, 64, 1, 1), (64, 1, 64, 64))
-    with mock.patch.object(cpu, "catch_up_", wraps=cpu.catch_up_) as one_pass:
-        ops.catch_up_(buffer, waited, gradient, 0.9, 0.5, None, torch.empty_like(buffer))
-    assert one_pass.called
+    parameter = torch.randn(64).as_strided((1, 64, 1, 1), (64, 1, 64, 64))
+    assert ops.kind_of(buffer, waited, parameter) is not None
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])

@@ -267,7 +267,7 @@ def connect(
     by_node = agreed.by_node and 1 < local < world
     groups = Groups.make(process_group, timeout, local, by_node, second=agreed.compresses)
     gathered(None, process_group)  # a rank that closed its groups now would break off connections of the others
-    if not (uneven and gpus and config.topology is None):
+    if not (uneven and (gpus or local_world_size) and config.topology is None):
         return groups, agreed, ""
     message = (
         f"lightning_topk: topology='sharded' is in force, since {uneven}. On nodes with equal numbers of consecutive "

@@ -2,28 +2,35 @@
 
 Problem. An entry that is not delivered in a step has no gradient in that step, but the optimizer's momentum still moves
 it, for many steps and on old information. Its next gradient is a sum of gradients measured along the way. Error
-feedback and momentum each add a delay; together they are stable only at a much smaller learning rate. Weight decay that
-is part of the gradient moves it too, and Adam divides by a second moment that then holds nothing else: each step moves
-the entry by the learning rate, however small the decay.
+feedback and momentum each add a delay; together they are stable only at a much smaller learning rate. Adam also divides
+weight decay in the gradient by a second moment that then holds nothing else: each step moves the entry by the learning
+rate, however small the decay.
 
 Rule. An entry stands still until it is delivered. Then it takes all the steps since its last delivery at once: the
 first with the delivered gradient, the others with a gradient of zero. With the optimizer's momentum m and momentum
-buffer b, the gradient g, its weight a (1 - dampening for SGD, 1 - m for Adam), D steps since the last delivery, and
-weight decay w of the parameter x if it is part of the gradient (not AdamW's)::
+buffer b, the gradient g, its weight a (1 - dampening for SGD, 1 - m for Adam), and D steps since the last delivery, the
+first step of the parameter included::
 
-    delivered       v = m b + a (g + D w x)
+    delivered       v = m b + a g
                     the optimizer moves the entry by (1 + m + ... + m^(D-1)) v instead of v
                     b = m^(D-1) v
-    not delivered   b and the entry stay; only AdamW's weight decay moves it
+    not delivered   b and the entry stay
 
 If D is 1, this is the optimizer's own step. In the end each gradient moves the entry by as much as in dense training,
 whatever the D before and after it, and b is the velocity of the movement to come. So a checkpoint of the optimizer
 holds true velocities, and a run can continue from it with DDP.
 
-Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and with weight decay on a temporary
+Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays. If it is part of the gradient:
+
+- Adam, NAdam, RAdam and Adamax take that of D steps with the gradient: v = m b + a (g + D w x).
+- SGD is linear, so its decay need not wait. If D is 1, v = m b + a (g + w x), as in torch. Any other step multiplies
+  the entry by r, whether it is delivered or not. r is how much dense training keeps of a weight in each step once its
+  momentum has settled, see :func:`kept`.
+
+Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and Adam's with weight decay on a temporary
 gradient, that make it do this; its own buffer is updated, and both are restored afterwards. So all options of the
-optimizers keep working. On a CPU, torch's fused Adam takes a third of the time of its default; it steps where the user
-left the choice to torch.
+optimizers keep working. One launch prepares all parameters. On a CPU, torch's fused Adam takes a third of the time of
+its default; it steps where the user left the choice to torch.
 
 Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
 2018) zeroes the workers' momentum where an entry is sent.
@@ -32,7 +39,8 @@ Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -40,17 +48,20 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, NAdam, Optimizer
+from torch.optim import SGD, Adam, Adamax, NAdam, Optimizer, RAdam
 
 from lightning_topk.core import ops
+from lightning_topk.core.ops.reference import Rule, Stepped
 
-_BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer", Adam: "exp_avg", NAdam: "exp_avg"}
+_BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer"} | dict.fromkeys((Adam, NAdam, RAdam, Adamax), "exp_avg")
 _STEPS = {inspect.unwrap(kind.step): name for kind, name in _BUFFERS.items()}
 """Supported steps (AdamW shares Adam's) and the names of their momentum buffers."""
+ADAPTED = "SGD, Adam, AdamW, NAdam, RAdam and Adamax"
+"""Their names, in messages."""
 
 
 class AdaptedMomentum:
-    """Adapts the momentum of one SGD, Adam, AdamW or NAdam. Use :meth:`of`: there is one instance per optimizer.
+    """Adapts the momentum of one of torch's optimizers. Use :meth:`of`: there is one instance per optimizer.
 
     It holds one byte per entry: the steps since the entry was delivered, up to 255. An entry that waits longer takes
     255 steps; the rest of the movement, m^255 of it, follows with later deliveries. A resumed run treats all entries as
@@ -62,15 +73,17 @@ class AdaptedMomentum:
     def __init__(self, optimizer: Optimizer) -> None:
         self.requests: WeakKeyDictionary[Any, Collection[Tensor] | None] = WeakKeyDictionary()
         """The compressed parameters of each exchange, as long as it lives; None for all parameters."""
-        self._waited: dict[Tensor, Tensor] = {}  # D - 1 of each entry, uint8
+        self._members: dict[Tensor, _Member] = {}
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # states and groups, names, and the own values
-        self._gradients: dict[Tensor, Tensor | None] = {}  # the own gradients of parameters, where others are lent
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # parameters with a lent gradient, and their own
+        self._buffers, self._lent = _Temporary(), _Temporary()
+        self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
+        self._name = _buffer_name(optimizer) or ""
         _before_update(optimizer, self._adapt)
         restore = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(restore.id, last=False)  # before users' hooks, which see the true state
         optimizer.register_state_dict_pre_hook(self._restore_state)
-        optimizer.register_load_state_dict_post_hook(lambda _: self._waited.clear())
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> AdaptedMomentum:
@@ -93,85 +106,189 @@ class AdaptedMomentum:
         self._restore_state()  # if the step before failed; its gradients are obsolete
         self._gradients.clear()
         wanted = [*self.requests.values()]
-        waited: dict[Tensor, Tensor] = {}  # without removed parameters
-        for group in optimizer.param_groups:
-            parameters = group["params"] if wanted and _momentum(group) else ()
-            adapted = {p for p in parameters if any(each is None or p in each for each in wanted)}
-            decay = 0.0 if group.get("decoupled_weight_decay", False) else group["weight_decay"]
-            if adapted and decay:
-                self._replaced.append((group, "weight_decay", decay))
-                group["weight_decay"] = 0.0  # decay is in the gradients of this step
-            for p in parameters:
-                if p.grad is not None and p in adapted:
-                    self._adapt_parameter(optimizer, group, p, decay)
-                elif p.grad is not None and adapted and decay:
-                    scale = getattr(optimizer, "grad_scale", None)  # by which a fused step divides gradients
-                    scaled = p if scale is None else p * scale
-                    self._lend_gradient(p, p.grad.add(scaled, alpha=-decay if group["maximize"] else decay))
-            # The step of other parameters must keep its bits.
-            if adapted and len(adapted) == len(parameters) and _may_fuse(optimizer, group):
-                self._replaced.append((group, "fused", None))
-                group["fused"] = True
-            waited |= {p: self._waited[p] for p in adapted if p in self._waited}
-        self._waited = waited
-
-    def _adapt_parameter(self, optimizer: Optimizer, group: dict[str, Any], p: Tensor, decay: float) -> None:
-        state, name, gradient = optimizer.state.get(p, {}), _buffer_name(optimizer) or "", p.grad
-        assert gradient is not None
-        own = state.get(name)
-        if gradient.is_sparse:  # with nesterov, torch adds the buffer to it
-            gradient = gradient.to_dense()
-            self._lend_gradient(p, gradient)
-        given, x = local_part(gradient), local_part(p)
-        waited = self._waited.get(p)
-        if own is None or waited is None or waited.shape != given.shape or waited.device != given.device:
-            waited = self._waited[p] = torch.zeros_like(given, dtype=torch.uint8)
+        asked = None if None in wanted else set[Tensor]().union(*(each or () for each in wanted))
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        if decay:  # that of all the steps that an entry waited comes with its gradient
-            owed = (waited.to(x.dtype) + 1).mul_(x).mul_(-decay if group["maximize"] else decay)
-            owed = owed if scale is None else owed * scale
-            lent = torch.empty_like(gradient)
-            local_part(lent).copy_(torch.where(given != 0, given + owed, 0))
-            self._lend_gradient(p, lent)
-            given = local_part(lent)
-        if own is None:  # in its first step an optimizer has no momentum yet
-            del self._waited[p]
-            return
-        if own.is_sparse:  # SGD's first buffer is a copy of the gradient
-            own = state[name] = own.to_dense()
-        momentum = _momentum(group)
-        weight = 1 - group.get("dampening", momentum)  # SGD's or Adam's
-        given = given if scale is None else given / scale
-        buffer = torch.empty_like(own)
-        ops.catch_up_(
-            local_part(own),
-            waited,
-            -given if group["maximize"] else given,
-            momentum,
-            weight,
-            skipped,
-            out=local_part(buffer),
-        )
-        self._replaced.append((state, name, own))
-        state[name] = buffer
+        steps: list[tuple[Tensor, Rule]] = []
+        known: list[Tensor] = []
+        for group in optimizer.param_groups if wanted else ():
+            if not _momentum(group):
+                continue
+            parameters, rule = group["params"], rule_of(optimizer, group)
+            adapted = parameters if asked is None else [p for p in parameters if p in asked]
+            if adapted and rule.waits:
+                self._replace(group, "weight_decay", 0.0)  # it is in the gradients of this step
+                for p in parameters if len(adapted) < len(parameters) else ():
+                    if p.grad is not None and asked is not None and p not in asked:
+                        scaled = p if scale is None else p * scale  # a fused step divides gradients
+                        self._lend_gradient(p, p.grad.add(scaled, alpha=rule.sign * rule.decay))
+            # The step of other parameters must keep its bits.
+            if adapted and len(adapted) == len(parameters) and self._may_fuse(optimizer, group):
+                self._replace(group, "fused", True)
+            steps += [(p, rule) for p in adapted if p.grad is not None]
+            known += adapted
+        if len(self._members) > len(known):  # parameters were removed
+            self._members = {p: self._members[p] for p in known if p in self._members}
+        self._step_buffers(optimizer, steps, scale, skipped)
+
+    def _step_buffers(
+        self, optimizer: Optimizer, steps: Sequence[tuple[Tensor, Rule]], scale: Tensor | None, skipped: Tensor | None
+    ) -> None:
+        """Steps the momentum buffers, and lends the optimizer others, and gradients that include decay."""
+        members = [self._member(p, optimizer) for p, _ in steps]
+        buffers = self._buffers.like([member.own for member in members])
+        gradients = iter(self._lent.like([p for p, rule in steps if rule.waits]))
+        several = []
+        for (p, rule), member, buffer in zip(steps, members, buffers, strict=True):
+            lent = next(gradients) if rule.waits else None
+            several.append(member.stepped(p, buffer, lent, rule))
+            if lent is not None:
+                self._lend_gradient(p, lent)
+            if member.state is not None:
+                self._replaced.append((member.state, self._name, member.own))
+                member.state[self._name] = buffer
+        ops.catch_up_(several, scale, skipped, self._tables)
+
+    def _member(self, p: Tensor, optimizer: Optimizer) -> _Member:
+        """The member of a parameter, in agreement with its gradient and its state in the optimizer."""
+        member, state, name = self._members.get(p), optimizer.state.get(p), self._name
+        if p.grad is not None and p.grad.is_sparse:  # with nesterov, torch adds the buffer to it
+            self._lend_gradient(p, p.grad.to_dense())
+        if member is not None and state is member.state and state is not None and state.get(name) is member.own:
+            return member
+        if state is None or state.get(name) is None:  # its first step; momentum is zero
+            self._members[p] = member = _Member(p, None, name, None)
+            return member
+        if state[name].is_sparse:  # SGD's first buffer is a copy of the gradient
+            state[name] = state[name].to_dense()
+        if member is not None and member.state is None:  # SGD's has decay also where there was no gradient
+            local_part(state[name]).masked_fill_(member.waited != 0, 0)
+        self._members[p] = member = _Member(p, state, name, member and member.waited)
+        return member
+
+    def _may_fuse(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+        """Whether a fused step may replace torch's default, where the user left the choice to torch."""
+        options = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")]
+        if options != [None, None, False]:
+            return False
+        members = self._members
+        return all(p in members and members[p].may_fuse(p, optimizer.state[p]) for p in group["params"])
+
+    def _replace(self, options: dict[str, Any], name: str, value: Any) -> None:
+        """Replaces a part of the optimizer's state during the step."""
+        self._replaced.append((options, name, options[name]))
+        options[name] = value
 
     def _lend_gradient(self, p: Tensor, gradient: Tensor) -> None:
         """Replaces a parameter's gradient during the step."""
-        if p not in self._gradients:
-            self._gradients[p] = p.grad
+        self._gradients.append((p, p.grad))
         p.grad = gradient
 
     def _restore(self, *_: Any) -> None:
         """Restores the optimizer's state and the gradients."""
         self._restore_state()
-        for p, gradient in self._gradients.items():
+        for p, gradient in reversed(self._gradients):
             p.grad = gradient
         self._gradients.clear()
+        self._buffers.free()
+        self._lent.free()
 
     def _restore_state(self, *_: Any) -> None:
         for options, name, own in self._replaced:
             options[name] = own
         self._replaced.clear()
+
+
+class _Member:
+    """An adapted parameter: its own momentum buffer, its step counts, and how they lie in memory.
+
+    Args:
+        p: The parameter.
+        state: Its state in the optimizer; None if that has no momentum buffer yet.
+        name: Name of the momentum buffer.
+        waited: Step counts so far; not used if they do not fit the buffer.
+    """
+
+    def __init__(self, p: Tensor, state: dict[str, Any] | None, name: str, waited: Tensor | None) -> None:
+        self.state = state
+        self.own: Tensor = torch.zeros_like(p) if state is None else state[name]
+        local = local_part(self.own)
+        if waited is None or waited.shape != local.shape or waited.device != local.device:
+            waited = torch.zeros_like(local, dtype=torch.uint8)
+        self.waited = waited  # D - 1 of each entry
+        self._buffer, self._kind = local, ops.kind_of(local, waited, local_part(p))
+        self._shape, self._stride = local.shape, local.stride()
+        self._checked: list[Any] = []  # a state that a fused step can take
+
+    def stepped(self, p: Tensor, buffer: Tensor, lent: Tensor | None, rule: Rule) -> tuple[Stepped, ops.Kind | None]:
+        """The arguments of a step for :func:`lightning_topk.core.ops.catch_up_`."""
+        x, gradient, kind = p, p.grad, self._kind
+        assert gradient is not None
+        if self.own is not self._buffer:  # a DTensor
+            x, gradient, buffer, lent = (
+                each if each is None else local_part(each) for each in (p, gradient, buffer, lent)
+            )
+        for each in (x, gradient):
+            if each.stride() != self._stride or each.shape != self._shape:
+                kind = kind if ops.alike(each, self._buffer) else None
+        if gradient.dtype != x.dtype:
+            kind = None
+        return Stepped(self._buffer, self.waited, gradient, buffer, x, lent, rule), kind
+
+    def may_fuse(self, p: Tensor, state: Mapping[str, Any]) -> bool:
+        """Whether a fused step can take a parameter; on a CPU it checks neither shapes nor strides."""
+        several = [*state.values()]
+        if len(several) != len(self._checked) or not all(map(operator.is_, several, self._checked)):
+            shapes = {x.shape for name, x in state.items() if name != "step"}
+            if shapes != {self._shape} or not all(map(_fusible, several)):
+                return False
+            self._checked = several
+        return all(x.shape == self._shape and _fusible(x) for x in (p, p if p.grad is None else p.grad))
+
+
+def _fusible(x: Tensor) -> bool:
+    plain = type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.layout == torch.strided
+    return plain and not x.is_cuda and x.is_contiguous()
+
+
+class _Temporary:
+    """Tensors whose memory exists only during a step: one storage per device and dtype."""
+
+    def __init__(self) -> None:
+        self._models: Sequence[Tensor] = ()
+        self._made: list[Tensor] = []
+        self._sizes: dict[torch.UntypedStorage, int] = {}
+
+    def like(self, models: Sequence[Tensor]) -> list[Tensor]:
+        """Returns uninitialized tensors of the shapes and memory formats of ``models``."""
+        if len(models) != len(self._models) or not all(map(operator.is_, models, self._models)):
+            self._models, self._made, self._sizes = models, [], {}
+            self._make()
+        for storage, size in self._sizes.items():
+            storage.resize_(size)
+        return self._made
+
+    def _make(self) -> None:
+        ends: dict[tuple[torch.device, torch.dtype], int] = {}
+        parts, at = [local_part(each) for each in self._models], []
+        for part in parts:
+            kind = part.device, part.dtype
+            at.append(ends.get(kind, 0))
+            ends[kind] = at[-1] + -(-part.numel() // ALIGNED) * ALIGNED
+        flat = {kind: torch.empty(end, dtype=kind[1], device=kind[0]) for kind, end in ends.items()}
+        self._sizes = {each.untyped_storage(): each.untyped_storage().nbytes() for each in flat.values()}
+        for model, part, begin in zip(self._models, parts, at, strict=True):
+            strides = torch.empty_like(part, device="meta").stride()
+            made = flat[part.device, part.dtype].as_strided(part.shape, strides, begin)
+            self._made.append(_whole(made, model))
+
+    def free(self) -> None:
+        """Frees the memory."""
+        for storage in self._sizes:
+            storage.resize_(0)
+
+
+ALIGNED = 64
+"""Elements between whose multiples temporary tensors begin, so that kernels load several at once."""
 
 
 def adapt_momentum(
@@ -199,16 +316,38 @@ def adapt_momentum(
                     "unchanged."
                 )
         elif has_momentum:
-            warnings.append(
-                f"lightning_topk: {name} keeps its own momentum: only torch's SGD, Adam, AdamW and NAdam are adapted. "
-                f"If {name} wraps one of them, pass the inner optimizer."
-            )
+            words = f"lightning_topk: {name} keeps its own momentum: only torch's {ADAPTED} are adapted."
+            overridden = [base.__name__ for base in type(optimizer).__mro__ if _steps_as(base)]
+            if overridden:
+                words += (
+                    f" {name} overrides the step of {overridden[0]}: use {overridden[0]} itself, with hooks "
+                    "(register_step_pre_hook, register_step_post_hook) for the rest."
+                )
+            elif any(isinstance(each, Optimizer) for each in vars(optimizer).values()):
+                words += f" If {name} wraps one of them, pass the inner optimizer."
+            warnings.append(words)
     return notes, warnings
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer of torch inside a wrapper without torch's hooks, such as Accelerate's or schedule-free's."""
+    while not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)
+        if not hasattr(inner, "param_groups"):
+            break
+        optimizer = inner
+    return optimizer
 
 
 def _buffer_name(optimizer: Optimizer) -> str | None:
     """The name of an optimizer's momentum buffer; None if its ``step`` cannot be adapted."""
-    return _STEPS.get(inspect.unwrap(type(optimizer).step))
+    return _steps_as(type(optimizer))
+
+
+def _steps_as(kind: type) -> str | None:
+    """The name of the momentum buffer of a class of optimizers, if its ``step`` is one of torch's that are adapted."""
+    step = getattr(kind, "step", None)
+    return None if step is None else _STEPS.get(inspect.unwrap(step))
 
 
 def _momentum(group: Mapping[str, Any]) -> Any:
@@ -217,26 +356,63 @@ def _momentum(group: Mapping[str, Any]) -> Any:
     return momentum if 0 < momentum < 1 else 0.0
 
 
+def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
+    """The rule for the parameters of a group."""
+    m, sgd = _momentum(group), "dampening" in group
+    a, sign, decay = 1 - (group["dampening"] if sgd else m), -1 if group["maximize"] else 1, group["weight_decay"]
+    if group.get("decoupled_weight_decay") or not (isinstance(decay, Tensor) or decay):
+        return Rule(m, a, sign)
+    if not sgd:
+        return Rule(m, a, sign, decay, waits=True)
+    nesterov = group["nesterov"]
+    lr = group["lr"] + 1e-30  # where it is 0, nothing moves
+    rate = (1 - kept(lr, m, a, decay, nesterov)) / lr
+    # SGD's own step adds its decay once more, with nesterov 1 + m times, and multiplies the buffer by m.
+    settled = (rate - (1 + m) * decay) / m**2 if nesterov else (rate - a * decay) / m
+    return Rule(m, a, sign, decay, settled)
+
+
+def kept(lr: Any, momentum: Any, weight: Any, decay: Any, nesterov: bool) -> Any:
+    """The factor by which each step of SGD multiplies a weight that only decays, once its momentum has settled.
+
+    With b the momentum buffer, decay alone is x' = x - lr b', b' = m b + a w x, so x'' = (1 + m - lr a w) x' - m x: the
+    factor is the larger root of z^2 = (1 + m - lr a w) z - m. With nesterov, x' = x - lr (w x + m b') and a = 1, which
+    gives z^2 = q ((1 + m) z - m), q = 1 - lr w. For small decay both are about 1 - lr a w / (1 - m). Where the roots
+    are complex, dense training oscillates, and the factor is their magnitude.
+
+    Args:
+        lr: The learning rate.
+        momentum: m.
+        weight: a.
+        decay: w.
+        nesterov: Whether the step has Nesterov momentum.
+
+    Returns:
+        r, between 0 and 1: a number, or a scalar tensor if an argument is one.
+    """
+    if any(isinstance(each, Tensor) for each in (lr, momentum, weight, decay)):
+        lr, momentum, weight, decay = (
+            torch.as_tensor(each).to(torch.complex128) for each in (lr, momentum, weight, decay)
+        )
+    q = 1 - lr * decay
+    p, c = ((1 + momentum) * q, momentum * q) if nesterov else (1 + momentum - lr * weight * decay, momentum)
+    return abs(p + (p * p - 4 * c) ** 0.5) / 2
+
+
 def local_part(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x.detach()
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether Adam's fused step may replace torch's default here; on a CPU it checks neither shapes nor strides."""
-    options = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")]
-    if "betas" not in group or options != [None, None, False]:
-        return False
-    for p in group["params"]:
-        state = {**optimizer.state.get(p, {}), "parameter": p, "gradient": p if p.grad is None else p.grad}
-        if not (
-            {*map(type, state.values())} <= {Tensor, Parameter}
-            and {(x.device.type, x.dtype, x.layout) for x in state.values()} == {("cpu", torch.float32, torch.strided)}
-            and {x.shape for name, x in state.items() if name != "step"} == {p.shape}
-            and all(x.is_contiguous() for x in state.values())
-        ):
-            return False
-    return True
+def _whole(local: Tensor, like: Tensor) -> Tensor:
+    """The DTensor of which ``local`` is this rank's shard, if ``like`` is a DTensor; else ``local``."""
+    if not hasattr(like, "to_local"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> None:

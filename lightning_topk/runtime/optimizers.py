@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import ref
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.messages import WarnOnce
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, local_part
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, local_part, unwrapped
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Returns the optimizers, which may be created later or replaced."""
@@ -24,14 +25,24 @@ GetOptimizers = Callable[[], Sequence[Optimizer]]
 
 def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) -> GetOptimizers | None:
     """Returns a function that returns the optimizers; None if they are unknown."""
-    several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    if isinstance(several, list | tuple) and all(isinstance(each, Optimizer) for each in several):
+    several = [optimizer] if _is_optimizer(optimizer) else optimizer
+    if isinstance(several, list | tuple) and all(map(_is_optimizer, several)):
         return lambda: several
     if optimizer is not None and (isinstance(optimizer, Sequence) or not callable(optimizer)):
         raise TypeError(
             f"optimizer={optimizer!r} must be a torch optimizer, a list of them, or a function that returns a list."
         )
-    return optimizer
+    return optimizer  # type: ignore[return-value]  # a function
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_optimizer(x: Any) -> bool:
+    """Whether it is an optimizer of torch, or acts as one."""
+    return isinstance(x, Optimizer) or (hasattr(x, "param_groups") and hasattr(x, "step"))
 
 
 class Optimizers:
@@ -69,36 +80,37 @@ class Optimizers:
 
     def now(self) -> list[Optimizer]:
         """The optimizers that the user gives now."""
-        given = [] if self.given is None else self.given()
-        return [given] if isinstance(given, Optimizer) else list(given)
+        given: Any = [] if self.given is None else self.given()
+        return [*map(unwrapped, [given] if _is_optimizer(given) else given)]
 
     @property
     def scale(self) -> Tensor | None:
         """The scalar by which the loss is multiplied; None without a GradScaler."""
         return None if self._scaler is None else self._scaler._scale
 
-    def sync(self, compressed: Collection[Tensor], adapted: Collection[Tensor]) -> set[Tensor]:
+    def sync(self, compressed: set[Tensor], adapted: Collection[Tensor]) -> set[Tensor]:
         """Checks the optimizers; adapts momentum and watches the steps of new ones, and returns their parameters."""
         now, self._compressed = self.now(), compressed
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
-        parameters, known = sum(len(group["params"]) for each in now for group in each.param_groups), self._in_use
+        parameters, known = sum(len(parameters_of(each)) for each in now), self._in_use
         if [*map(id, now)] == [*map(id, known)] and parameters == self._parameters:
             return set()
         self.release()
         self._adapted = adapted
         if self._config.adapts_momentum:
-            notes, warnings = adapt_momentum(now, self, adapted)
+            ours = [each for each in now if not compressed.isdisjoint(parameters_of(each))]
+            notes, warnings = adapt_momentum(ours, self, adapted)
             for message in notes:
                 self.say.note(message)
             for message in warnings:
                 self.say(message)
         self._warn_of_decay(now)
-        torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]  # Accelerate's has none
+        torchs = [each for each in now if hasattr(each, "_optimizer_step_post_hooks")]
         self._hooked = len(torchs) == len(now)
         self._watched = [_Watched(each, self._first_that_learns(each, compressed), self) for each in torchs]
         self._known, self._parameters = [*map(ref, now)], parameters
-        return {p for each in now for group in each.param_groups for p in group["params"]}
+        return {p for each in now for p in parameters_of(each)}
 
     def _warn_of_decay(self, optimizers: Iterable[Optimizer]) -> None:
         """Names Adam with weight decay in the gradient where momentum is not adapted, or beta1 is zero."""
@@ -166,13 +178,23 @@ class Optimizers:
                     "trainer.model_wrapped."
                 )
 
+    @_disable_dynamo
+    def check_scaler(self) -> None:
+        """Warns if a GradScaler that the user did not pass takes this step: it is in a frame above the step's hooks."""
+        frame = sys._getframe() if self._scaler is None and self._config.compresses else None
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+                self.say(
+                    "lightning_topk: a GradScaler scales the loss. Pass the scaler to attach, as scaler=: residuals "
+                    "are then unscaled. Without it they count too much or too little whenever the scale changes."
+                )
+                return
+            frame = frame.f_back
+
     def warn_of_loss(self) -> None:
         """Warns of an exchanged gradient that was zeroed before its step. Waits for the device."""
-        if self._nonfinite_steps():
-            self.say(
-                "lightning_topk: a gradient was not finite, and its step was skipped, as a GradScaler does. Pass the "
-                "scaler to attach, as scaler=: residuals are then unscaled, and the scale may change."
-            )
+        if self._nonfinite_steps():  # a step with it was skipped, by a GradScaler or by hand
             return
         self.say(
             "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
@@ -259,6 +281,8 @@ class _Watched:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.reached = self.delivered = False
         self._steps += 1
+        if self._steps == 1:
+            self._owner.check_scaler()
         if self._steps == SETTLED and self._owner.exchanged:
             self._owner.check_delivered(optimizer)
         if not self._owner.exchanged:

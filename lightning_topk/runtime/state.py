@@ -7,6 +7,7 @@ this module turns them into jobs, queues them on the lane, and collects their re
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -204,12 +205,20 @@ class HookState:
             return
         names = {self.parameter_of(member): name for member, name in self.names.items()}
         trained = [p for p in names if p.requires_grad and p in compressed]
-        idle = [names[p] for p in trained if p not in updated and names[p] not in self._elsewhere]
-        if idle:
+        idle = [p for p in trained if p not in updated and names[p] not in self._elsewhere]
+        others = Counter(p.shape for p in updated if p not in names)
+        if idle and Counter(p.shape for p in idle) <= others:
             self._say(
-                f"lightning_topk: {len(idle)} of {len(trained)} trained parameters ({idle[0]!r} for one) are in no "
-                "optimizer. Unless their gradients are zeroed elsewhere, they grow in every step and take the place of "
-                "others in the payloads. Freeze these parameters with requires_grad_(False), or pass all optimizers."
+                f"lightning_topk: optimizers step copies of {len(idle)} of {len(trained)} trained parameters "
+                f"({names[idle[0]]!r} for one), such as fp32 copies of bf16 parameters. Their momentum is not adapted "
+                "to compression, and training may end behind DDP's. Use fp32 parameters and autocast instead of copies "
+                "(in Lightning precision='bf16-mixed')."
+            )
+        elif idle:
+            self._say(
+                f"lightning_topk: {len(idle)} of {len(trained)} trained parameters ({names[idle[0]]!r} for one) are in "
+                "no optimizer. Unless their gradients are zeroed elsewhere, they grow in every step and take the place "
+                "of others in the payloads. Freeze these parameters with requires_grad_(False), or pass all optimizers."
             )
 
     # -------------------------------------------------------------------------------- between two backward passes

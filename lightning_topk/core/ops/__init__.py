@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import reference
+from lightning_topk.core.ops.reference import Stepped
 
 FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
 """Wires that :func:`send` and :func:`receive` support; values of other wires are encoded in a step of their own."""
@@ -154,18 +157,64 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     return version.elias_fano_decode(code, universe, k, low)
 
 
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What parameters have in common that one launch of :func:`catch_up_` steps; compared by identity, which is fast.
+
+    Attributes:
+        version: The fast version that steps them.
+        buffer: dtype of the momentum buffers.
+        parameter: dtype of the parameters and their gradients.
+    """
+
+    version: Any
+    buffer: torch.dtype
+    parameter: torch.dtype
+
+
+@cache
+def _kind(device: torch.device, buffer: torch.dtype, parameter: torch.dtype) -> Kind | None:
+    version = fast(device)
+    if version is None or not {buffer, parameter} <= {*version.CATCHES_UP}:
+        return None
+    return Kind(version, buffer, parameter)
+
+
+def kind_of(buffer: Tensor, waited: Tensor, parameter: Tensor) -> Kind | None:
+    """The kind of a parameter; None if no fast version can step it."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(buffer)
+    same = dense and all(alike(each, buffer) for each in (waited, parameter))
+    return _kind(buffer.device, buffer.dtype, parameter.dtype) if same else None
+
+
 def catch_up_(
-    buffer: Tensor, waited: Tensor, gradient: Tensor, momentum: float | Tensor, weight: float | Tensor,
-    skipped: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
-    """Steps a momentum buffer; see :func:`lightning_topk.core.ops.reference.catch_up_`."""
-    tensors = (buffer, waited, gradient, out)
-    version: Any = None if isinstance(momentum, Tensor) else fast(buffer.device)
+    several: Sequence[tuple[Stepped, Kind | None]],
+    scale: Tensor | None,
+    skipped: Tensor | None,
+    tables: dict[Kind, dict[str, Any]],
+) -> None:
+    """Steps momentum buffers, all of a kind in one launch; see :func:`.reference.catch_up_`.
+
+    Args:
+        several: The parameters, with their kinds.
+        scale: See :func:`.reference.catch_up_`.
+        skipped: See :func:`.reference.catch_up_`.
+        tables: Empty at the first call for these parameters; keeps tables of their addresses on the device.
+    """
+    together: dict[Kind | None, list[Stepped]] = {}
+    for stepped, kind in several:
+        together.setdefault(kind, []).append(stepped)
+    for kind, members in together.items():
+        if kind is not None:
+            kind.version.catch_up_(members, scale, skipped, tables.setdefault(kind, {}))
+        else:
+            for stepped in members:
+                reference.catch_up_(stepped, scale, skipped)
+
+
+def alike(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same shape and memory format, so that flat loops meet the same entries."""
+    if x.shape != y.shape:
+        return False
     # Strides of dimensions with one element mean nothing, and may differ between ranks.
-    dense = len({(each.shape, each.squeeze().stride()) for each in tensors}) == 1
-    dense = dense and torch.ops.aten.is_non_overlapping_and_dense(buffer)
-    if version is None or not dense or not {each.dtype for each in tensors} <= version.CATCHES_UP:
-        reference.catch_up_(buffer, waited, gradient, momentum, weight, skipped, out)
-        return
-    *inputs, lent = (each.as_strided((each.numel(),), (1,)) for each in tensors)
-    version.catch_up_(*inputs, momentum, weight, skipped, lent)
+    return x.stride() == y.stride() or x.squeeze().stride() == y.squeeze().stride()

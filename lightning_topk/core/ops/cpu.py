@@ -7,6 +7,8 @@ the same bits as the reference's, except that momentum agrees to rounding.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import loops, reference
+from lightning_topk.core.ops.reference import Stepped, address_table
 
-CATCHES_UP = {torch.float32, torch.uint8}
-"""dtypes that :func:`catch_up_` supports."""
+CATCHES_UP = {torch.float32}
+"""dtypes of parameters and momentum buffers that :func:`catch_up_` supports."""
 
 _salts = random.Random()  # seeds of samples; the selection does not depend on them
 
@@ -106,14 +109,11 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     return index
 
 
-def catch_up_(
-    buffer: Tensor, waited: Tensor, gradient: Tensor, momentum: float, weight: float,
-    skipped: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
-    """Same as :func:`lightning_topk.core.ops.reference.catch_up_`, of flat tensors, in one pass over memory."""
-    arrays = [each.numpy() for each in (buffer, waited, gradient, out)]
+def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
+    """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each, in one pass over memory."""
+    rows, rules = address_table(several)
     taken = skipped is None or not skipped
-    loops.catch_up(*arrays, float(momentum), float(weight), bool(taken))
+    loops.catch_up(np.array(rows), np.array(rules, np.float64), 1.0 if scale is None else float(scale), bool(taken))
 
 
 def _salt() -> np.uint64:

@@ -18,13 +18,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from lightning_topk.core.layout import BLOCK, Layout, PayloadFormat
 from lightning_topk.core.ops import kernels
+from lightning_topk.core.ops.reference import Stepped, address_table
 
 TILE = 4096
 """Elements per Triton program, a multiple of the block size."""
@@ -38,8 +43,8 @@ LOW = 24
 """The widest low part of a position that is read with 32 bits."""
 EXACT = {"enable_fp_fusion": False}
 """Options of every launch: no fused multiply-add, which rounds only once."""
-CATCHES_UP = {torch.float32, torch.float16, torch.bfloat16, torch.uint8}
-"""dtypes that :func:`catch_up_` supports."""
+CATCHES_UP = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""dtypes of parameters and momentum buffers that :func:`catch_up_` supports, and Triton's names."""
 ROUNDED = {None: 0, torch.float32: 0, torch.float16: 16, torch.bfloat16: 17}
 """Kernel constant for the dtype to which receivers round decoded values."""
 
@@ -116,17 +121,41 @@ def is_finite(x: Tensor) -> Tensor:
     return finite
 
 
-def catch_up_(
-    buffer: Tensor, waited: Tensor, gradient: Tensor, momentum: float, weight: float,
-    skipped: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
-    """Same as :func:`lightning_topk.core.ops.reference.catch_up_`, of flat tensors: 18 bytes per float32 entry."""
-    grid = (triton.cdiv(buffer.numel(), SLOTS),)
+def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
+    """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each, in one launch.
+
+    It moves 18 bytes per float32 entry, and 4 or 8 more with weight decay in the gradient. ``tables`` are copied to the
+    device where they changed.
+    """
+    buffer, parameter, (rows, rules) = several[0].buffer, several[0].parameter, address_table(several)
+    tiles = [triton.cdiv(row[6], SLOTS) for row in rows]
+    firsts = [end - own for end, own in zip(accumulate(tiles), tiles, strict=True)]
+    by_rule = [[*rule, math.log2(rule.momentum), 1 / (1 - rule.momentum)] for rule in rules]
+    table = _on(buffer, tables, "table", [[*row, first] for row, first in zip(rows, firsts, strict=True)])
+    owners = _on(buffer, tables, "owners", tiles)
+    dtypes = CATCHES_UP[buffer.dtype], CATCHES_UP[parameter.dtype]
     with torch.cuda.device_of(buffer):
-        kernels.catch_up[grid](
-            buffer, waited, gradient, out, buffer if skipped is None else skipped, buffer.numel(), momentum, weight,
-            math.log2(momentum), 1 / (1 - momentum), skipped is not None, SLOTS, **EXACT,
+        kernels.catch_up[(sum(tiles),)](
+            table, owners, _on(buffer, tables, "rules", by_rule), table if scale is None else scale,
+            table if scale is None else scale.reciprocal(), table if skipped is None else skipped, *dtypes,
+            scale is not None, skipped is not None, SLOTS, **EXACT,
         )  # fmt: skip
+
+
+def _on(like: Tensor, tables: dict[str, Any], name: str, rows: list[Any]) -> Tensor:
+    """A table on the device of ``like``, copied there if it changed; ``owners`` are given by the tiles of each row."""
+    known = tables.get(name)
+    if known is None or known[0] != rows:
+        if name == "owners":
+            made = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(
+                torch.tensor(rows), output_size=sum(rows)
+            )
+        else:
+            made = torch.tensor(rows, dtype=torch.float32 if name == "rules" else torch.int64)
+        # An asynchronous copy: the host does not wait for the device.
+        known = rows, (made.pin_memory() if like.is_cuda else made).to(like.device, non_blocking=True)
+        tables[name] = known
+    return known[1]
 
 
 def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:

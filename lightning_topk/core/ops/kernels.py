@@ -367,23 +367,52 @@ def _bf16_at(start, slot, wanted):
 
 @launched
 def catch_up(
-    buffer, waited, gradient, out, skipped, numel, momentum, weight, log_momentum, reach,
-    SKIPPABLE: tl.constexpr, TILE: tl.constexpr,
+    table, owners, rules, scale, inverse, skipped,
+    BUFFER: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr, SKIPPABLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Steps a momentum buffer, see ``reference.catch_up_``. ``reach``: 1 / (1 - momentum); the logarithm is binary."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    """Steps the momentum buffers of several parameters, see ``reference.catch_up_``.
+
+    A row of ``table`` is one of ``reference.address_table``, and the number of its first tile. ``owners`` has the row
+    of each tile. A row of ``rules`` is a Rule, and log2(m) and 1 / (1 - m). BUFFER and GRADIENT are dtypes. ``inverse``
+    is 1 / ``scale``.
+    """
+    owner = tl.load(owners + tl.program_id(0))
+    row = table + owner.to(tl.int64) * 9
+    buffer = tl.load(row).to(tl.pointer_type(BUFFER))
+    waited = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+    gradient = tl.load(row + 2).to(tl.pointer_type(GRADIENT))
+    out = tl.load(row + 3).to(tl.pointer_type(BUFFER))
+    parameter = tl.load(row + 4).to(tl.pointer_type(GRADIENT))
+    lent = tl.load(row + 5).to(tl.pointer_type(GRADIENT))
+    decays, lends = tl.load(row + 4) != 0, tl.load(row + 5) != 0
+    numel, rule = tl.load(row + 6), rules + tl.load(row + 7) * 8
+    at = (tl.program_id(0) - tl.load(row + 8)) * TILE + tl.arange(0, TILE)
     inside = at < numel
-    given = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    momentum, weight, sign = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
+    decay, settled, waits = tl.load(rule + 3), tl.load(rule + 4), tl.load(rule + 5)
+    log_momentum, reach = tl.load(rule + 6), tl.load(rule + 7)
+    found = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(buffer + at, mask=inside, other=0.0).to(tl.float32)
     steps = tl.load(waited + at, mask=inside, other=0)
-    here = inside & (given != 0)
+    x = tl.load(parameter + at, mask=inside & decays, other=0.0).to(tl.float32)
+    here = inside & (found != 0)
     counted = steps + (steps < 254).to(tl.uint8)
     if SKIPPABLE:
         taken = tl.load(skipped) == 0
         here = tl.where(taken, here, False)
         counted = tl.where(taken, counted, steps)
+    given = sign * found
+    if SCALED:
+        given *= tl.load(inverse)
+    d = steps.to(tl.float32)
+    given += decay * tl.where(waits != 0, d + 1.0, tl.where(d == 0, 1.0, 0.0)) * x
     v = momentum * b + weight * given
-    faded = tl.exp2(steps.to(tl.float32) * log_momentum)
-    tl.store(out + at, tl.where(here, b + (1.0 - faded) * reach * v, 0.0), mask=inside)
+    faded = tl.exp2(d * log_momentum)
+    shrinks = tl.where(here & (d == 0), 0.0, tl.where(settled == 0, 0.0, settled * x))
+    moved = tl.where(here, b + (1.0 - faded) * reach * v, 0.0) + shrinks
+    tl.store(out + at, moved, mask=inside)
     tl.store(buffer + at, faded * v, mask=here)
     tl.store(waited + at, tl.where(here, 0, counted).to(tl.uint8), mask=inside)
+    if SCALED:
+        given *= tl.load(scale)
+    tl.store(lent + at, tl.where(here, sign * given, 0.0), mask=inside & lends)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from lightning_topk.core.layout import BLOCK, Layout
@@ -523,36 +523,77 @@ def add_at(out, deal, places, values):
                     out[flat[i]] += group[i]
 
 
+@intrinsic
+def _bytes_at(_, address):
+    """A pointer to uint8 at an address."""
+    return types.CPointer(types.uint8)(types.int64), _to_pointer
+
+
+@intrinsic
+def _floats_at(_, address):
+    """A pointer to float32 at an address."""
+    return types.CPointer(types.float32)(types.int64), _to_pointer
+
+
+def _to_pointer(context, builder, signature, arguments):
+    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+
 @compiled
-def catch_up(b, waited, g, out, momentum, weight, taken):
-    """See ``reference.catch_up_``; ``taken`` is false if the step is skipped.
+def catch_up(table, rules, scale, taken):
+    """See ``reference.catch_up_`` and ``reference.address_table``; ``taken`` is false if the step is skipped.
 
     Most entries are not delivered. The work for all of them is vectorised, tile by tile; a second loop visits the
     delivered ones.
     """
     faded, reach = np.empty(255), np.empty(255)  # m^d and 1 + ... + m^(d-1), for d steps waited
-    faded[0], reach[0] = 1, 0
-    for d in range(1, 255):
-        faded[d], reach[d] = faded[d - 1] * momentum, reach[d - 1] + faded[d - 1]
     marks = np.zeros(TILE, np.uint8)
     words = marks.view(np.uint64)
-    for begin in range(0, len(b), TILE):
-        g_, b_ = g[begin : begin + TILE], b[begin : begin + TILE]
-        out_, waited_ = out[begin : begin + TILE], waited[begin : begin + TILE]
-        out_[:] = 0
-        if not taken:
-            continue
-        marks[len(g_) :] = 0
-        for i in range(len(g_)):
-            marks[i] = np.uint8(g_[i] != 0)
-        for w in range(TILE // 64):
-            word = marked(words, w)
-            while word:
-                i = 64 * w + np.int64(trailing_zeros(word))
-                v = momentum * b_[i] + weight * g_[i]
-                out_[i] = b_[i] + reach[waited_[i]] * v
-                b_[i] = faded[waited_[i]] * v
-                waited_[i] = 255
-                word &= word - np.uint64(1)
-        for i in range(len(waited_)):  # counts the step: 254 stays, and 255 becomes 0
-            waited_[i] = min(waited_[i], 253) + 1 if waited_[i] != 255 else 0
+    known = -1
+    for row in table:
+        numel, lends = row[6], row[5] != 0
+        b, waited = carray(_floats_at(row[0]), numel), carray(_bytes_at(row[1]), numel)
+        g, out = carray(_floats_at(row[2]), numel), carray(_floats_at(row[3]), numel)
+        x, lent = carray(_floats_at(row[4]), numel), carray(_floats_at(row[5]), numel)
+        momentum, weight, sign, decay, settled, waits = rules[row[7]]
+        if row[7] != known:
+            known = row[7]
+            faded[0], reach[0] = 1, 0
+            for d in range(1, 255):
+                faded[d], reach[d] = faded[d - 1] * momentum, reach[d - 1] + faded[d - 1]
+        for begin in range(0, numel, TILE):
+            size = min(TILE, numel - begin)
+            g_, b_, x_ = g[begin : begin + size], b[begin : begin + size], x[begin : begin + size]
+            out_, waited_, lent_ = out[begin : begin + size], waited[begin : begin + size], lent[begin : begin + size]
+            if settled != 0:
+                for i in range(size):
+                    out_[i] = settled * x_[i]
+            else:
+                out_[:] = 0
+            if lends:
+                lent_[:] = 0
+            if not taken:
+                continue
+            marks[size:] = 0
+            for i in range(size):
+                marks[i] = np.uint8(g_[i] != 0)
+            for w in range(TILE // 64):
+                word = marked(words, w)
+                while word:
+                    i = 64 * w + np.int64(trailing_zeros(word))
+                    d = np.int64(waited_[i])
+                    given = sign * g_[i] / scale
+                    if decay != 0 and (waits or d == 0):
+                        given += decay * (d + 1) * x_[i]
+                    v = momentum * b_[i] + weight * given
+                    moved = b_[i] + reach[d] * v
+                    if settled != 0 and d > 0:
+                        moved += settled * x_[i]
+                    out_[i] = moved
+                    b_[i] = faded[d] * v
+                    if lends:
+                        lent_[i] = sign * given * scale
+                    waited_[i] = 255
+                    word &= word - np.uint64(1)
+            for i in range(size):  # counts the step: 254 stays, and 255 becomes 0
+                waited_[i] = min(waited_[i], 253) + 1 if waited_[i] != 255 else 0

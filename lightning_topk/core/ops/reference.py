@@ -6,7 +6,9 @@ row per shard when sending, one row per sender when receiving.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -293,30 +295,106 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     return (high << low) + lows
 
 
-def catch_up_(
-    buffer: Tensor, waited: Tensor, gradient: Tensor, momentum: float | Tensor, weight: float | Tensor,
-    skipped: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
+class Rule(NamedTuple):
+    """How the optimizer of a parameter steps, see :mod:`lightning_topk.runtime.momentum`.
+
+    Attributes:
+        momentum: m, in (0, 1).
+        weight: a, the factor of a gradient when the optimizer adds it to its momentum buffer.
+        sign: -1 if the optimizer maximizes, else 1.
+        decay: w, the factor of the parameter that is part of the gradient; 0 for none.
+        settled: What the optimizer's own step needs in the buffer, as a factor of the parameter, to decay an entry by
+            as much as dense training does in the long run; 0 if decay waits for the gradient.
+        waits: Whether the decay of all steps comes with the gradient.
+    """
+
+    momentum: float | Tensor
+    weight: float | Tensor
+    sign: int = 1
+    decay: float | Tensor = 0.0
+    settled: float | Tensor = 0.0
+    waits: bool = False
+
+
+class Stepped(NamedTuple):
+    """The tensors of one parameter in an adapted step, all of its shape.
+
+    Attributes:
+        buffer: The optimizer's momentum buffer, b.
+        waited: uint8, how many steps each entry has waited since its last delivery, at most 254.
+        gradient: The gradient, of any dtype, as the optimizer finds it.
+        out: Of the buffer's dtype: becomes the buffer for the optimizer's own step.
+        parameter: x; read only with weight decay.
+        lent: Of the gradient's dtype: becomes the gradient for the optimizer's own step. None if that keeps its own.
+        rule: The rule of its group.
+    """
+
+    buffer: Tensor
+    waited: Tensor
+    gradient: Tensor
+    out: Tensor
+    parameter: Tensor
+    lent: Tensor | None
+    rule: Rule
+
+
+def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | None = None) -> None:
     """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.momentum`.
 
+    With v = m b + a (g + decay) of an entry that waited d steps, and whose gradient is not zero, the buffer becomes
+    m^d v, and ``out`` b + (1 + ... + m^(d-1)) v. Other entries keep their buffer, and ``out`` is zero there; to both,
+    unless d is 0, the decay of this step is added. ``waited`` becomes zero or is incremented.
+
     Args:
-        buffer: An optimizer's momentum buffer, of any shape, b. Where the gradient is not zero it becomes m^d v, with
-            v = m b + a g and d steps waited; elsewhere it is unchanged.
-        waited: Of the same shape, uint8: how many steps each entry has waited since its last delivery, at most 254.
-            Becomes zero where the gradient is not zero, and is incremented elsewhere.
-        gradient: Of the same shape, any dtype: the gradient as the optimizer uses it.
-        momentum: m, in (0, 1); a number or a scalar.
-        weight: a, the factor of a gradient when the optimizer adds it to the buffer; a number or a scalar.
+        stepped: The tensors; changed in place.
+        scale: Scalar by which the optimizer divides gradients; None for none.
         skipped: Scalar, nonzero if the optimizer skips the step: then ``buffer`` and ``waited`` stay. None if never.
-        out: Of the buffer's shape and dtype; becomes the buffer with which the optimizer's own step follows the rule:
-            b + (1 + ... + m^(d-1)) v where the gradient is not zero, 0 elsewhere.
     """
+    buffer, waited, gradient, out, parameter, lent, rule = stepped
     taken = torch.ones((), dtype=torch.bool, device=buffer.device) if skipped is None else skipped == 0
     delivered = (gradient != 0) & taken
     wide = torch.promote_types(buffer.dtype, torch.float32)
-    b = buffer.to(wide)
-    v = momentum * b + weight * gradient.to(wide)
-    faded = momentum ** waited.float()
-    out.copy_(torch.where(delivered, b + (1 - faded) / (1 - momentum) * v, 0.0))
+    b, x, d, first = buffer.to(wide), parameter.to(wide), waited.to(wide), waited == 0
+    g = rule.sign * gradient.to(wide)
+    if scale is not None:
+        g = g / scale
+    if _given(rule.decay):
+        g = g + rule.decay * ((d + 1) * x if rule.waits else torch.where(first, x, 0.0))
+    if lent is not None:
+        given = rule.sign * g
+        lent.copy_(torch.where(delivered, given if scale is None else given * scale, 0.0))
+    v = rule.momentum * b + rule.weight * g
+    faded = rule.momentum**d
+    moved = torch.where(delivered, b + (1 - faded) / (1 - rule.momentum) * v, 0.0)
+    if _given(rule.settled):
+        moved = torch.where(delivered & first, moved, moved + rule.settled * x)
+    out.copy_(moved)
     buffer.copy_(torch.where(delivered, faded * v, b))
     waited.add_((waited < 254) & taken).masked_fill_(delivered, 0)
+
+
+def _given(factor: float | Tensor) -> bool:
+    """Whether a factor may differ from 0; a scalar tensor is not read, which would wait for its device."""
+    return isinstance(factor, Tensor) or factor != 0
+
+
+def address_table(several: Sequence[Stepped]) -> tuple[list[list[int]], list[Rule]]:
+    """For compiled loops and kernels: a row of integers for each parameter, and the rules.
+
+    A row has the addresses of the six tensors, 0 for one that is not needed; the number of elements; and that of the
+    rule.
+    """
+    rules, numbers = list[Rule](), dict[int, int]()
+    for each in several:
+        if id(each.rule) not in numbers:
+            numbers[id(each.rule)] = len(rules)
+            rules.append(each.rule)
+    rows = [
+        [
+            buffer.data_ptr(), waited.data_ptr(), gradient.data_ptr(), out.data_ptr(),
+            parameter.data_ptr() if rule.decay else 0, 0 if lent is None else lent.data_ptr(),
+            buffer.numel(), numbers[id(rule)],
+        ]
+        for buffer, waited, gradient, out, parameter, lent, rule in several
+    ]  # fmt: skip
+    return rows, rules
