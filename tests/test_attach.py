@@ -259,6 +259,9 @@ def test_local_world_size_comes_from_torchrun_if_nodes_are_equal(rank, world):
             said = refusal(attach, ddp(), topology="hierarchical") if local == 1 else ""
         assert (state.local, state.config.topology) == (local, "sharded")
         assert ("needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is [" in said) == (local == 1)
+    told: list[str] = []
+    attach(ddp(), local_world_size=3, announce=told.append)
+    assert any("since 4 ranks are not whole nodes of 3" in line for line in told) == (rank == 0)
 
 
 @on_ranks(4)

@@ -42,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "reproduce: learning rates",
     },
     "rate": {"help": "link speed of emulated hosts, such as 1gbit/20ms (default: the workers share this host)"},
+    "buckets": {"type": count, "help": "buckets, of a tiny layer each (default: 20)"},
     "seconds": {"type": float, "help": "time per peer; slow peers take longer (default: 10)"},
     "peers": {"nargs": "+", "help": "peers to time (default: all that apply)"},
     "workers": {"type": count, "help": "processes, or emulated hosts of one process (default: 2)"},
@@ -80,6 +81,11 @@ COMMANDS = {
         "whole training steps of a torchvision model, on this host or on emulated hosts",
         "model workers rate ratio saving batch_size image_size steps peers",
     ),
+    "bench overhead": (
+        "bench.overhead:run",
+        "the host's time for tiny layers in many buckets, beside DDP's",
+        "workers buckets steps device",
+    ),
     "bench race": (
         "bench.race:run",
         "whole trainings on emulated hosts, up to the final loss of dense training; resumable",
@@ -102,6 +108,11 @@ COMMANDS = {
         "papers.at_size:run",
         "final quality over the learning rate, up to 85 million parameters; hours per run; resumable",
         "data models systems rates steps seeds minutes device",
+    ),
+    "reproduce decay": (
+        "papers.decay:run",
+        "whether SGD's weight decay arrives with compression",
+        "data steps seeds",
     ),
     "reproduce second-moment": (
         "papers.second_moment:run",

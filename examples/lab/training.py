@@ -113,8 +113,9 @@ class Problem:
 
 @dataclass
 class Run:
-    """A training run: final losses, infinite if it diverged, and accuracy in percent; bytes per rank and step.
+    """A training run: final losses and norm of the weights, infinite if it diverged, and accuracy in percent.
 
+    Bytes are per rank and step.
     ``union`` has the number of nonzero delivered entries and ``seen`` the result of ``observe``, step by step.
     ``curve`` has steps, held-out loss, and accuracy in percent.
     """
@@ -122,6 +123,7 @@ class Run:
     loss: float = math.inf
     held_loss: float = math.inf
     accuracy: float = 0.0
+    norm: float = math.inf
     uplink_bytes: float = 0.0
     downlink_bytes: float = 0.0
     dense_bytes: float = 0.0
@@ -263,6 +265,7 @@ def train(
     theta = torch.stack(weights).mean(0)
     if theta.isfinite().all():
         run.loss, run.held_loss, run.accuracy = problem.evaluate(theta)
+        run.norm = float(theta.norm())
     sent = (sum(ranks.sent_bytes[way]) / workers / steps for way in ("uplink", "downlink"))
     run.uplink_bytes, run.downlink_bytes = sent
     run.dense_bytes = 2 * (workers - 1) * 4 * numel / workers

@@ -162,7 +162,7 @@ class AdaptedMomentum:
             state[name] = state[name].to_dense()
         if member is not None and member.state is None:  # SGD's has decay also where there was no gradient
             local_part(state[name]).masked_fill_(member.waited != 0, 0)
-        self._members[p] = member = _Member(p, state, name, member and member.waited)
+        self._members[p] = member = _Member(p, state, name, member.waited if member else None)
         return member
 
     def _may_fuse(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -221,12 +221,11 @@ class _Member:
 
     def stepped(self, p: Tensor, buffer: Tensor, lent: Tensor | None, rule: Rule) -> tuple[Stepped, ops.Kind | None]:
         """The arguments of a step for :func:`lightning_topk.core.ops.catch_up_`."""
+        assert p.grad is not None
         x, gradient, kind = p, p.grad, self._kind
-        assert gradient is not None
-        if self.own is not self._buffer:  # a DTensor
-            x, gradient, buffer, lent = (
-                each if each is None else local_part(each) for each in (p, gradient, buffer, lent)
-            )
+        if self.own is not self._buffer:  # DTensors
+            x, gradient, buffer = local_part(p), local_part(p.grad), local_part(buffer)
+            lent = None if lent is None else local_part(lent)
         for each in (x, gradient):
             if each.stride() != self._stride or each.shape != self._shape:
                 kind = kind if ops.alike(each, self._buffer) else None
@@ -404,7 +403,7 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _whole(local: Tensor, like: Tensor) -> Tensor:
+def _whole(local: Tensor, like: Any) -> Tensor:
     """The DTensor of which ``local`` is this rank's shard, if ``like`` is a DTensor; else ``local``."""
     if not hasattr(like, "to_local"):
         return local

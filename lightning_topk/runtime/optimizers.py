@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import Adam, AdamW, NAdam, Optimizer
+from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -25,14 +25,14 @@ GetOptimizers = Callable[[], Sequence[Optimizer]]
 
 def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) -> GetOptimizers | None:
     """Returns a function that returns the optimizers; None if they are unknown."""
-    several = [optimizer] if _is_optimizer(optimizer) else optimizer
+    several: Any = [optimizer] if _is_optimizer(optimizer) else optimizer
     if isinstance(several, list | tuple) and all(map(_is_optimizer, several)):
         return lambda: several
     if optimizer is not None and (isinstance(optimizer, Sequence) or not callable(optimizer)):
         raise TypeError(
             f"optimizer={optimizer!r} must be a torch optimizer, a list of them, or a function that returns a list."
         )
-    return optimizer  # type: ignore[return-value]  # a function
+    return optimizer
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -115,7 +115,7 @@ class Optimizers:
     def _warn_of_decay(self, optimizers: Iterable[Optimizer]) -> None:
         """Names Adam with weight decay in the gradient where momentum is not adapted, or beta1 is zero."""
         for optimizer in optimizers if self._config.compresses else ():
-            if not isinstance(optimizer, Adam | NAdam) or isinstance(optimizer, AdamW):
+            if not isinstance(optimizer, Adam | NAdam | RAdam | Adamax) or isinstance(optimizer, AdamW):
                 continue
             adapts = self._config.adapts_momentum
             decaying = [group for group in optimizer.param_groups if group["weight_decay"]]

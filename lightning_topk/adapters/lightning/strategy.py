@@ -78,8 +78,8 @@ class TopKStrategy(DDPStrategy):
             False nowhere, ``"worker"`` on workers only. Entries that are not kept are lost.
         momentum: Factor m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before
             compression, which is reset for an entry that is sent. The optimizer's own must then be 0.
-        adapt_momentum: Whether torch's SGD, Adam, AdamW and NAdam move an entry of the parameters only in steps that
-            deliver its gradient, and then for all the steps that it waited; see
+        adapt_momentum: Whether torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax move an entry of the parameters only
+            in steps that deliver its gradient, and then for all the steps that it waited; see
             :mod:`lightning_topk.runtime.momentum`. False leaves optimizers unchanged, as does ``momentum``.
         clip_norm: Norm to which W workers together clip a bucket's gradient, before
             compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
