@@ -28,15 +28,21 @@ DTensor's caches refer to them, and each of their groups has a thread that wakes
 
 
 class Group:
-    """Processes joined by gloo, or by NCCL if tensors are on GPUs and every rank has its own."""
+    """Processes joined by gloo, or by NCCL if tensors are on GPUs. Ranks share GPUs if there are too few."""
 
-    def __init__(self, world: int, device: str = "cpu", backend: str | None = None) -> None:
+    def __init__(
+        self, world: int, device: str = "cpu", backend: str | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         self.world, self.device = world, device
-        backend = backend or ("nccl" if device == "cuda" and torch.cuda.device_count() >= world else "gloo")
+        backend = backend or ("nccl" if device == "cuda" else "gloo")
         context, self._folder = multiprocessing.get_context("forkserver"), tempfile.TemporaryDirectory()
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)
         self._processes = [
-            context.Process(target=_serve, args=(rank, world, backend, device, self._folder.name, pipe), daemon=True)
+            context.Process(
+                target=_serve,
+                args=(rank, world, backend, device, self._folder.name, pipe, environment or {}),
+                daemon=True,
+            )
             for rank, pipe in enumerate(theirs)
         ]
         for process in self._processes:
@@ -101,13 +107,21 @@ def on_ranks(count: int | Callable[..., int] | None = None, timeout: float | Non
     return test_of
 
 
-def _serve(rank: int, world: int, backend: str, device: str, folder: str, pipe: Connection) -> None:
+def _serve(
+    rank: int, world: int, backend: str, device: str, folder: str, pipe: Connection, environment: dict[str, str]
+) -> None:
     torch.set_num_threads(1)
+    os.environ |= environment
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(os.path.join(folder, "store"), world)
     if device == "cuda":
-        os.environ["LOCAL_RANK"] = str(rank)  # NCCL of torch 2.15 binds to this GPU
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(rank % gpus)  # NCCL of torch 2.15 binds to this GPU
+        torch.cuda.set_device(rank % gpus)
+        if gpus < world:
+            # NCCL refuses two ranks of one host on one GPU. With a host id of its own each rank poses as a host, and
+            # sockets connect them. NCCL reads this once, before the first communicator.
+            os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
     while True:
         function, args = pickle.loads(pipe.recv_bytes())

@@ -281,6 +281,22 @@ def test_nodes_of_several_gpus_exchange_as_one_worker_by_default(rank, world):
     assert found == [("hierarchical", 2), ("hierarchical", 2), ("sharded", 4), ("sharded", 1), ("sharded", 1)]
 
 
+@on_ranks(2)
+def test_synchronised_batch_norm_over_nccl_asks_for_one_order_of_launches(rank, world):
+    """On fake GPUs: DDP refuses such layers on CPUs."""
+    said: list[str] = []
+    state, net = attach(ddp(), announce=said.append), nn.SyncBatchNorm(3)
+    for gpus, value in ((False, "0"), (True, "1"), (True, "0")):
+        assert not any("SyncBatchNorm" in line for line in said)
+        with (
+            mock.patch("lightning_topk.adapters.ddp.on_gpus", return_value=gpus),
+            mock.patch.dict(os.environ, {"NCCL_LAUNCH_ORDER_IMPLICIT": value}),
+        ):
+            state.check_launch_order(nn.Linear(3, 3))
+            state.check_launch_order(net)
+    assert any("set NCCL_LAUNCH_ORDER_IMPLICIT=1" in line for line in said) == (rank == 0)
+
+
 class Mixed(nn.Module):
     """A float64 body and a head of 65 elements, of another dtype."""
 

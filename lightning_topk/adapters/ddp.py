@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
-from lightning_topk.runtime.groups import device_of
+from lightning_topk.runtime.groups import device_of, launches_in_order, on_gpus
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
@@ -39,6 +39,16 @@ class TopKState(HookState):
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Tracks which parameters get a gradient, for models with unused parameters."""
         self._usage, self.voting = _Usage(parameters), True
+
+    def check_launch_order(self, model: torch.nn.Module) -> None:
+        """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
+        sync = any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
+        if sync and self.world > 1 and on_gpus(self._open_groups().all) and not launches_in_order():
+            self._say(
+                "lightning_topk: SyncBatchNorm's collectives run beside the exchange's, which have communicators of "
+                "their own. If a GPU is too busy for kernels of both, they must start in the same order on all ranks: "
+                "set NCCL_LAUNCH_ORDER_IMPLICIT=1 before training (NCCL 2.26 and later), or training may hang."
+            )
 
     def launch(self, bucket: GradBucket) -> Future:
         """Queues the exchange of a bucket.
@@ -202,6 +212,7 @@ def attach(
         raise
     if model.find_unused_parameters and not model.static_graph:
         state.watch_use(exchanged)
+    state.check_launch_order(model)
     return state
 
 

@@ -81,6 +81,15 @@ class Groups:
             made = replace(made, second_groups=cls.make(None, timeout, local, hierarchy))
         return made
 
+    def connect(self) -> None:
+        """Creates NCCL's communicators and connections now, not in the first backward pass. A collective."""
+        for group in (self.all, self.node, self.peers):
+            if group is not None and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
+                world = dist.get_world_size(group)
+                payload = torch.zeros(world, dtype=torch.uint8, device="cuda")
+                dist.all_to_all_single(torch.empty_like(payload), payload, group=group)
+                dist.all_gather_into_tensor(payload, torch.zeros_like(payload[:1]), group=group)
+
     def among(self, who: Among) -> dist.ProcessGroup:
         """The group whose ranks take part in a request."""
         group = {"all": self.all, "node": self.node, "peers": self.peers}[who]
@@ -160,6 +169,11 @@ def on_gpus(group: dist.ProcessGroup | None) -> bool:
     """Whether the ranks of a group exchange CUDA tensors over NCCL. Default: all ranks."""
     group = group or dist.group.WORLD
     return group is not None and not _only_gloo(group)
+
+
+def launches_in_order() -> bool:
+    """Whether NCCL starts kernels of several communicators in the host's order (NCCL 2.26 and later)."""
+    return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
 
 
 @contextmanager
@@ -266,6 +280,7 @@ def connect(
     agreed = config.dense if alone else config.resolve(world, local, gpus)
     by_node = agreed.by_node and 1 < local < world
     groups = Groups.make(process_group, timeout, local, by_node, second=agreed.compresses)
+    groups.connect()
     gathered(None, process_group)  # a rank that closed its groups now would break off connections of the others
     if not (uneven and (gpus or local_world_size) and config.topology is None):
         return groups, agreed, ""

@@ -201,6 +201,9 @@ class StreamLane(Lane):
     - The side stream waits in :meth:`promise` for backward's stream, and so for all earlier collectives.
     - Nothing orders an exchange and the later collectives of backward: they run at the same time, each in some
       channels. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
+      :meth:`.TopKState.check_launch_order` says so to users of SyncBatchNorm.
+    - With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share a queue, in the host's order too, but a kernel that waits
+      holds up all that come after it: nothing hides the exchange.
     """
 
     max_in_flight = 1
