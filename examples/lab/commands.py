@@ -86,6 +86,11 @@ COMMANDS = {
         "the host's time for tiny layers in many buckets, beside DDP's",
         "workers buckets steps device",
     ),
+    "bench own-work": (
+        "bench.own_work:run",
+        "what an exchange itself adds to a whole step, on one GPU",
+        "models steps workers device",
+    ),
     "bench race": (
         "bench.race:run",
         "whole trainings on emulated hosts, up to the final loss of dense training; resumable",

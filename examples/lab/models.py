@@ -122,17 +122,22 @@ class CharLSTM(nn.Module):
 class GPT(nn.Module):
     """A transformer that predicts the next character: pre-norm blocks, GELU, no dropout."""
 
-    def __init__(self, width: int = 64, depth: int = 2, heads: int = 4, length: int = LENGTH) -> None:
+    def __init__(
+        self, width: int = 64, depth: int = 2, heads: int = 4, length: int = LENGTH, vocabulary: int = CHARACTERS,
+        tied: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(0.02 * torch.randn(length, width))
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, depth, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, CHARACTERS, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
+        """``[B, T]`` to scores ``[B, T, vocabulary]``."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         states = self.embedding(x) + self.position[: x.shape[1]]
         return self.head(self.blocks(states, mask, is_causal=True))
