@@ -150,7 +150,7 @@ def test_the_options_of_a_command_are_arguments_of_its_function(name):
 
 def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
     alone = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda value, reduce_op: value)
-    decays, report = ExponentialWarmup(0.001, steps=10), SimpleNamespace(seconds=0.01)
+    decays, report = ExponentialWarmup(0.001, steps=10), SimpleNamespace(times=(0.01, 0.0))
     for dense, expected, ratio in ((0.001, 1, decays), (0.001, 1, 0.12), (0.1, 0, decays), (None, 0, decays)):
         monitor, state = CompressionMonitor(), SimpleNamespace(config=SimpleNamespace(ratio=ratio))
         monitor._fit.density = 0.12

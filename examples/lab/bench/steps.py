@@ -134,7 +134,7 @@ def measured(
     found = {"seconds": reduced(times[warmup:]), "cpu": cpu / counted, "sent": sent / counted}
     if state is not None:
         last, plan = reports[warmup:], state.predicted()
-        found["hidden"] = 1 - sum(r.exposed_seconds for r in last) / max(sum(r.seconds for r in last), 1e-9)
+        found["hidden"] = 1 - sum(r.times[1] for r in last) / max(sum(r.times[0] for r in last), 1e-9)
         found["counted"] = sum(r.bytes["uplink"] + r.bytes["downlink"] for r in last) / counted
         found |= {"predicted": plan.sent, "leaving": plan.inter_node}
         state.close()
