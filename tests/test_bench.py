@@ -35,7 +35,7 @@ from lightning_topk.plan import link
 from lightning_topk.schedule import ExponentialWarmup
 
 LAB = Path(commands.__file__).parent
-ON_THIS_HOST = [peer for peer in PEERS if peer != "ours, hierarchical"]
+ON_THIS_HOST = [peer for peer in PEERS if peer not in ("no exchange", "ours, hierarchical")]
 
 
 def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> None:
@@ -191,7 +191,7 @@ def test_missing_extras_are_named_before_work_begins(monkeypatch):
     ("words", "text"),
     [
         ((str(LAB), "bench", "-h"), "whole trainings on emulated hosts"),
-        (("-m", "lightning_topk", "-h"), "examples/lab of the"),
+        (("-m", "lightning_topk", "-h"), "examples/lab"),
         (("-m", "lightning_topk", "--version"), f"lightning_topk {lightning_topk.__version__}\n"),
     ],
 )

@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lab import hosts as emulated
-from lab.bench.peers import BUCKETS, PEERS, Register, Settings, bucket_cap, ours
+from lab.bench.peers import BUCKETS, PEERS
 from lab.data import Data, source_code
 from lab.models import MODELS
 from lab.report import Panel, Result, processor
 from lab.training import Optimizer, Runs
+from lightning_topk.bench.peers import Register, Settings, bucket_cap, ours
 from lightning_topk.config import check_name
 from lightning_topk.plan import Row, link
 from lightning_topk.runtime.state import HookState
@@ -49,11 +50,6 @@ def post_local(period: int) -> Register:
     return register
 
 
-def alone(model: DistributedDataParallel, settings: Settings) -> None:
-    """Exchanges nothing: each host trains by itself."""
-    model.require_backward_grad_sync = False
-
-
 RACERS: dict[str, Register] = {
     OURS: ours(),
     "saving 150": ours(saving=150),
@@ -63,7 +59,7 @@ RACERS: dict[str, Register] = {
     **{name: PEERS[name] for name in ("DDP", "fp16 hook", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4")},
     "local 10": post_local(10),
     "local 50": post_local(50),
-    "no exchange": alone,
+    "no exchange": PEERS["no exchange"],
 }
 
 
