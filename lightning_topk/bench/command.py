@@ -216,7 +216,8 @@ class Bench:
 
     def __init__(self, work: Work, device: torch.device, saving: float, only: Sequence[str] = ()) -> None:
         self.work, self.device, self.saving = work, device, saving
-        self.ranks = Ranks(dist.new_group(backend="gloo", timeout=3 * TIMEOUT))  # type: ignore[arg-type]  # all ranks are in it
+        beside: Any = dist.new_group(backend="gloo", timeout=3 * TIMEOUT)
+        self.ranks = Ranks(beside)
         net = work.net(self.ranks.rank, torch.device("cpu"))
         self.shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
         self.sizes = [each.numel() for each in net.parameters() if each.requires_grad]
