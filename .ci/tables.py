@@ -2,7 +2,7 @@
 """Writes the tables of the README and the guides that come from the runs in examples/reproduced.
 
 A table stands under a comment that names it: ``<!-- table: results -->``. ``--pictures`` also draws saving-curves.svg,
-at-size.svg and race.svg, by matplotlib.
+at-size.svg, monitor.svg and race.svg, by matplotlib.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from lab.bench import race, wire
 from lab.papers import at_size, saving_curves
-from lab.report import draw, in_words, standard_error
+from lab.report import Panel, draw, in_words, standard_error
 from lab.training import Runs
 from lightning_topk.plan import Row, markdown
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
 DRAWN = ("saving 50", "fp16 hook", "DDP", "PowerSGD 4")
-"""Racers in the README's picture."""
+"""Racers in the README's picture and table."""
 WORDS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 WORDS["100mbit/20ms"] = "100 Mbit/s, 20 ms"
 WORDS |= {"ours": "`saving=50`", "ours, 0.001": "`ratio=0.001`"}
@@ -128,6 +128,27 @@ SHOWN: Sequence[tuple[str, str, int, float]] = (
 """The README's results: titles, large models or learners, steps, and what is sent."""
 
 
+def monitored() -> dict[str, dict[str, list[float]]]:
+    """What CompressionMonitor logged every 50 steps, by run and value; the first is the step."""
+    found: dict[str, dict[str, list[float]]] = json.loads((RUNS / "monitor.json").read_text())
+    return found
+
+
+def monitor() -> str:
+    """Means of logged values over the first and the last 500 steps."""
+    rows = []
+    for name, run in monitored().items():
+        row: Row = {"": f"`{name.partition(', ')[0]}`" + ", learning rate 0.03" * (", lr" in name)}
+        for key in ("error", "server error", "residual norm", "loss"):
+            row[key] = " → ".join(f"{mean(run[key][part]):.3g}" for part in ENDS)
+        rows.append(row)
+    return page(rows)
+
+
+ENDS = (slice(10), slice(-10, None))
+"""The first and the last 500 steps of :func:`monitored`."""
+
+
 def results() -> str:
     """The README's results: final quality of dense training and of ours, of the same seeds."""
     found, rows = Runs(RUNS / "at-size.jsonl"), []
@@ -171,6 +192,13 @@ def rates(images: bool) -> str:
     )
 
 
+def race_in_short() -> str:
+    """The README's race: seconds by method and link."""
+    found, rates, _ = raced()
+    times = {racer: {rate: race.time_of(found, rate, racer).words for rate in rates} for racer in DRAWN}
+    return page([{"seconds to dense training's loss": racer, **cells} for racer, cells in times.items()])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "at-size": lambda: rates(images=False),
     "at-size-images": lambda: rates(images=True),
@@ -180,8 +208,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-wire": wires,
     "gpu-bytes": lambda: page(json.loads((RUNS / "gpu-bytes.json").read_text())),
     "race": lambda: page(race.table(*raced())),
+    "race-in-short": race_in_short,
     "results": results,
     "momentum": momentum,
+    "monitor": monitor,
     "saving-curves": lambda: page(gaps()),
 }
 
@@ -204,11 +234,22 @@ def main() -> None:
         lengths = {model: 1000 if at_size.ends(found, model, "saving 50", 1000) else 3000 for model in at_size.COURSES}
         drawn = [each for model, steps in lengths.items() for each in at_size.panels(found, [model], steps)]
         draw(drawn, RUNS / "at-size.svg")
+        values = (
+            ("error", "topk/uplink_error"),
+            ("residual norm", "topk/worker_residual_norm"),
+            ("loss", "train_loss"),
+        )
+        logged = [
+            Panel(title, "step", {name: (run["step"], run[key]) for name, run in monitored().items()}, inside=None)
+            for key, title in values
+        ]
+        logged[1].ylog, logged[2].inside = True, "upper right"
+        draw(logged, RUNS / "monitor.svg")
         found, rates, _ = raced()
         panels = race.panels(found, rates, DRAWN)
-        titles = [f"GPT of 10.8 million parameters, {words(rate)}" for rate in rates]
-        named = [replace(each, title=title, named=True) for each, title in zip(panels, titles, strict=True)]
-        draw(named, RUNS / "race.svg", columns=1)
+        titles = [f"GPT, {words(rate)}: 2 emulated hosts, one CPU core each, seed 0" for rate in rates]
+        titled = [replace(each, title=title, inside="upper right") for each, title in zip(panels, titles, strict=True)]
+        draw(titled, RUNS / "race.svg", columns=1)
     for each in PAGES:
         each.write_text(filled(each.read_text()))
 

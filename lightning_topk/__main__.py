@@ -1,9 +1,11 @@
-"""Command line: ``python -m lightning_topk plan``. The benches are in ``examples/lab`` of the repository."""
+"""Command line: ``python -m lightning_topk`` ``plan`` or ``bench``. More benches are in ``examples/lab``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from pathlib import Path
 
 from lightning_topk._version import __version__
 
@@ -17,27 +19,57 @@ def count(text: str) -> int:
     return int(value)
 
 
+def shape(text: str) -> tuple[int, ...]:
+    """Parses the shape of an example, such as 3,224,224."""
+    try:
+        return tuple(map(count, text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write it like 3,224,224") from error
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser. An option that is not given stays unset."""
-    elsewhere = "Benches, and reproductions of the papers' claims, are in examples/lab of the repository."
+    elsewhere = "More benches, and reproductions of the papers' claims, are in examples/lab of the repository."
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_topk", description="Plans top-k gradient exchange.", epilog=elsewhere
+        prog="python -m lightning_topk", description="Plans and times top-k gradient exchange.", epilog=elsewhere
     )
     parser.add_argument("--version", action="version", version=f"lightning_topk {__version__}")
-    about = "the bytes and the approximate time of a step with each topology"
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    plan = commands.add_parser("plan", help=about, description=f"Measures {about}.", argument_default=argparse.SUPPRESS)
+    plan = _command(commands, "plan", "the exact bytes of a step with each topology, before a run")
     add = plan.add_argument
     add("--nodes", type=count, required=True, help="number of nodes")
     add("--gpus-per-node", type=count, help="ranks on each node (default: 1)")
+    add("--inter", help="speed of the links between nodes (default: 1gbit)")
+    add("--ratio", type=float, help="fraction of the entries to send, instead of --saving")
+    bench = _command(
+        commands,
+        "bench",
+        "times training steps with DDP, its hooks and top-k, on your machines: start it with torchrun as your training",
+    )
+    add = bench.add_argument
+    add("--input", type=shape, help="shape of an example (default: 3,224,224)")
+    add("--batch-size", type=count, help="examples of a rank and step (default: 32)")
+    add("--precision", choices=("32", "bf16"), help="bf16 is autocast (default: 32)")
+    add("--steps", type=count, help="timed steps of each exchange, at most (default: 50)")
+    add("--only", nargs="+", metavar="NAME", help='exchanges to time, such as DDP "16-bit hook" PowerSGD saving=50')
+    add("--ranks", type=count, help="without torchrun: ranks to start on this machine (default: 2)")
+    add("--json", type=Path, metavar="FILE", help="file to write all times to")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str
+) -> argparse.ArgumentParser:
+    """Adds a command with the options of both."""
+    made = commands.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", argument_default=argparse.SUPPRESS
+    )
+    add = made.add_argument
     add("--model", help="torchvision model, such as resnet50")
     add("--module", help="class such as mine.models.Net, called without arguments")
-    add("--params", type=count, help="number of parameters, such as 25e6")
-    add("--inter", help="speed of the links between nodes (default: 1gbit)")
+    add("--params", type=count, help="number of parameters, such as 25e6; bench then only exchanges")
     add("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
-    add("--ratio", type=float, help="fraction of the entries to send, instead of --saving")
-    add("--device", choices=("cpu", "cuda"), help="device to compute on (default: cpu)")
-    return parser
+    return made
 
 
 def main() -> None:
@@ -46,10 +78,16 @@ def main() -> None:
     given = vars(parser.parse_args())
     command = given.pop("command")
     try:
-        from lightning_topk.plan import run  # imports torch, which takes seconds
-
-        print(run(**given))
+        # These import torch, which takes seconds.
+        if command == "plan":
+            from lightning_topk.plan import run
+        else:
+            from lightning_topk.bench.command import run  # type: ignore[assignment]
+        if said := run(**given):
+            print(said)
     except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and os.environ.get("LOCAL_RANK", "0") != "0":
+            raise SystemExit(2) from error  # the node's first rank says it
         raise SystemExit(f"{parser.prog} {command}: {error}") from error
 
 

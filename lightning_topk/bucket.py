@@ -31,6 +31,11 @@ TOLERANCE = 0.02
 LARGEST = 2**31 - 1
 """Maximum number of elements in a shard: positions have 32 bits."""
 
+
+class TooLargeError(ValueError):
+    """A bucket has too many elements for a topology."""
+
+
 Bucket = tuple[Tensor, ...]
 """The parameters whose gradients are exchanged together, in order."""
 
@@ -70,7 +75,7 @@ def plan_bucket(
     among, feedback = world // parts.count, {True: ("worker", "server"), "worker": ("worker",), False: ()}
     layout = Layout(max(1, parts.numel), topology.shards(among))
     if config.compresses and layout.shard_size > LARGEST:
-        raise ValueError(
+        raise TooLargeError(
             f"a bucket of {sum(sizes):,} elements is too large: a server's shard of it would have "
             f"{layout.shard_size:,}, and positions have 32 bits. DDP puts the whole model into its first bucket unless "
             "find_unused_parameters=True; pass that, split a larger parameter, or use more ranks."

@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "systems": ["schedule"],
     "bucket": ["config", "core"],
     "simulate": ["bucket", "config", "core"],
-    "plan": ["bucket", "config", "core", "simulate", "volume"],
+    "plan": ["bucket", "config", "volume"],
+    "bench": ["_version", "config", "runtime", "volume", "plan", "adapters.attach"],
     "volume": ["core", *SETTINGS],
     "runtime": ["core", *SETTINGS, "volume"],
     "adapters": [],
@@ -49,14 +50,14 @@ PUBLIC_NAMES = {
 }
 """Modules that only re-export public names of another module."""
 PACKAGES = {
-    "torch.distributed": {"runtime", *(f"adapters.{name}" for name in ADAPTERS)},
+    "torch.distributed": {"bench", "runtime", *(f"adapters.{name}" for name in ADAPTERS)},
     "lightning": {"adapters.lightning"},
     "pytorch_lightning": {"adapters.lightning"},
     "torchmetrics": {"adapters.lightning"},
     "triton": {"core"},
     "torchvision": {"plan"},
     "matplotlib": set(),
-    "tqdm": set(),
+    "tqdm": {"bench"},
     "lab": set(),
 }
 """The wings that may import packages which are slow to import or optional."""

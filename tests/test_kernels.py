@@ -12,9 +12,11 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
+from lightning_topk.core.link import NOTHING, Link, Measure
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
+from lightning_topk.core.select import TopK
 from lightning_topk.core.wire import WIRES, Codec
 
 pytest.importorskip("triton")
@@ -156,6 +158,27 @@ def test_the_fused_send_keeps_residuals_finite(case, wire, given_as):
     assert torch.equal(e, before if case == "nan" else kept)
     assert e.isfinite().all()
     assert not x.any()
+
+
+@on_a_device
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_step_that_measures_its_error_sends_and_keeps_the_same_bits(wire, monkeypatch):
+    """It takes the separate steps, whose selection is exact."""
+    layout, ends = Layout(70_001, 3), []
+    codec = Codec(WIRES[wire], layout.shard_size, 700)
+    if INTERPRETED:
+        monkeypatch.setattr(ops, "send", cuda.send)  # instead of numba
+    for measure in (NOTHING, Measure(error=True)):
+        link = Link(layout, TopK(), Residual(layout.numel, torch.float32, torch.device(DEVICE)))
+        torch.manual_seed(0)
+        for _ in range(3):
+            x = torch.randn(layout.numel).to(DEVICE)
+            payload, stats = link.send(x, codec, measure)
+            ends.append((payload, link.memory.residual.clone()))
+            assert (stats.error is None) == (measure == NOTHING)
+    for (sent, kept), (sent_measured, kept_measured) in zip(ends[:3], ends[3:], strict=True):
+        assert torch.equal(sent, sent_measured)
+        assert torch.equal(kept, kept_measured)
 
 
 @on_a_device

@@ -4,6 +4,8 @@ import csv
 import itertools
 import math
 import re
+import signal
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,20 +40,22 @@ NAMES = (
     "total_dense_bytes nonfinite_steps exchange_seconds hidden_share"
 )
 KEYS = {f"topk/{name}" for name in NAMES.split()}
+TIMES = {"topk/exchange_seconds", "topk/hidden_share"}
 PLAN = volume(TopKConfig(), [ELEMENTS], world=2)
 SENT = PLAN.uplink + PLAN.downlink
 """Bytes per step."""
 
 
-def test_a_registered_name_trains_and_every_key_returns_after_spawn():
-    _, logged = fit(None, 2, strategy="topk_spawn")
+def test_a_registered_name_trains_and_every_key_returns_after_spawn(capfd):
+    _, logged = fit(None, 2, strategy="topk_spawn", max_steps=7)
+    assert capfd.readouterr().err.count("lightning_topk: in 7 steps each rank sent") == 1
     assert set(logged) >= KEYS
     assert logged["topk/uplink_bytes"] == PLAN.uplink
     assert logged["topk/downlink_bytes"] == PLAN.downlink
     assert logged["topk/dense_bytes"] == PLAN.dense == ELEMENTS * 4
     assert logged["topk/saving"] == pytest.approx(PLAN.saving)
-    assert logged["topk/total_bytes"] == 5 * SENT
-    assert logged["topk/total_dense_bytes"] == 5 * PLAN.dense
+    assert logged["topk/total_bytes"] == 7 * SENT
+    assert logged["topk/total_dense_bytes"] == 7 * PLAN.dense
     assert 0 < logged["topk/uplink_error"] < 1
     assert 0 < logged["topk/downlink_error"] < 1
     assert logged["topk/worker_residual_norm"] > 0
@@ -61,7 +65,7 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     assert logged["topk/density"] == logged["topk/selected_density"] == pytest.approx(kept / ELEMENTS)
 
 
-@pytest.mark.parametrize(("every", "reductions"), [(1, 6), (3, 3), (50, 2), (0, 2)])  # the fourth step ends an epoch
+@pytest.mark.parametrize(("every", "reductions"), [(1, 5), (3, 3), (50, 2), (0, 2)])  # the fourth step ends an epoch
 @on_ranks(2)
 def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, world, every, reductions):
     strategy, totals, reduced = TopKStrategy(), [], []
@@ -112,7 +116,7 @@ def test_loggers_and_early_stopping_see_keys_beside_the_throughput_monitor(rank,
         rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
         ours = [row for row in rows if row["topk/saving"]]
         assert {int(row["step"]) for row in ours} == {1, 3}
-        assert all(row[key] for row in ours for key in KEYS)
+        assert all(row[key] for row in ours for key in KEYS - TIMES)
         assert any("batches_per_sec" in key for key in rows[0])
 
 
@@ -130,7 +134,7 @@ def test_without_details_a_dozen_keys_are_logged_and_all_words_give_one_time(ran
     monitor = CompressionMonitor()
     ended = LambdaCallback(on_train_end=lambda trainer, _: words.append(monitor.summary(trainer.strategy.topk_state)))
     with mock.patch.object(callback, "rank_zero_warn", words.append):
-        _, logged = fit(rank, world, callbacks=[monitor, ended], monitor=False, max_steps=10)
+        _, logged = fit(rank, world, callbacks=[monitor, ended], monitor=False, max_steps=14)
     assert {key for key in logged if key.startswith("topk/")} == {f"topk/{name}" for name in DEFAULT}
     assert len(DEFAULT) == 12
     (told,) = re.findall(r"exchange ([\d.]+) ms", " ".join(words))
@@ -166,7 +170,50 @@ def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
     up, down, dense = (format_bytes(4 * sent) for sent in (plan.uplink, plan.downlink, plan.dense))
     begin = f"in 4 steps each rank sent {up} up and {down} down instead of {dense} ({plan.saving:.1f}x less)"
     assert begin in words[0]
-    assert "hidden behind backward (2 steps measured)" in words[0]
+    assert "mean compression error" in words[0]
+    assert "hidden behind backward" not in words[0], "the fourth step, the first to be settled, is measured"
+
+
+@on_ranks(2)
+def test_times_are_those_of_steps_that_are_not_measured(rank, world):
+    """Even if all steps are logged."""
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def look(trainer, *_):
+        told, telemetry = trainer.callback_metrics, trainer.strategy.topk_state.telemetry
+        seen.append((telemetry.measure, telemetry.timing, "topk/exchange_seconds" in told))
+
+    monitor, look = CompressionMonitor(), LambdaCallback(on_train_batch_end=look)
+    options = {"limit_train_batches": 100, "use_distributed_sampler": False, "log_every_n_steps": 1, "max_steps": 11}
+    module = Module()
+    module.train_dataloader = lambda: itertools.repeat([torch.ones(1, 12)])
+    fit(rank, world, module, callbacks=[monitor, look], monitor=False, **options)
+    measured, timed, told = map(list, zip(*seen, strict=True))
+    assert measured == 3 * [True] + 5 * [False] + 3 * [True]
+    assert timed == [not each for each in measured]
+    assert told == 3 * [False] + 8 * [True], "logged from the first settled step on, and kept by the Trainer"
+    assert [*monitor._fit.timed] == [4, 5, 6, 7, 8]
+    assert "(5 steps timed)" in monitor.summary()
+
+
+@pytest.mark.parametrize("ends", ["by max_steps", "by an error", "by Ctrl+C", "before the first step"])
+@on_ranks(2)
+def test_the_summary_is_printed_once_when_training_ends(rank, world, ends):
+    words: list[str] = []
+
+    def fail(trainer, *_):
+        if trainer.global_step == 3 * (ends != "before the first step"):
+            raise KeyboardInterrupt if ends == "by Ctrl+C" else ValueError("no more")
+
+    fails = LambdaCallback(**({} if ends == "by max_steps" else {"on_train_batch_start": fail}))
+    expected = {"by max_steps": nullcontext(), "by Ctrl+C": pytest.raises(SystemExit)}
+    failed, handler = pytest.raises(ValueError, match="no more"), signal.getsignal(signal.SIGINT)
+    with mock.patch.object(callback, "rank_zero_info", words.append), expected.get(ends, failed):
+        fit(rank, world, callbacks=[fails], max_steps=5)
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores Ctrl+C from the first on
+    steps = {"by max_steps": 5, "before the first step": 0}.get(ends, 3)
+    told = [said.partition(" each rank sent")[0] for said in words]
+    assert told == [f"lightning_topk: in {steps} steps"] * (steps > 0)
 
 
 @on_ranks(4)
@@ -316,7 +363,8 @@ class First(L.Callback):
 
 if __name__ == "__main__":
     first, strategy, model = First(), lightning_topk.TopKStrategy(ratio=0.01), BoringModel()
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=3, callbacks=[first], **trainers.QUIET)
+    callbacks = [first, lightning_topk.CompressionMonitor()]
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=3, callbacks=callbacks, **trainers.QUIET)
     trainer.fit(model)
     assert first.at_start == {}
     left = norms(strategy)
@@ -337,8 +385,10 @@ def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, l
     path.write_text(SCRIPT)
     if launcher == "torchrun":
         output = torchrun(path, "--other", logs=tmp_path / "logs")
+        output += "".join(log.read_text() for log in (tmp_path / "logs").rglob("stderr.log"))
     else:
         output = script(path, log=tmp_path / "log", folder=tmp_path)
+    assert re.findall(r"topk: in (.*) each rank sent", output) == ["3 steps", "3 steps since step 3"]
     assert "rank 0 trained" in output
     assert "rank 1 trained" in output
 

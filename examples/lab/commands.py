@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "optimizers": {"nargs": "+", "help": 'only these, such as SGD, AdamW, "SGD not adapted" (adapt_momentum=False)'},
     "savings": {"type": float, "nargs": "+", "help": "savings; a number below 1 is a ratio (default: 50 150 0.001)"},
     "lengths": {"type": count, "nargs": "+", "help": "steps of a run (default: 300 1000 3000)"},
-    "steps": {"type": count, "help": "steps of a run; bench train does not time the first four (default: varies)"},
+    "steps": {"type": count, "help": "steps of a run; of bench train, timed steps (default: varies)"},
     "seeds": {"type": count, "help": "seeds of each run (default: 3; at-size: 2; race: 1)"},
     "minutes": {"type": float, "help": "time after which no run starts; the result covers finished runs"},
     "json": {"type": Path, "metavar": "FILE", "help": "file to write the result to"},

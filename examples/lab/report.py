@@ -40,7 +40,8 @@ class Check:
 class Panel:
     """One pair of axes: curves, and standard errors of their y values, by label; ``level`` is a y value to mark.
 
-    If ``named``, the labels stand at the ends of the curves, else in a legend.
+    Of a curve in ``measured``, so many points are measured, and the rest is drawn dashed. ``inside`` says where in the
+    axes the legend stands, such as ``"lower left"``; if it is empty, the legend stands beside them; None has no legend.
     """
 
     title: str
@@ -51,7 +52,8 @@ class Panel:
     ylabel: str = ""
     level: float | None = None
     errors: dict[str, Sequence[float]] = field(default_factory=dict)
-    named: bool = False
+    measured: dict[str, int] = field(default_factory=dict)
+    inside: str | None = ""
 
 
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#3b3b98", "#999999", "#222222")
@@ -174,11 +176,12 @@ def draw(panels: Sequence[Panel], path: str | Path, columns: int = 3) -> None:
     for axis, panel in zip(axes.flat, panels, strict=False):
         axis.set_prop_cycle(color=COLOURS)
         for label, (x, y) in panel.curves.items():
-            marker = "." if len(x) < 12 else None
-            drawn = axis.errorbar(x, y, panel.errors.get(label), label=label, marker=marker, elinewidth=0.8, capsize=2)
-            if panel.named:
-                below = {"xytext": (0, -6), "textcoords": "offset points", "rotation": -70, "rotation_mode": "anchor"}
-                axis.annotate(label, (x[-1], y[-1]), color=drawn[0].get_color(), **below, verticalalignment="center")
+            first = panel.measured.get(label, len(x))
+            marker = "." if len(x) < 12 or panel.measured else None
+            error = panel.errors.get(label)
+            drawn = axis.errorbar(x[:first], y[:first], error, label=label, marker=marker, elinewidth=0.8, capsize=2)
+            if first < len(x):
+                axis.plot(x[first - 1 :], y[first - 1 :], color=drawn[0].get_color(), linestyle="--")
         axis.set_title(panel.title, loc="left", fontsize="medium")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
         axis.set(xscale="log" if panel.xlog else "linear", yscale="log" if panel.ylog else "linear")
@@ -189,14 +192,12 @@ def draw(panels: Sequence[Panel], path: str | Path, columns: int = 3) -> None:
                 along.set_major_formatter("{x:g}")
                 along.set_minor_formatter(NullFormatter())
         if panel.level is not None:
-            axis.axhline(panel.level, color="#999999", linewidth=0.8, linestyle="--")
+            axis.axhline(panel.level, color="#999999", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e5e5e5", linewidth=0.6)
         axis.set_axisbelow(True)
-        if panel.named:
-            least, most = axis.get_ylim()
-            axis.set_ylim(least - 0.4 * (most - least), most)
-        else:
-            axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+        if panel.inside is not None:
+            beside = {} if panel.inside else {"bbox_to_anchor": (1, 0.5)}
+            axis.legend(loc=panel.inside or "center left", frameon=False, fontsize="small", **beside)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,8 +34,7 @@ class Report:
         exchanges: Number of exchanged gradients.
         nbytes: Total bytes of these gradients.
         largest: Bytes of the largest one.
-        seconds: Time spent in exchanges; zero unless timed.
-        exposed_seconds: The part after the last gradient was ready, which backward could not hide.
+        durations: Of each exchange, if they were timed.
         layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
     """
 
@@ -46,9 +46,17 @@ class Report:
     exchanges: int = 0
     nbytes: int = 0
     largest: int = 0
-    seconds: float = 0.0
-    exposed_seconds: float = 0.0
+    durations: list[Duration] = field(default_factory=list)
     layers: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def times(self) -> tuple[float, float]:
+        """Seconds spent in exchanges, and the part after the last gradient was ready, which backward could not hide.
+
+        Zero unless timed. Waits for the device until these exchanges have ended.
+        """
+        seconds, exposed = map(sum, zip((0.0, 0.0), *(duration() for duration in self.durations), strict=True))
+        return seconds, min(exposed, seconds)
 
 
 class Telemetry:
@@ -73,14 +81,13 @@ class Telemetry:
         """Seconds for each all-reduce, and for each byte of it; None before they are measured."""
         self._report = Report()
         self._measured: list[tuple[Job, Outcome]] = []
-        self._durations: list[Duration] = []
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
 
     def collect(self) -> None:
         """Adds the results of finished exchanges. Values stay on the device, so the host does not wait."""
         report, (results, durations) = self._report, self._finished()
-        self._durations += durations
+        report.durations += durations
         for job, outcome, volume, k in results:
             nbytes = job.plan.numel * job.plan.itemsize
             report.bytes += volume.of_shards(self._shards_per_node)
@@ -138,13 +145,7 @@ class Telemetry:
                 for parameter, measured in zip(job.bucket, up.per_layer.cpu().T, strict=True):
                     name = self._names()[parameter]
                     report.layers[name] = report.layers.get(name, 0) + measured
-        for duration in self._durations:
-            seconds, exposed = duration()
-            report.seconds += seconds
-            report.exposed_seconds += exposed
-        report.exposed_seconds = min(report.exposed_seconds, report.seconds)
         self._measured.clear()
-        self._durations.clear()
         self._nonfinite_reported = self._nonfinite_steps
         return report
 
@@ -153,7 +154,6 @@ class Telemetry:
         self.collect()
         self._report = Report()
         self._measured.clear()
-        self._durations.clear()
         self._nonfinite_steps = self._nonfinite_reported
 
     def dense_seconds(self, report: Report) -> float | None:

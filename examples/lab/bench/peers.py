@@ -1,20 +1,18 @@
-"""The peers to compare: DDP, its fp16 and PowerSGD hooks, naive top-k by all-gather, and ours.
+"""The peers to compare: those of the package's own bench by several settings, and naive top-k by all-gather.
 
-Each registers its exchange with a wrapped model. Settings of ours are arguments of :class:`lightning_topk.TopKConfig`.
+Settings of ours are arguments of :class:`lightning_topk.TopKConfig`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topk.adapters.attach import attach
+from lightning_topk.bench import peers
 from lightning_topk.config import CPU_BUCKET_MB, SAVING, TopKConfig, check_name
 from lightning_topk.core.layout import k_of
 from lightning_topk.runtime.collectives import all_gather
@@ -41,66 +39,34 @@ def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compa
     return future
 
 
-Settings = Mapping[str, Any]
-Register = Callable[[DistributedDataParallel, Settings], Any]
-"""Registers an exchange with a wrapped model; ours returns its state."""
-
-
-def hook(function: Callable[..., Any], state: Callable[[Settings], Any] = lambda settings: None) -> Register:
-    """Registers one of torch's hooks, with a state made from the settings."""
-    return lambda model, settings: model.register_comm_hook(state(settings), function)
-
-
-def _power_sgd(rank: int) -> Register:
-    given: dict[str, Any] = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
-    return hook(powerSGD_hook.powerSGD_hook, lambda settings: powerSGD_hook.PowerSGDState(None, **given))
-
-
-def ours(**own: Any) -> Register:
-    """Registers our exchange with the given settings and ``own``. A ratio or saving in ``own`` replaces a given one."""
-    amounts = {"ratio", "saving"} if {"ratio", "saving"} & own.keys() else set()
-
-    def register(model: DistributedDataParallel, settings: Settings) -> Any:
-        given = {name: value for name, value in settings.items() if name not in amounts}
-        return attach(model, **{**given, **own})
-
-    return register
-
-
-PEERS: dict[str, Register] = {
-    "ours": ours(),
-    "ours, 0.001": ours(ratio=0.001),
-    "ours, hierarchical": ours(topology="hierarchical"),
-    "DDP": lambda model, settings: None,
-    "fp16 hook": hook(default_hooks.fp16_compress_hook),
-    **{f"PowerSGD {rank}": _power_sgd(rank) for rank in (1, 2, 4)},
-    "naive top-k": hook(naive_topk_hook, lambda settings: (settings.get("ratio") or 0.001, {})),
+PEERS: dict[str, peers.Register] = {
+    "no exchange": peers.alone,
+    "ours": peers.ours(),
+    "ours, 0.001": peers.ours(ratio=0.001),
+    "ours, hierarchical": peers.ours(topology="hierarchical"),
+    "DDP": peers.dense,
+    "fp16 hook": peers.FP16,
+    **{f"PowerSGD {rank}": peers.power_sgd(rank) for rank in (1, 2, 4)},
+    "naive top-k": lambda model, settings: model.register_comm_hook(
+        (settings.get("ratio") or 0.001, {}), naive_topk_hook
+    ),
 }
 """Peers by name. Naive top-k sends the given ratio, or a thousandth."""
 
 
 BUCKETS = f"buckets of {CPU_BUCKET_MB} MiB for ours, DDP's 25 MiB for others, one for PowerSGD"
-"""What :func:`bucket_cap` gives, in words."""
-
-
-def bucket_cap(peer: str) -> float | None:
-    """Bucket size of a peer in MiB, or None for DDP's own.
-
-    PowerSGD's hook hangs on gloo with several buckets (torch 2.15), so it gets one.
-    """
-    if peer.startswith("PowerSGD"):
-        return 10_000
-    return CPU_BUCKET_MB if peer.startswith(("ours", "saving", "ratio")) else None
+"""What :func:`.bucket_cap` gives, in words."""
 
 
 def prepared(
-    ranks: int, ratio: float | None, saving: float | None, peers: Sequence[str], nodes: bool = False
+    ranks: int, ratio: float | None, saving: float | None, chosen: Sequence[str], nodes: bool = False
 ) -> tuple[dict[str, Any], list[str], str]:
     """Returns the given settings, the peers to time and the settings in words; rejects invalid arguments."""
     if ranks < 2:
         raise ValueError("it takes 2 ranks or more: one exchanges nothing.")
     settings = TopKConfig(ratio=ratio, saving=saving).changed
-    for peer in peers:
+    for peer in chosen:
         check_name("peer", peer, PEERS)
     words = ", ".join(f"{name}={value}" for name, value in settings.items()) or f"saving={SAVING:g}"
-    return settings, [*peers] or [peer for peer in PEERS if nodes or peer != "ours, hierarchical"], words
+    known = [peer for peer in PEERS if peer != "no exchange" and (nodes or peer != "ours, hierarchical")]
+    return settings, [*chosen] or known, words

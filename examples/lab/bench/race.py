@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lab import hosts as emulated
-from lab.bench.peers import BUCKETS, PEERS, Register, Settings, bucket_cap, ours
+from lab.bench.peers import BUCKETS, PEERS
 from lab.data import Data, source_code
 from lab.models import MODELS
 from lab.report import Panel, Result, processor
 from lab.training import Optimizer, Runs
+from lightning_topk.bench.peers import Register, Settings, bucket_cap, ours
 from lightning_topk.config import check_name
 from lightning_topk.plan import Row, link
 from lightning_topk.runtime.state import HookState
@@ -36,6 +37,8 @@ from lightning_topk.runtime.state import HookState
 OURS = "saving 50"
 WARMUP = 40
 """Steps before post-local SGD stops averaging gradients."""
+TOLERANCE = 0.001
+"""How far above the loss of dense training a run may end, as a fraction of that loss: less than its seeds differ by."""
 
 
 def post_local(period: int) -> Register:
@@ -49,11 +52,6 @@ def post_local(period: int) -> Register:
     return register
 
 
-def alone(model: DistributedDataParallel, settings: Settings) -> None:
-    """Exchanges nothing: each host trains by itself."""
-    model.require_backward_grad_sync = False
-
-
 RACERS: dict[str, Register] = {
     OURS: ours(),
     "saving 150": ours(saving=150),
@@ -63,7 +61,7 @@ RACERS: dict[str, Register] = {
     **{name: PEERS[name] for name in ("DDP", "fp16 hook", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4")},
     "local 10": post_local(10),
     "local 50": post_local(50),
-    "no exchange": alone,
+    "no exchange": PEERS["no exchange"],
 }
 
 
@@ -126,7 +124,7 @@ def run(
     for seed in range(seeds):
         free = nullcontext(emulated.local(hosts))  # dense training for all its steps, over free links
         dense = complete(free, "loopback", "DDP", seed, steps=COURSE.steps, budget=3600.0)
-        aims.append(smooth(dense["curve"])[-1])
+        aims.append(aim_of(dense))
         for rate in rates:
             for racer in racers:
                 complete(emulated.emulate(hosts, rate), rate, racer, seed, aim=aims[-1], budget=budget)
@@ -136,7 +134,8 @@ def run(
         "race",
         "the loss of dense training, sooner than with what a user would pick instead",
         f"{hosts} emulated hosts of one process and one thread each (network namespaces, tbf), gloo, AdamW; {BUCKETS}; "
-        f"{seeds} seeds; {', '.join(sorted(where))}. The aim is what dense training ends with: {mean(aims):.4g}.",
+        f"{seeds} seeds; {', '.join(sorted(where))}. The aim is what dense training ends with, and {TOLERANCE:.1%} "
+        f"more: {mean(aims):.4g}.",
     )
     title = "Seconds, median (least to most), and the speed-up over DDP; ~ extrapolated, > stopped"
     result.tables[title] = table(raced, rates, racers)
@@ -209,6 +208,16 @@ def smooth(curve: Sequence[Sequence[float]]) -> list[float]:
     return [mean(found[max(0, end - 3) : end]) for end in range(1, len(found) + 1)]
 
 
+def aim_of(dense: Mapping[str, Any]) -> float:
+    """The loss to reach: that at the end of a run of dense training, and :data:`TOLERANCE`."""
+    return (1 + TOLERANCE) * smooth(dense["curve"])[-1]
+
+
+def until(curve: Sequence[Sequence[float]], aim: float) -> Sequence[Sequence[float]]:
+    """A curve up to the first evaluation that reaches the aim; empty if none does."""
+    return next((curve[: end + 1] for end, loss in enumerate(smooth(curve)) if loss <= aim), [])
+
+
 Raced = Mapping[tuple[str, str], Mapping[int, dict[str, Any]]]
 """Runs by link and racer, and by seed."""
 
@@ -233,6 +242,14 @@ class Time(NamedTuple):
         """The median of the seconds."""
         return float(median(self.seconds.values()))
 
+    @property
+    def words(self) -> str:
+        """The median, with the least and the most of several seeds; empty if there are no runs."""
+        if not self.seconds:
+            return ""
+        least, most = min(self.seconds.values()), max(self.seconds.values())
+        return f"{self.mark}{self.median:.0f}" + f" ({least:.0f} to {most:.0f})" * (len(self.seconds) > 1)
+
     def over(self, ours: Time) -> str:
         """How many times longer these runs took than ``ours`` of the same seeds; empty if that is unknown."""
         both = [self.seconds[seed] / ours.seconds[seed] for seed in ours.seconds if seed in self.seconds]
@@ -245,27 +262,41 @@ def pace(run: Mapping[str, Any]) -> float:
     return float(end - begin) / (last - first) if last > first else end / last
 
 
-def completed(raced: Raced, rate: str, racer: str, seed: int) -> tuple[Sequence[Sequence[float]], str]:
-    """The curve of a run to the aim, and how to read its end: "~ " if it is extrapolated, "> " if it is missing.
+class Completed(NamedTuple):
+    """The curve of a run to the aim: points of which ``measured`` were measured and the rest extrapolated.
+
+    ``mark`` is "~ " if some are extrapolated, "> " if the run stopped before the aim and nothing tells how it goes on.
+    """
+
+    curve: Sequence[Sequence[float]]
+    measured: int
+    mark: str = ""
+
+
+def completed(raced: Raced, rate: str, racer: str, seed: int) -> Completed:
+    """The curve of a run to the aim of its seed.
 
     A run that stopped before the aim goes on at its pace, as the same racer and seed did on another link, since links
     change no gradient.
     """
-    run = raced[rate, racer][seed]
-    others = (runs.get(seed) for (_, name), runs in raced.items() if name == racer)
-    whole = next((other["curve"] for other in others if other and other["reached"]), None)
-    if run["reached"] or whole is None:
-        return run["curve"], "> " * (not run["reached"])
-    took, steps, _ = run["curve"][-1]
+    run, aim = raced[rate, racer][seed], aim_of(raced["loopback", "DDP"][seed])
+    mine = run["curve"]
+    if ended := until(mine, aim):
+        return Completed(ended, len(ended))
+    others = (until(runs[seed]["curve"], aim) for (_, name), runs in raced.items() if name == racer and seed in runs)
+    whole = next(filter(None, others), None)
+    if whole is None:
+        return Completed(mine, len(mine), "> ")
+    took, steps, _ = mine[-1]
     rest = [(took + (step - steps) * pace(run), step, quality) for _, step, quality in whole if step > steps]
-    return [*run["curve"], *rest], "~ "
+    return Completed([*mine, *rest], len(mine), "~ ")
 
 
 def time_of(raced: Raced, rate: str, racer: str) -> Time:
     """Seconds to the aim on a link, see :func:`completed`."""
     found = {seed: completed(raced, rate, racer, seed) for seed in raced.get((rate, racer), ())}
-    seconds = {seed: curve[-1][0] for seed, (curve, _) in found.items()}
-    return Time(seconds, min((mark for _, mark in found.values() if mark), default=""))
+    seconds = {seed: each.curve[-1][0] for seed, each in found.items()}
+    return Time(seconds, min((each.mark for each in found.values() if each.mark), default=""))
 
 
 def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row]:
@@ -276,14 +307,15 @@ def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row
         runs = {rate: raced[rate, racer].values() for rate in rates if (rate, racer) in raced}
         for rate in rates:
             ours, dense = (time_of(raced, rate, each) for each in (racer, "DDP"))
-            row[rate] = ""
-            if ours.seconds:
-                least, most = min(ours.seconds.values()), max(ours.seconds.values())
-                spread = f" ({least:.0f} to {most:.0f})" if len(ours.seconds) > 1 else ""
-                sooner = dense.over(ours) if racer != "DDP" else ""
-                row[rate] = f"{ours.mark}{ours.median:.0f}{spread}" + f", {sooner}" * bool(sooner)
-        ended = [run["curve"][-1] for each in runs.values() for run in each if run["reached"]]
-        row["steps"] = f"{median(steps for _, steps, _ in ended):.0f}" if ended else ""
+            sooner = dense.over(ours) if racer != "DDP" and ours.seconds else ""
+            row[rate] = ours.words + f", {sooner}" * bool(sooner)
+        ended = {
+            seed: end.curve[-1][1]
+            for rate in rates
+            for seed in raced.get((rate, racer), ())
+            if (end := completed(raced, rate, racer, seed)).mark != "> "
+        }
+        row["steps"] = f"{median(ended.values()):.0f}" if ended else ""
         row["ms a step, by link"] = ", ".join(f"{1000 * median(map(pace, each)):.0f}" for each in runs.values())
         # PowerSGD's first two steps are dense: its shortest runs would show more.
         sent = min(median(run["sent"] / run["curve"][-1][1] for run in each) for each in runs.values())
@@ -292,14 +324,15 @@ def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row
 
 
 def panels(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Panel]:
-    """Held-out loss over seconds of training, of the first seed, by link, see :func:`completed`; dashed, the aim."""
-    drawn, aim = [], smooth(raced["loopback", "DDP"][0]["curve"])[-1]
+    """Held-out loss over seconds of training, of the first seed, by link, see :func:`completed`; a line at the aim."""
+    drawn, aim = [], aim_of(raced["loopback", "DDP"][0])
     for rate in rates:
         panel = Panel(rate, "seconds of training", xlog=True, ylabel="held-out loss", level=aim)
-        for racer in racers:
-            if (rate, racer) in raced:
-                curve, _ = completed(raced, rate, racer, seed=0)
-                panel.curves[racer] = [seconds for seconds, *_ in curve], smooth(curve)
+        ended = {racer: completed(raced, rate, racer, 0) for racer in racers if (rate, racer) in raced}
+        for racer, end in ended.items():
+            label = f"{racer}: {end.mark}{end.curve[-1][0]:.0f} s"
+            panel.curves[label] = [seconds for seconds, *_ in end.curve], smooth(end.curve)
+            panel.measured[label] = end.measured
         drawn.append(panel)
     return drawn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,7 @@ from lab import hosts
 from lab.report import Result
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import SAVING, TopKConfig
-from lightning_topk.core.link import deliver
-from lightning_topk.plan import WORLD, Rank, best, copies
+from lightning_topk.core.link import aggregate, deliver
 from lightning_topk.runtime.momentum import adapt_momentum
 
 A_THOUSANDTH = TopKConfig(ratio=0.001, wire="bf16")
@@ -25,6 +25,9 @@ STEP = {0.001: (2.0, 0.6), 0.01: (2.4, 0.7), 0.12: (3.5, 1.5)}
 """Targets by ratio: passes of ``add_`` and ``zero_`` for the compress step of a worker, and of a server."""
 BEYOND = {"SGD": 1, "AdamW, fused": 2}
 """Targets: passes of ``add_`` and ``zero_`` that adapted momentum takes beyond the optimizer's own step."""
+Work = Callable[[], object]
+WORLD = 4
+"""Ranks of the exchange whose computing is measured."""
 
 
 def run(
@@ -150,3 +153,46 @@ def _peak() -> int:
     """Peak resident set of this process in bytes; getrusage would start with the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+class Rank:
+    """One of :data:`WORLD` ranks that exchange a gradient such as ``like`` ``[d]``; the others send the same."""
+
+    def __init__(self, config: TopKConfig, like: Tensor) -> None:
+        plan = plan_bucket(config, [len(like)], WORLD)
+        end, codecs = plan.endpoint(0, like.dtype, like.device), plan.codecs()
+        assert end.downlink is not None
+        self.uplink, self.downlink, self.up, self.reply = end.uplink, end.downlink, codecs.uplink, codecs.reply
+
+    def serve(self, received: Tensor, g: Tensor) -> Tensor:
+        """Aggregates the payloads ``[WORLD, P]`` with ``g`` as scratch memory; returns the server's ``[1, P]``."""
+        return self.downlink.send(aggregate(received, self.up, g.dtype, g), self.reply)[0]
+
+    def exchange(self, g: Tensor) -> None:
+        """Runs a worker's and a server's part of an exchange."""
+        replies = self.serve(copies(self.uplink.send(g, self.up)[0]), g)
+        deliver(copies(replies), self.reply, self.uplink.layout, g)
+
+
+def copies(payloads: Tensor) -> Tensor:
+    """The first payload, as if every rank had sent it: ``[WORLD, P]``."""
+    return payloads[:1].expand(WORLD, -1).contiguous()
+
+
+def best(
+    work: Work, device: torch.device, prepare: Work = lambda: None, repeats: int = 5, budget: float = 8.0
+) -> float:
+    """Least seconds of ``work``, after an untimed run; each follows ``prepare``, untimed. Waits for a GPU.
+
+    Stops after ``repeats`` timed runs or ``budget`` seconds.
+    """
+    wait: Work = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    times, begin = list[float](), time.perf_counter()
+    while len(times) < 2 or (len(times) <= repeats and time.perf_counter() - begin < budget):
+        prepare()
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

@@ -8,136 +8,93 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from statistics import median_high
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from statistics import fmean, median_high
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from tqdm import tqdm
-from typing_extensions import override
 
 from lab import hosts as emulated
-from lab.bench.peers import BUCKETS, PEERS, Register, bucket_cap, prepared
+from lab.bench.peers import BUCKETS, PEERS, prepared
 from lab.report import Result
-from lightning_topk.adapters.ddp import TopKState
+from lightning_topk.bench import loop
+from lightning_topk.bench.peers import Noise, Register
 from lightning_topk.plan import link, torchvision_model
 
-COLUMNS = 1024
-WARMUP = 4
-"""Untimed steps: DDP regroups its buckets after the first, PowerSGD starts with the third, ours may measure, residuals
-fill up."""
-WARMUPS = {"DDP": 1, "fp16 hook": 1, "naive top-k": 1}
-"""Peers that need fewer. A step of :func:`noise` is a whole exchange, and may take seconds."""
 Measured = dict[str, dict[str, Any]]
 """Results of :func:`measured` by peer."""
 
 
-class Noise(nn.Module):
-    """Matrices whose gradients are noise: a backward pass that costs next to nothing, so nothing hides an exchange.
-
-    Backward starts at the weights, with ``gradients``.
-    """
-
-    def __init__(self, numel: int, seed: int) -> None:
-        super().__init__()
-        rows, rest = divmod(numel, COLUMNS)
-        shapes = [(min(COLUMNS, rows - row), COLUMNS) for row in range(0, rows, COLUMNS)]
-        self.weights = nn.ParameterList([torch.zeros(shape) for shape in (*shapes, *([(rest,)] if rest else []))])
-        generator = torch.Generator().manual_seed(seed)
-        self.gradients = [torch.randn(weight.shape, generator=generator) for weight in self.weights]
-
-    @override
-    def forward(self) -> list[Tensor]:
-        """The weights."""
-        return [*self.weights]
-
-
 def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Register] = PEERS) -> Measured:
-    """Times one rank's steps of :class:`Noise` with each peer, which only exchange; takes the least.
+    """Times one rank's steps of :class:`.Noise` with each peer, which only exchange; takes the least.
 
     ``"no exchange"`` is a peer that exchanges nothing.
     """
-    found = {}
-    for peer in options["peers"]:
+
+    def make(peer: str) -> loop.Contender:
         net = Noise(options["numel"], rank)  # all ranks have the same weights: no need to send them
-        model = DistributedDataParallel(
-            net, bucket_cap_mb=bucket_cap(peer), gradient_as_bucket_view=True, init_sync=False
-        )
-        model.require_backward_grad_sync = peer != "no exchange"
+        ddp: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": False}
+        return loop.Contender(peer, known[peer], net, net.backward, settings=options["settings"], **ddp)
 
-        def step(model: DistributedDataParallel = model, net: Noise = net) -> None:
-            torch.autograd.backward(model(), net.gradients)
-
-        state = known.get(peer, PEERS["DDP"])(model, options["settings"])
-        found[peer] = measured(model, state, step, min, WARMUPS.get(peer, WARMUP), 21, options["seconds"])
-    return found
+    return {peer: measured(partial(make, peer), min, 21, options["seconds"]) for peer in options["peers"]}
 
 
 def images(options: dict[str, Any], rank: int, world: int) -> Measured:
     """Times one rank's steps of a torchvision model with each peer; takes the median."""
-    found, counted = {}, options["steps"] - WARMUP
     examples = torch.randn(options["batch"], 3, options["size"], options["size"])
     labels = torch.randint(0, 1000, (options["batch"],))
-    for peer in options["peers"]:
-        model = DistributedDataParallel(torchvision_model(options["model"]), bucket_cap_mb=bucket_cap(peer))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-        def step(model: DistributedDataParallel = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            nn.functional.cross_entropy(model(examples), labels).backward()
-            optimizer.step()
+    def backward(model: nn.Module) -> None:
+        nn.functional.cross_entropy(model(examples), labels).backward()
 
-        found[peer] = measured(model, PEERS[peer](model, options["settings"]), step, median_high, WARMUP, counted)
-    return found
+    def make(peer: str) -> loop.Contender:
+        net, optimizer = torchvision_model(options["model"]), partial(torch.optim.SGD, lr=0.01)
+        return loop.Contender(peer, PEERS[peer], net, backward, optimizer, options["settings"])
+
+    return {peer: measured(partial(make, peer), median_high, options["steps"]) for peer in options["peers"]}
 
 
 def measured(
-    model: DistributedDataParallel,
-    state: TopKState | None,
-    step: Callable[[], None],
-    reduced: Callable[[list[float]], float],
-    warmup: int,
-    most: int,
-    seconds: float = math.inf,
+    make: Callable[[], loop.Contender], reduced: Callable[[list[float]], float], steps: int, seconds: float = math.inf
 ) -> dict[str, Any]:
-    """Times steps of a wrapped model after ``warmup`` untimed ones; a collective.
+    """Times steps of a contender, which is closed at the end; a collective.
 
-    ``reduced`` reduces the times of all steps to one; ``state`` is ours, and is closed at the end. At least one step
-    and at most ``most`` are timed; none starts after ``seconds``.
+    ``reduced`` reduces the times of all steps to one. After ``seconds`` no step starts, but for a few.
 
     Returns:
         ``seconds`` of a step, and means over the steps: ``cpu``, seconds of this process, and ``sent``, bytes that left
         this host's emulated interface. For ours also ``hidden``, the fraction of the exchange that overlaps with
         backward; and bytes ``counted``, ``predicted``, and ``leaving`` the node.
+
+    Raises:
+        RuntimeError: The peer failed.
     """
-    times: list[float] = []
-    cpu, sent, go_on, reports, begin = 0.0, 0, torch.ones(()), [], time.perf_counter()
-    while go_on:
-        if state is not None:
-            state.telemetry.timing = True
-        model.zero_grad()
-        dist.barrier()
-        wire, used, start = emulated.sent_bytes(), time.process_time(), time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-        dist.barrier()
-        counted = len(times) - warmup
-        if counted > 0:
-            cpu, sent = cpu + time.process_time() - used, sent + emulated.sent_bytes() - wire
-        if state is not None:
-            reports.append(state.report())
-        go_on.fill_(counted < 1 or (counted < most and time.perf_counter() - begin < seconds))
-        dist.broadcast(go_on, 0)
-    found = {"seconds": reduced(times[warmup:]), "cpu": cpu / counted, "sent": sent / counted}
-    if state is not None:
-        last, plan = reports[warmup:], state.predicted()
-        found["hidden"] = 1 - sum(r.exposed_seconds for r in last) / max(sum(r.seconds for r in last), 1e-9)
-        found["counted"] = sum(r.bytes["uplink"] + r.bytes["downlink"] for r in last) / counted
+    used: list[tuple[float, int]] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        sent, cpu = emulated.sent_bytes(), time.process_time()
+        yield
+        used.append((time.process_time() - cpu, emulated.sent_bytes() - sent))
+
+    ranks, failed = loop.Ranks(), dict[str, str]()
+    contenders = loop.made({"peer": make}, ranks, failed)
+    contenders = loop.measure(contenders, ranks, failed, steps, seconds, around, longest=1)
+    if failed:
+        raise RuntimeError(failed["peer"])
+    (contender,) = contenders
+    cpu, sent = (fmean(each) for each in zip(*used, strict=True))
+    found = {"seconds": reduced(contender.seconds), "cpu": cpu, "sent": sent}
+    if contender.state is not None:
+        last, plan = contender.watch(), contender.state.predicted()
+        found["hidden"] = loop.hidden(last)
+        found["counted"] = fmean(r.bytes["uplink"] + r.bytes["downlink"] for r in last)
         found |= {"predicted": plan.sent, "leaving": plan.inter_node}
-        state.close()
+    contender.close()
     return found
 
 
@@ -217,14 +174,12 @@ def train(
     settings, chosen, words = prepared(workers, ratio, saving, peers)
     with torch.device("meta"):
         torchvision_model(model)
-    if steps <= WARMUP:
-        raise ValueError(f"steps={steps}: the first {WARMUP} are not timed; take more.")
     where = rate or "loopback"
     result = Result(
         "train",
         "a whole training step",
         f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({where}), {batch_size} images "
-        f"of {image_size} pixels a worker and step, SGD, {words}; {BUCKETS}; median of {steps - WARMUP} steps.",
+        f"of {image_size} pixels a worker and step, SGD, {words}; {BUCKETS}; median of {steps} steps.",
     )
     options = {"model": model, "settings": settings, "batch": batch_size, "size": image_size, "steps": steps}
     with emulated.emulate(workers, rate) if rate else nullcontext(emulated.local(workers)) as group:

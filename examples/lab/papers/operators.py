@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.bench.select import best
 from lab.report import Result
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.select import SELECTORS, Selector, Threshold
-from lightning_topk.plan import Row, best
+from lightning_topk.plan import Row
 from lightning_topk.simulate import Cluster
 
 SIZES = [10**5, 10**6, 10**7, 10**8]

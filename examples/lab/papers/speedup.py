@@ -10,8 +10,9 @@ from tqdm import tqdm
 
 from lab import hosts
 from lab.bench import steps
-from lab.bench.peers import BUCKETS, PEERS, Register, ours
+from lab.bench.peers import BUCKETS, PEERS
 from lab.report import Result
+from lightning_topk.bench.peers import Register, ours
 from lightning_topk.systems import presets
 
 RATES = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10}

@@ -43,7 +43,8 @@ DEFAULT = (
 )
 """Keys logged without ``details``, besides the values of layers."""
 SETTLED, COMPARED = 3, 5
-"""Steps until DDP has its final buckets, and steps whose median time is compared with dense all-reduces."""
+"""Steps until DDP has its final buckets, and then steps whose median time is compared with dense all-reduces; they are
+not measured, even if they are logged."""
 
 
 class CompressionMonitor(Callback):
@@ -52,7 +53,8 @@ class CompressionMonitor(Callback):
     Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's); uplink, downlink, total
     and saving are logged at every step. Other keys are logged at log steps and, if the ranks know that their epochs are
     equally long, in an epoch's last batch. Errors and norms are over all ranks; measuring them costs several passes
-    over each bucket and one small all-reduce.
+    over each bucket and one small all-reduce. A step that measures them takes longer, so times are those of the latest
+    step that did not; with ``log_every_n_steps=1`` there are few such steps, and times are logged once.
 
     ============================== ==========================================================================
     key                            meaning
@@ -68,7 +70,7 @@ class CompressionMonitor(Callback):
     ``topk/worker_residual_norm``  norm of a worker's residual, root mean square over the workers (over the nodes,
                                    if the ranks of a node exchange as one worker)
     ``topk/nonfinite_steps``       backward passes since fit began with a NaN or an infinity in a gradient
-    ``topk/exchange_seconds``      duration of this rank's exchanges in the step, waiting for other ranks included
+    ``topk/exchange_seconds``      duration of this rank's exchanges in a step, waiting for other ranks included
     ``topk/hidden_share``          fraction of it that overlapped with backward: before the last gradient was ready
     ``topk/dense_seconds``         estimated duration of dense all-reduces of the same buckets on this link
     ============================== ==========================================================================
@@ -93,7 +95,8 @@ class CompressionMonitor(Callback):
     None of these includes the steps of a :class:`~lightning.pytorch.callbacks.LearningRateFinder`.
 
     After the first step the ranks time an all-reduce of at most 1 MiB. Some steps later, rank 0 warns if dense
-    all-reduces would be faster than the exchanges. When fit ends, rank 0 prints a summary.
+    all-reduces would be faster than the exchanges. When training ends, also by an exception or Ctrl+C, rank 0 prints a
+    summary. (In spawned and forked processes an exception ends training before any callback hears of it.)
 
     Args:
         per_layer: The parameters for which to log, at log steps, ``topk/error/NAME`` (the workers' compression error),
@@ -116,6 +119,7 @@ class CompressionMonitor(Callback):
         self.per_layer, self.details = [given] if isinstance(given, str) else list(given), details
         self._last = 0.0  # when the last step ended
         self._even = False  # whether an epoch ends at the same step on all ranks
+        self._logs = False  # whether the current step is logged; equal on all ranks
         self._fit = _Totals()
 
     @override
@@ -156,8 +160,11 @@ class CompressionMonitor(Callback):
             telemetry = state.telemetry
             if telemetry.exchanged:
                 telemetry.drop_report()  # LearningRateFinder's steps call no callbacks
-            telemetry.measure, telemetry.measure_layers = _is_log_step(trainer, self._even), bool(self.per_layer)
-            telemetry.timing = telemetry.measure or (state.world > 1 and len(self._fit.timed) < COMPARED)
+            comparing = state.world > 1 and self._fit.steps >= SETTLED and len(self._fit.timed) < COMPARED
+            last = _is_last_step(trainer, self._even)
+            self._logs = last or trainer._logger_connector.should_update_logs
+            telemetry.measure = last or (self._logs and not comparing)
+            telemetry.measure_layers, telemetry.timing = bool(self.per_layer), not telemetry.measure
 
     @override
     def on_train_batch_end(
@@ -174,13 +181,17 @@ class CompressionMonitor(Callback):
         report = state.report()
         self._fit.add(report)
         dense = state.telemetry.dense_seconds(report)
-        self._compare(trainer, state, report, dense)
+        if state.telemetry.timing and self._fit.steps > SETTLED:
+            self._fit.unmeasured = self._fit.steps, report
+            self._compare(trainer, state, report, dense)
         values = self._every_step(state, report)
+        if self._logs:
+            values |= self._times(dense)
         if state.telemetry.measure:
-            values |= self._log_step(trainer, state, report, dense)
+            values |= self._measured(trainer, state, report)
         # A call of Lightning's log takes a millisecond, and loggers store values at log steps only.
         shown = [name for name in values if self.details or "/" in name or name in DEFAULT]
-        for name in shown if state.telemetry.measure else EVERY_STEP:
+        for name in shown if self._logs else EVERY_STEP:
             # Lightning does not know the batch size of training_step(dataloader_iter); a step's values need none.
             pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving", batch_size=1)
 
@@ -202,27 +213,26 @@ class CompressionMonitor(Callback):
         values["average_density"] = torch.tensor(fit.k / fit.elements)
         return values
 
-    def _log_step(
-        self, trainer: Trainer, state: HookState, report: Report, dense: float | None
-    ) -> dict[str, torch.Tensor]:
-        """Values measured at log steps only: errors and residuals, which all ranks reduce, times, and layers.
+    def _times(self, dense: float | None) -> dict[str, torch.Tensor]:
+        """Times of the latest step that was not measured, and estimated seconds of dense all-reduces, if known."""
+        values: dict[str, torch.Tensor] = {}
+        if self._fit.unmeasured is not None:
+            (step, report), self._fit.unmeasured = self._fit.unmeasured, None
+            self._fit.timed[step] = seconds, exposed = report.times
+            values["exchange_seconds"] = torch.tensor(seconds)
+            values["hidden_share"] = torch.tensor(1 - exposed / max(seconds, 1e-9))
+        if dense is not None:
+            values["dense_seconds"] = torch.tensor(dense)
+        return values
 
-        Args:
-            trainer: The Trainer.
-            state: The state.
-            report: The step's report.
-            dense: Estimated duration of dense all-reduces in seconds; None if unknown.
-        """
+    def _measured(self, trainer: Trainer, state: HookState, report: Report) -> dict[str, torch.Tensor]:
+        """Values of measured steps: errors and residuals, which all ranks reduce, and layers."""
         local = torch.cat([report.energy.view(-1), state.residuals.energy()]).to(trainer.strategy.root_device)
         values = _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
         values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
         values["selected_density"] = torch.tensor(report.selected / report.elements)
-        values["exchange_seconds"] = torch.tensor(report.seconds)
-        values["hidden_share"] = torch.tensor(1 - report.exposed_seconds / max(report.seconds, 1e-9))
-        if dense is not None:
-            values["dense_seconds"] = torch.tensor(dense)
-        self._fit.measured.append((float(values["uplink_error"]), report.seconds, report.exposed_seconds))
-        values["average_error"] = torch.tensor(mean(error for error, *_ in self._fit.measured))
+        self._fit.errors.append(float(values["uplink_error"]))
+        values["average_error"] = torch.tensor(mean(self._fit.errors))
         shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
         if shown:
             values |= _by_layer(trainer, state, report.layers, shown)
@@ -230,18 +240,22 @@ class CompressionMonitor(Callback):
         return values
 
     def _compare(self, trainer: Trainer, state: HookState, report: Report, dense: float | None) -> None:
-        """Records the duration of a step's exchanges, and warns once if dense all-reduces would be faster.
+        """Times a settled step that is not measured; after some, warns if dense all-reduces would be faster.
 
-        Arguments as in :meth:`_log_step`.
+        Args:
+            trainer: The Trainer.
+            state: The state.
+            report: The step's report.
+            dense: Estimated seconds of dense all-reduces; None if unknown.
         """
         fit = self._fit
-        if dense is None or fit.steps <= SETTLED or len(fit.timed) >= COMPARED:
+        if dense is None or len(fit.timed) >= COMPARED:
             return
-        fit.timed.append(report.seconds)
+        fit.timed[fit.steps] = report.times
         if len(fit.timed) < COMPARED:
             return
         # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
-        mine = torch.tensor(median(fit.timed), device=trainer.strategy.root_device)
+        mine = torch.tensor(median(seconds for seconds, _ in fit.timed.values()), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
         fit.compared = least, fit.density
         if least > dense:
@@ -256,10 +270,20 @@ class CompressionMonitor(Callback):
             )
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the summary, unless there is one process, which sends nothing."""
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the summary. In ``on_fit_end`` the strategy's state is gone (lightning 2.6)."""
+        self._print_summary(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Prints the summary of the steps that were taken."""
+        self._print_summary(trainer)
+
+    def _print_summary(self, trainer: Trainer) -> None:
+        """Prints the summary once per fit, unless there were no steps, or one process, which sends nothing."""
         state = _state(trainer)
-        if self._fit.steps and state is not None and state.world > 1 and trainer.is_global_zero:
+        if self._fit.steps and not self._fit.told and state is not None and state.world > 1:
+            self._fit.told = True
             rank_zero_info(self.summary(state))
 
     def summary(self, state: HookState | None = None) -> str:
@@ -279,9 +303,11 @@ class _Totals:
         self.volume = ExchangeVolume(sync_on_compute=False)
         self.k = self.elements = 0  # entries that fit in the payloads, and elements exchanged
         self.density = 0.0  # of the last step
-        self.measured: list[tuple[float, float, float]] = []  # error, seconds, exposed seconds
-        self.timed: list[float] = []  # seconds of a step's exchanges, for the first COMPARED steps
+        self.errors: list[float] = []  # of the measured steps
+        self.unmeasured: tuple[int, Report] | None = None  # the latest step that was timed, if no log step followed
+        self.timed: dict[int, tuple[float, float]] = {}  # seconds and exposed seconds of a step's exchanges, by step
         self.compared: tuple[float, float] | None = None  # seconds of an exchange alone, and its density
+        self.told = False  # whether the summary was printed
 
     def add(self, report: Report) -> None:
         """Adds a step."""
@@ -317,17 +343,17 @@ class _Totals:
             self._density_in_words(),
             *([f"topology={state.config.topology!r}"] if state is not None else []),
         ]
-        if self.measured:
-            errors, seconds, exposed = zip(*self.measured, strict=True)
-            steps = len(self.measured)
+        if self.errors:
+            words.append(f"mean compression error {mean(self.errors):.3f}")
+        if self.timed:
+            seconds, exposed = zip(*self.timed.values(), strict=True)
             hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
-            took = sum(seconds) / steps
+            took, steps = median(seconds), len(self.timed)
             if self.compared is not None and f"{self.compared[1]:.3g}" == f"{self.density:.3g}":
                 took = self.compared[0]  # the time in the warning; the other times include waiting for ranks
-            words.append(f"mean compression error {mean(errors):.3f}")
             words.append(
                 f"exchange {1000 * took:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
-                f"({steps} step{'s' * (steps != 1)} measured)"
+                f"({steps} step{'s' * (steps != 1)} timed)"
             )
         return "; ".join(words) + "."
 
@@ -391,12 +417,12 @@ def _state(trainer: Trainer) -> HookState | None:
     return getattr(trainer.strategy, "topk_state", None)
 
 
-def _is_log_step(trainer: Trainer, even: bool) -> bool:
-    """Whether the current step is logged: log steps, and the last of an epoch or of the fit. Equal on all ranks.
+def _is_last_step(trainer: Trainer, even: bool) -> bool:
+    """Whether the current step is the last of the fit, or of an epoch. Equal on all ranks.
 
-    Unless the ranks' epochs are ``even``, they end at different steps.
+    Unless the ranks' epochs are ``even``, they end at different steps, and do not count.
     """
     last = trainer.global_step + max(1, len(trainer.optimizers)) >= (
         math.inf if trainer.max_steps < 0 else trainer.max_steps
     )
-    return trainer._logger_connector.should_update_logs or (even and trainer.is_last_batch) or last
+    return last or (even and trainer.is_last_batch)

@@ -1,0 +1,65 @@
+"""Compares the times of contenders that ran in turns, and says in a line what to use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import comb
+from statistics import median
+from typing import NamedTuple
+
+Times = Mapping[str, Sequence[float]]
+"""Seconds of a step by turn, by contender."""
+
+
+class Ratio(NamedTuple):
+    """The median of the ratios of two contenders' times in the same turns, and its 95 % interval."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def ratio(times: Times, one: str, other: str) -> Ratio:
+    """The time of one contender over that of another."""
+    ratios = sorted(a / b for a, b in zip(times[one], times[other], strict=False))
+    count, dropped = len(ratios), 0
+    # The median lies between the (d+1)-th smallest and largest, unless at most d of the values are on one of its sides.
+    while sum(comb(count, few) for few in range(dropped + 2)) <= 0.025 * 2**count:
+        dropped += 1
+    return Ratio(median(ratios), ratios[dropped], ratios[-1 - dropped])
+
+
+def decide(times: Times, ours: str, others: Sequence[str] = (), whole: str = "DDP") -> str:
+    """One line: what to use.
+
+    Args:
+        times: The times; without contenders that failed.
+        ours: The contender that stands for ours.
+        others: More of ours, which send less: named only if ``ours`` does not win.
+        whole: The contender that times are compared with.
+    """
+    rivals = [name for name in times if name not in (ours, "no exchange", *others)]
+    if ours not in times or not rivals:
+        return "Nothing to decide: it takes one of ours and one of DDP's to compare."
+    rival = min(rivals, key=lambda name: median(times[name]))
+    if whole in times and rival != whole and ratio(times, rival, whole).high >= 1:
+        rival = whole  # needs no hook
+    whole = whole if whole in times else rival
+    against, told = ratio(times, ours, rival), f"{ours} takes {ratio(times, ours, whole)} of {whole}'s time a step"
+    beside = "" if rival == whole else f", and {against} of {rival}'s"
+    if against.high < 1:
+        return f"{told}{beside}: use TopKStrategy({ours})."
+    if against.low > 1:
+        best = f"{rival} is fastest here: use it; {told}{beside}."
+    elif rival != whole and ratio(times, ours, whole).high < 1:
+        best = f"{told}; to {rival} no difference that this noise can show: {against} of its time."
+    else:
+        best = f"No difference that this noise can show: {told}{beside}."
+    ahead = [name for name in others if name in times and ratio(times, name, rival).high < 1]
+    if ahead:
+        words = " and ".join(f"{name} takes {ratio(times, name, rival)} of {rival}'s time" for name in ahead)
+        best += f" In runs of many thousand steps, {words}."
+    return best

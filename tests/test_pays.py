@@ -1,0 +1,218 @@
+"""``bench`` of the package: what it prints, on which rank, and what it does if a peer or a rank fails."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from groups import on_ranks
+from test_bench import run
+from torch import nn
+
+from lightning_topk.__main__ import main
+from lightning_topk.bench import command, loop, peers
+from lightning_topk.bench.command import Bench, Work, report
+from lightning_topk.bench.verdict import decide, ratio
+from lightning_topk.config import TopKConfig
+from lightning_topk.volume import volume
+
+CPU = torch.device("cpu")
+ROWS = ["no exchange", "DDP", "16-bit hook", "PowerSGD", "saving=50", "saving=150", "ratio=0.001"]
+
+
+class Tiny(nn.Sequential):
+    """A user's model: two outputs, and batch norm's buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 200))
+
+    def forward(self, x):
+        y = super().forward(x)
+        return {"all": y, "some": (y[:, :3], None)}
+
+
+def cells(shown: str) -> dict[str, list[str]]:
+    """The cells of the table, by exchange."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line.startswith("|")]
+    return {name: values for name, *values in lines[2:]}
+
+
+WORKS = {
+    "a module": Work(module="test_pays.Tiny", input=(8,), batch_size=4),
+    "a module in bfloat16": Work(module="test_pays.Tiny", input=(8,), batch_size=4, precision="bf16"),
+    "exchanges alone": Work(params=300_000),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+@on_ranks(2, timeout=120)
+def test_every_exchange_is_timed_and_one_line_decides(rank, world, name, tmp_path):
+    bench = Bench(WORKS[name], CPU, 50)
+    said = report(bench, steps=3, json=tmp_path / "found.json")
+    assert bench.failed == {}
+    if rank:
+        assert said is None
+        return
+    found, kept = cells(said), json.loads((tmp_path / "found.json").read_text())
+    assert [*found] == [*kept["seconds"]] == ROWS
+    assert said.splitlines()[-1] == kept["verdict"]
+    assert re.search("saving=50|nothing", kept["verdict"])
+    assert kept["bytes"]["no exchange"] == 0
+    dense = volume(TopKConfig(topology="dense"), [sum(bench.sizes)], 2)
+    assert kept["bytes"]["DDP"] == dense.sent
+    assert kept["bytes"]["16-bit hook"] == dense.sent / 2
+    if name == "exchanges alone":
+        assert kept["bytes"]["saving=50"] == pytest.approx(dense.sent / 50, rel=0.02)
+        assert "PowerSGD: rank " in said
+    else:
+        assert float(found["DDP"][-1]) > 0, "images a second"
+        assert found["saving=50"][-2].endswith("%")
+
+
+def breaks_on(rank: int, after: int):
+    """A hook that raises on one rank after some buckets, and exchanges nothing."""
+    calls = [0]
+
+    def hook(state, bucket):
+        calls[0] += 1
+        if state == rank and calls[0] > after:
+            raise KeyError("this hook is broken\nin a second line")
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    return hook
+
+
+@pytest.mark.parametrize("after", [0, 4])
+@on_ranks(2)
+def test_a_peer_that_fails_on_one_rank_is_left_out_on_all_and_the_others_are_timed(rank, world, after):
+    broken = peers.hook(breaks_on(rank=1, after=after), lambda model: rank)
+    with mock.patch.object(peers, "BF16", broken), mock.patch.object(command, "TIMEOUT", timedelta(seconds=4)):
+        bench = Bench(Work(params=3000), CPU, 50, ["DDP", "16-bit hook", "saving=50"])
+        said = report(bench, steps=3)  # the other rank waits for this one, until the timeout
+    assert bench.failed == {"16-bit hook": "rank 1: KeyError: 'this hook is broken\\nin a second line'"}
+    if rank == 0:
+        assert cells(said)["16-bit hook"][0] == "failed"
+        assert cells(said)["saving=50"][0] != "failed"
+        assert "16-bit hook: rank 1: KeyError" in said
+
+
+@on_ranks(2)
+def test_ranks_that_were_asked_for_different_things_say_so(rank, world):
+    with pytest.raises(ValueError, match=r"ranks differ. Rank \d: .*saving=5[01].* Rank \d: .*saving=5[01]"):
+        Bench(Work(params=3000), CPU, 50 + rank)
+
+
+@pytest.mark.unit
+def test_powersgds_rank_is_the_one_with_the_nearest_bytes():
+    shapes = [(512, 256, 3, 3), (1000, 512), (1000,)]
+    numel = 512 * 2304 + 512_000 + 1000
+    assert peers.power_sgd_elements(shapes, 1) == 512 + 2304 + 1512 + 1000
+    rank = peers.power_sgd_rank(shapes, 50)
+    savings = [numel / peers.power_sgd_elements(shapes, each) for each in (rank - 1, rank, rank + 1)]
+    assert savings[0] > savings[1] > savings[2]
+    assert abs(savings[1] - 50) < 10
+    assert peers.power_sgd_rank([(1000,), ()], 50) is None
+
+
+def times(**seconds: list[float]) -> dict[str, list[float]]:
+    return {name.replace("_", "="): values for name, values in seconds.items()}
+
+
+@pytest.mark.unit
+def test_the_line_decides_only_what_the_noise_allows():
+    dense, noisy = [10.0, 10.2, 9.8] * 4, [10.0, 14.0, 7.0, 9.0] * 3
+    fast = [0.6 * each for each in dense]
+    assert decide(times(DDP=dense, saving_50=fast), "saving=50") == (
+        "saving=50 takes 0.60 (0.60 to 0.60) of DDP's time a step: use TopKStrategy(saving=50)."
+    )
+    assert decide(times(DDP=fast, saving_50=dense), "saving=50").startswith("DDP is fastest here: use it; saving=50")
+    assert decide(times(DDP=dense, saving_50=noisy), "saving=50").startswith("No difference that this noise can show")
+    told = decide(times(DDP=dense, hook=fast, saving_50=dense, saving_9=[3.0] * 12), "saving=50", ["saving=9"])
+    assert told.startswith("hook is fastest here: use it; saving=50 takes 1.00")
+    assert told.endswith("In runs of many thousand steps, saving=9 takes 0.50 (0.49 to 0.51) of hook's time.")
+    told = decide(times(DDP=dense, hook=[0.59, 0.61] * 6, saving_50=[0.6] * 12), "saving=50")
+    assert "of DDP's time a step; to hook no difference that this noise can show: 1.00" in told
+    assert decide(times(saving_50=fast), "saving=50").startswith("Nothing to decide")
+    assert ratio(times(a=[1.0, 2.0, 9.0], b=[1.0, 1.0, 1.0]), "a", "b") == (2.0, 1.0, 9.0)
+    assert ratio(times(a=[*map(float, range(1, 22))], b=[1.0] * 21), "a", "b") == (11.0, 6.0, 16.0)
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1"}
+LAUNCHED["MASTER_ADDR"] = "localhost"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        ("--params 1M", LAUNCHED, r"only rank.*torchrun --nnodes=2 .* lightning_topk bench --params 1M\. To try it"),
+        ("--params 1M", {"RANK": "0"}, "WORLD_SIZE, .*, MASTER_PORT is not. With srun, set what torchrun"),
+        ("--params 1M --ranks 2", {**LAUNCHED, "WORLD_SIZE": "2"}, "a launcher has: leave it out"),
+        ("--params 1M --ranks 1", {}, "--ranks 1 exchanges nothing"),
+        ("--params 1M --saving 0.5", {}, "saving=0.5 must be"),
+        ("--params 1M --only DPP", {}, "'DPP' is unknown; it must be one of 'no exchange', 'DDP'"),
+        ("", {}, "give one of --model, --module and --params"),
+        ("--model resnet5", {}, "torchvision has no model 'resnet5'"),
+    ],
+)
+def test_invalid_benches_are_refused_before_anything_starts(monkeypatch, words, env, message):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, "bench", *words.split(), main=main)
+
+
+def bench(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command without a launcher."""
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    clean |= {"PYTHONPATH": os.pathsep.join([str(Path(loop.__file__).parents[2]), *sys.path]), **env}
+    command = [sys.executable, "-m", "lightning_topk", "bench", *words]
+    return subprocess.run(command, env=clean, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.process
+def test_without_a_launcher_two_ranks_run_here_and_say_that_no_network_was_measured(tmp_path):
+    done = bench("--params=3000", "--steps=3", "--only", "DDP", "saving=50", "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    assert [*cells(done.stdout)] == ["DDP", "saving=50"]
+    assert "1 node of 2 ranks, gloo" in done.stdout
+    assert "All ranks are on this machine: no network was measured." in done.stdout
+    assert len(json.loads((tmp_path / "found.json").read_text())["hosts"]) == 2
+
+
+DYING = """
+import os, signal
+from torch import nn
+from torch.utils import data
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+"""
+
+
+@pytest.mark.process
+def test_a_rank_that_dies_ends_the_bench_with_a_message(tmp_path):
+    (tmp_path / "dying.py").write_text(DYING)
+    done = bench(
+        "--module=dying.Net", "--input=8", "--only", "DDP", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])
+    )
+    assert done.returncode == 1
+    assert "bench: a rank failed; its message is above." in done.stderr
+    assert "Signal 9 (SIGKILL)" in done.stderr
