@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from lightning_topk.bucket import BucketSizes, for_compressed, plan_bucket, plan_step
 from lightning_topk.config import TopKConfig
@@ -32,7 +33,14 @@ class Volume:
     dense_inter_node: int = 0
 
     def __add__(self, other: Volume) -> Volume:
-        return Volume(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Volume(
+            self.uplink + other.uplink,
+            self.downlink + other.downlink,
+            self.dense + other.dense,
+            self.intra_node + other.intra_node,
+            self.inter_node + other.inter_node,
+            self.dense_inter_node + other.dense_inter_node,
+        )
 
     def __getitem__(self, kind: str) -> int:
         """The bytes of a kind, by its name."""
@@ -123,6 +131,7 @@ def bucket_volume(plan: BucketPlan, rank: int, step: int = 0, epoch: int = 0, vo
     return sum((request_volume(each, rank, plan.workers, plan.local) for each in asked), dense_volume(plan, rank))
 
 
+@lru_cache(maxsize=1024)  # for every bucket in every step
 def dense_volume(plan: BucketPlan, rank: int) -> Volume:
     """The bytes of a ring all-reduce of the bucket."""
     ring = AllReduce(placeholder(plan.numel * plan.itemsize), "uplink")

@@ -80,10 +80,15 @@ def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floo
         g.copy_(x)
         worker()
     whole = best(worker, x.device, lambda: g.copy_(x), repeats=12)
-    result.tables[f"Compress step at {where}"] = [
+    rows = result.tables[f"Compress step at {where}"] = [
         {"part": part, "ms": 1000 * took, "of add_ + zero_": took / floor}
         for part, took in (("worker", whole), ("server", serve))
     ]
+    if x.device.type == "cuda":
+        for row, (gpu, host) in zip(
+            rows, (turns(worker, lambda: g.copy_(x)), turns(partial(rank.serve, sent, g), g.zero_)), strict=True
+        ):
+            row |= {"GPU ms": 1000 * gpu, "host ms": 1000 * host}
     if x.device.type == "cuda" and config.ratio == 0.001:
         copy = best(lambda: g.copy_(x), x.device)  # reads and writes 8 B per element
         allowed = 1.35 * 2 * copy + 60e-6
@@ -172,6 +177,24 @@ class Rank:
         """Runs a worker's and a server's part of an exchange."""
         replies = self.serve(copies(self.uplink.send(g, self.up)[0]), g)
         deliver(copies(replies), self.reply, self.uplink.layout, g)
+
+
+def turns(work: Work, prepare: Work, repeats: int = 20) -> tuple[float, float]:
+    """Least seconds for which a GPU is busy with ``work``, and for which the host is: to launch it, and no more."""
+    busy, host = list[float](), list[float]()
+    for _ in range(repeats):
+        prepare()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # 10 ms, in which the host launches all of it
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        start = time.perf_counter()
+        work()
+        host.append(time.perf_counter() - start)
+        end.record()
+        torch.cuda.synchronize()
+        busy.append(begin.elapsed_time(end) / 1000)
+    return min(busy), min(host)
 
 
 def copies(payloads: Tensor) -> Tensor:
