@@ -12,7 +12,7 @@ import fnmatch
 import math
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -253,6 +253,8 @@ class Buckets:
         """The parameters' names."""
         self.all_names: Mapping[Tensor, Sequence[str]] = {}
         """All names of tied weights, which ``dense_parameters`` may match too."""
+        self.compressed: frozenset[Tensor] = frozenset()
+        """The parameters that may be compressed."""
         self._uncompressed: set[Tensor] = set()
 
     def learn_names(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
@@ -269,6 +271,7 @@ class Buckets:
                 known = ", ".join(sorted(names.values())[:20])
                 raise ValueError(f"dense_parameters: no parameter's name matches {pattern!r}. The names are {known}.")
             self._uncompressed |= found
+        self.compressed = frozenset(names.keys() - self._uncompressed)
         numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
         self._rest = for_compressed(self.config, numel, skipped)
@@ -278,11 +281,6 @@ class Buckets:
     def check_size(self, numel: int) -> None:
         """Refuses a bucket of ``numel`` elements that is too large, see :func:`plan_bucket`."""
         plan_bucket(replace(self._rest, saving=None, ratio=1.0), [numel], self._world, self.local)
-
-    @property
-    def compressed(self) -> Collection[Tensor]:
-        """The parameters that may be compressed."""
-        return self.names.keys() - self._uncompressed
 
     def delivers_everything(self, bucket: Bucket, step: int, epoch: int) -> bool:
         """Whether a step delivers every entry of a bucket in full precision, as an all-reduce does."""

@@ -88,7 +88,7 @@ class Optimizers:
         """The scalar by which the loss is multiplied; None without a GradScaler."""
         return None if self._scaler is None else self._scaler._scale
 
-    def sync(self, compressed: set[Tensor], adapted: Collection[Tensor]) -> set[Tensor]:
+    def sync(self, compressed: frozenset[Tensor], adapted: Collection[Tensor]) -> set[Tensor]:
         """Checks the optimizers; adapts momentum and watches the steps of new ones, and returns their parameters."""
         now, self._compressed = self.now(), compressed
         check_closures(self._config, now)

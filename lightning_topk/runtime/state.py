@@ -86,6 +86,7 @@ class HookState:
         self._lane: Lane | None = None
         self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._adapted: set[Tensor] = set()  # parameters whose momentum is adapted, as optimizers hold them
+        self._as_adapted: frozenset[Tensor] = frozenset()  # the same, as computed in the last pass
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._elsewhere: set[str] = set()  # parameters in other ranks' optimizers only
@@ -155,6 +156,10 @@ class HookState:
         """The parameter of a bucket's member, as optimizers hold it."""
         return member
 
+    def parameters_of(self, members: frozenset[Tensor]) -> frozenset[Tensor]:
+        """The parameters of several members. The same set if they are the members."""
+        return members
+
     def delivers(self, parameter: Tensor) -> tuple[Collection[Tensor], float]:
         """The parameters of a parameter's bucket; how many of their entries the last backward pass delivered at most.
 
@@ -174,9 +179,13 @@ class HookState:
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in residuals.buckets]
         self._unchanged = self._unchanged + 1 if same else 0
         now = residuals.steps, self._epoch()
-        whole = {m for bucket in buckets if self.buckets.delivers_everything(bucket, *now) for m in bucket}
-        self._adapted.clear()  # optimizers keep the set
-        self._adapted |= {self.parameter_of(member) for member in self.buckets.compressed if member not in whole}
+        whole = frozenset(m for bucket in buckets if self.buckets.delivers_everything(bucket, *now) for m in bucket)
+        compressed = self.buckets.compressed
+        adapted = self.parameters_of(compressed - whole if whole else compressed)
+        if adapted is not self._as_adapted:
+            self._as_adapted = adapted
+            self._adapted.clear()  # optimizers keep the set
+            self._adapted |= adapted
         residuals.steps, residuals.buckets = residuals.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
@@ -199,7 +208,7 @@ class HookState:
 
         Names trained parameters that are in no optimizer.
         """
-        compressed = {self.parameter_of(member) for member in self.buckets.compressed}
+        compressed = self.parameters_of(self.buckets.compressed)
         updated = self._optimizers.sync(compressed, self._adapted)
         if not updated or not self.config.compresses or self.world == 1:
             return

@@ -82,6 +82,10 @@ class ShardState(HookState):
     def parameter_of(self, member: Tensor) -> Tensor:
         return self._group_of[member].sharded(member)
 
+    @override
+    def parameters_of(self, members: frozenset[Tensor]) -> frozenset[Tensor]:
+        return frozenset(map(self.parameter_of, members))
+
     def exchange(self, group: ParamGroup, g: Tensor) -> None:
         """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.
 
