@@ -202,8 +202,11 @@ def catch_up_(
         tables: Empty at the first call for these parameters; keeps tables of their addresses on the device.
     """
     together: dict[Kind | None, list[Stepped]] = {}
+    plain: dict[int, bool] = {}  # by rule; scalars on a GPU must not be read
     for stepped, kind in several:
-        together.setdefault(kind, []).append(stepped)
+        if id(stepped.rule) not in plain:
+            plain[id(stepped.rule)] = not any(isinstance(each, Tensor) for each in stepped.rule)
+        together.setdefault(kind if plain[id(stepped.rule)] else None, []).append(stepped)
     for kind, members in together.items():
         if kind is not None:
             kind.version.catch_up_(members, scale, skipped, tables.setdefault(kind, {}))

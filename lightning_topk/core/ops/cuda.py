@@ -130,6 +130,8 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
     buffer, parameter, (rows, rules) = several[0].buffer, several[0].parameter, address_table(several)
     tiles = [triton.cdiv(row[6], SLOTS) for row in rows]
     firsts = [end - own for end, own in zip(accumulate(tiles), tiles, strict=True)]
+    if not sum(tiles):
+        return  # empty shards
     by_rule = [[*rule, math.log2(rule.momentum), 1 / (1 - rule.momentum)] for rule in rules]
     table = _on(buffer, tables, "table", [[*row, first] for row, first in zip(rows, firsts, strict=True)])
     owners = _on(buffer, tables, "owners", tiles)
