@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -190,10 +193,22 @@ def test_without_a_launcher_two_ranks_run_here_and_say_that_no_network_was_measu
     assert len(json.loads((tmp_path / "found.json").read_text())["hosts"]) == 2
 
 
+@pytest.mark.unit
+def test_a_rank_that_fails_here_is_named_after_its_own_message(monkeypatch):
+    """The ranks get the command as it was typed, but for their number."""
+    started = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command) or mock.Mock(returncode=1))
+    for ranks in (["--ranks", "3"], ["--ranks=3"]):
+        with pytest.raises(SystemExit, match="bench: a rank failed; its message is above"):
+            run(monkeypatch, "bench", "--params", "1M", *ranks, "--steps", "2", main=main)
+        assert "--nproc-per-node=3" in started[-1]
+        assert started[-1][-5:] == ["bench", "--params", "1M", "--steps", "2"]
+
+
 DYING = """
 import os, signal
 from torch import nn
-from torch.utils import data
 
 class Net(nn.Linear):
     def __init__(self):
@@ -209,10 +224,15 @@ class Net(nn.Linear):
 
 @pytest.mark.process
 def test_a_rank_that_dies_ends_the_bench_with_a_message(tmp_path):
+    """As on two machines, where no launcher stops the other rank."""
     (tmp_path / "dying.py").write_text(DYING)
-    done = bench(
-        "--module=dying.Net", "--input=8", "--only", "DDP", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])
-    )
-    assert done.returncode == 1
-    assert "bench: a rank failed; its message is above." in done.stderr
-    assert "Signal 9 (SIGKILL)" in done.stderr
+    words = ("--module=dying.Net", "--input=8", "--only", "DDP")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env = {**LAUNCHED, "WORLD_SIZE": "2", "MASTER_PORT": str(probe.getsockname()[1]), "PYTHONPATH": path}
+    with ThreadPoolExecutor() as both:
+        left, died = both.map(lambda rank: bench(*words, **{**env, "RANK": rank}), "01")
+    assert died.returncode == -signal.SIGKILL
+    assert left.returncode == 1
+    assert re.search("bench: rank 0 of 2 lost another rank, which has died or cannot be reached", left.stderr)

@@ -32,7 +32,7 @@ from lightning_topk.config import SAVING, TopKConfig, check_name
 from lightning_topk.plan import Row, ddp_buckets, make_module, markdown, parameter_sizes
 from lightning_topk.volume import Volume, volume
 
-SECONDS = 80.0
+SECONDS = 60.0
 """No turn starts later than this."""
 TIMEOUT = timedelta(minutes=2)
 """Timeout of a contender's collectives. The ranks wait longer for each other."""
