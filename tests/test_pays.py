@@ -56,8 +56,8 @@ WORKS = {
 @pytest.mark.parametrize("name", WORKS)
 @on_ranks(2, timeout=120)
 def test_every_exchange_is_timed_and_one_line_decides(rank, world, name, tmp_path):
-    bench = Bench(WORKS[name], CPU, 50)
-    said = report(bench, steps=3, json=tmp_path / "found.json")
+    bench = Bench(WORKS[name], CPU, 50, steps=3)
+    said = report(bench, tmp_path / "found.json")
     assert bench.failed == {}
     if rank:
         assert said is None
@@ -98,8 +98,8 @@ def breaks_on(rank: int, after: int):
 def test_a_peer_that_fails_on_one_rank_is_left_out_on_all_and_the_others_are_timed(rank, world, after):
     broken = peers.hook(breaks_on(rank=1, after=after), lambda model: rank)
     with mock.patch.object(peers, "BF16", broken), mock.patch.object(command, "TIMEOUT", timedelta(seconds=4)):
-        bench = Bench(Work(params=3000), CPU, 50, ["DDP", "16-bit hook", "saving=50"])
-        said = report(bench, steps=3)  # the other rank waits for this one, until the timeout
+        bench = Bench(Work(params=3000), CPU, 50, ["DDP", "16-bit hook", "saving=50"], steps=3)
+        said = report(bench)  # the other rank waits for this one, until the timeout
     assert bench.failed == {"16-bit hook": "rank 1: KeyError: 'this hook is broken\\nin a second line'"}
     if rank == 0:
         assert cells(said)["16-bit hook"][0] == "failed"
@@ -111,6 +111,8 @@ def test_a_peer_that_fails_on_one_rank_is_left_out_on_all_and_the_others_are_tim
 def test_ranks_that_were_asked_for_different_things_say_so(rank, world):
     with pytest.raises(ValueError, match=r"ranks differ. Rank \d: .*saving=5[01].* Rank \d: .*saving=5[01]"):
         Bench(Work(params=3000), CPU, 50 + rank)
+    with pytest.raises(ValueError, match=r"ranks differ. .* 50 steps of (DDP|all)\. .* 50 steps of (DDP|all)\."):
+        Bench(Work(params=3000), CPU, 50, ["DDP"] * rank)
 
 
 @pytest.mark.unit
@@ -162,6 +164,7 @@ LAUNCHED["MASTER_ADDR"] = "localhost"
         ("--params 1M --ranks 1", {}, "--ranks 1 exchanges nothing"),
         ("--params 1M --saving 0.5", {}, "saving=0.5 must be"),
         ("--params 1M --only DPP", {}, "'DPP' is unknown; it must be one of 'no exchange', 'DDP'"),
+        ("--params 1M --json nowhere/r.json", {}, "No such file or directory: 'nowhere/r.json'"),
         ("", {}, "give one of --model, --module and --params"),
         ("--model resnet5", {}, "torchvision has no model 'resnet5'"),
     ],
