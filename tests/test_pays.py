@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -53,8 +56,8 @@ WORKS = {
 @pytest.mark.parametrize("name", WORKS)
 @on_ranks(2, timeout=120)
 def test_every_exchange_is_timed_and_one_line_decides(rank, world, name, tmp_path):
-    bench = Bench(WORKS[name], CPU, 50)
-    said = report(bench, steps=3, json=tmp_path / "found.json")
+    bench = Bench(WORKS[name], CPU, 50, steps=3)
+    said = report(bench, tmp_path / "found.json")
     assert bench.failed == {}
     if rank:
         assert said is None
@@ -95,8 +98,8 @@ def breaks_on(rank: int, after: int):
 def test_a_peer_that_fails_on_one_rank_is_left_out_on_all_and_the_others_are_timed(rank, world, after):
     broken = peers.hook(breaks_on(rank=1, after=after), lambda model: rank)
     with mock.patch.object(peers, "BF16", broken), mock.patch.object(command, "TIMEOUT", timedelta(seconds=4)):
-        bench = Bench(Work(params=3000), CPU, 50, ["DDP", "16-bit hook", "saving=50"])
-        said = report(bench, steps=3)  # the other rank waits for this one, until the timeout
+        bench = Bench(Work(params=3000), CPU, 50, ["DDP", "16-bit hook", "saving=50"], steps=3)
+        said = report(bench)  # the other rank waits for this one, until the timeout
     assert bench.failed == {"16-bit hook": "rank 1: KeyError: 'this hook is broken\\nin a second line'"}
     if rank == 0:
         assert cells(said)["16-bit hook"][0] == "failed"
@@ -108,6 +111,8 @@ def test_a_peer_that_fails_on_one_rank_is_left_out_on_all_and_the_others_are_tim
 def test_ranks_that_were_asked_for_different_things_say_so(rank, world):
     with pytest.raises(ValueError, match=r"ranks differ. Rank \d: .*saving=5[01].* Rank \d: .*saving=5[01]"):
         Bench(Work(params=3000), CPU, 50 + rank)
+    with pytest.raises(ValueError, match=r"ranks differ. .* 50 steps of (DDP|all)\. .* 50 steps of (DDP|all)\."):
+        Bench(Work(params=3000), CPU, 50, ["DDP"] * rank)
 
 
 @pytest.mark.unit
@@ -159,6 +164,7 @@ LAUNCHED["MASTER_ADDR"] = "localhost"
         ("--params 1M --ranks 1", {}, "--ranks 1 exchanges nothing"),
         ("--params 1M --saving 0.5", {}, "saving=0.5 must be"),
         ("--params 1M --only DPP", {}, "'DPP' is unknown; it must be one of 'no exchange', 'DDP'"),
+        ("--params 1M --json nowhere/r.json", {}, "No such file or directory: 'nowhere/r.json'"),
         ("", {}, "give one of --model, --module and --params"),
         ("--model resnet5", {}, "torchvision has no model 'resnet5'"),
     ],
@@ -190,10 +196,22 @@ def test_without_a_launcher_two_ranks_run_here_and_say_that_no_network_was_measu
     assert len(json.loads((tmp_path / "found.json").read_text())["hosts"]) == 2
 
 
+@pytest.mark.unit
+def test_a_rank_that_fails_here_is_named_after_its_own_message(monkeypatch):
+    """The ranks get the command as it was typed, but for their number."""
+    started = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command) or mock.Mock(returncode=1))
+    for ranks in (["--ranks", "3"], ["--ranks=3"]):
+        with pytest.raises(SystemExit, match="bench: a rank failed; its message is above"):
+            run(monkeypatch, "bench", "--params", "1M", *ranks, "--steps", "2", main=main)
+        assert "--nproc-per-node=3" in started[-1]
+        assert started[-1][-5:] == ["bench", "--params", "1M", "--steps", "2"]
+
+
 DYING = """
 import os, signal
 from torch import nn
-from torch.utils import data
 
 class Net(nn.Linear):
     def __init__(self):
@@ -209,10 +227,15 @@ class Net(nn.Linear):
 
 @pytest.mark.process
 def test_a_rank_that_dies_ends_the_bench_with_a_message(tmp_path):
+    """As on two machines, where no launcher stops the other rank."""
     (tmp_path / "dying.py").write_text(DYING)
-    done = bench(
-        "--module=dying.Net", "--input=8", "--only", "DDP", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])
-    )
-    assert done.returncode == 1
-    assert "bench: a rank failed; its message is above." in done.stderr
-    assert "Signal 9 (SIGKILL)" in done.stderr
+    words = ("--module=dying.Net", "--input=8", "--only", "DDP")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env = {**LAUNCHED, "WORLD_SIZE": "2", "MASTER_PORT": str(probe.getsockname()[1]), "PYTHONPATH": path}
+    with ThreadPoolExecutor() as both:
+        left, died = both.map(lambda rank: bench(*words, **{**env, "RANK": rank}), "01")
+    assert died.returncode == -signal.SIGKILL
+    assert left.returncode == 1
+    assert re.search("bench: rank 0 of 2 lost another rank, which has died or cannot be reached", left.stderr)

@@ -32,7 +32,7 @@ from lightning_topk.config import SAVING, TopKConfig, check_name
 from lightning_topk.plan import Row, ddp_buckets, make_module, markdown, parameter_sizes
 from lightning_topk.volume import Volume, volume
 
-SECONDS = 80.0
+SECONDS = 60.0
 """No turn starts later than this."""
 TIMEOUT = timedelta(minutes=2)
 """Timeout of a contender's collectives. The ranks wait longer for each other."""
@@ -122,6 +122,8 @@ def run(
     work = Work(model, module, params, tuple(input), batch_size, precision)
     for name in only:
         check_name("--only", name, [*exchanges(saving, (), "cpu")])
+    if json is not None and os.environ.get("RANK", "0") == "0":
+        json.open("a").close()  # fails now, if it does
     if "RANK" not in os.environ:
         _check_model(model, module, params)
         _start(ranks or 2)
@@ -130,7 +132,7 @@ def run(
     device = _device()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
-        return report(Bench(work, device, saving, only), steps, json)
+        return report(Bench(work, device, saving, only, steps), json)
     finally:
         dist.destroy_process_group()
 
@@ -212,10 +214,13 @@ class Bench:
         device: This rank's device.
         saving: The amount that is judged.
         only: Names of the exchanges to time. Default: all.
+        steps: Timed steps of each, at most.
     """
 
-    def __init__(self, work: Work, device: torch.device, saving: float, only: Sequence[str] = ()) -> None:
-        self.work, self.device, self.saving = work, device, saving
+    def __init__(
+        self, work: Work, device: torch.device, saving: float, only: Sequence[str] = (), steps: int = 50
+    ) -> None:
+        self.work, self.device, self.saving, self.steps = work, device, saving, steps
         beside: Any = dist.new_group(backend="gloo", timeout=3 * TIMEOUT)
         self.ranks = Ranks(beside)
         net = work.net(self.ranks.rank, torch.device("cpu"))
@@ -223,39 +228,46 @@ class Bench:
         self.sizes = [each.numel() for each in net.parameters() if each.requires_grad]
         here = self.ranks.gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.local = here[0] if len({*here}) == 1 else 1
-        self._check_same()
+        self._check_same(only)
         found = exchanges(saving, self.shapes, device.type)
         self.failed = {name: why for name, why in found.items() if isinstance(why, str) and name in (only or found)}
         self.exchanges = {
             name: each for name, each in found.items() if not isinstance(each, str) and name in (only or found)
         }
+        # A hook that fails may leave a collective unfinished, in a group of its own. Ours has groups of its own anyway,
+        # and overlaps two exchanges on gloo only if the model has the default group. Made here, since all ranks must
+        # make them, and none has failed yet.
+        self._groups: dict[str, Any] = {
+            name: {"process_group": dist.new_group(timeout=TIMEOUT)}
+            for name in self.exchanges
+            if name not in amounts(saving)
+        }
 
-    def _check_same(self) -> None:
+    def _check_same(self, only: Sequence[str]) -> None:
         """Compares what the ranks were asked for."""
         mine = f"{self.work.words}, saving={self.saving:g}, lightning_topk {__version__}, torch {torch.__version__}"
-        mine += f", {sum(self.sizes):,} parameters, {self.device.type}"
+        mine += (
+            f", {sum(self.sizes):,} parameters, {self.device.type}, {self.steps} steps of {', '.join(only) or 'all'}"
+        )
         for rank, other in enumerate(self.ranks.gather(mine)):
             if other != mine:
                 raise ValueError(f"ranks differ. Rank {self.ranks.rank}: {mine}. Rank {rank}: {other}.")
 
-    def measure(self, steps: int) -> list[Contender]:
+    def measure(self) -> list[Contender]:
         """Times the contenders; returns those that did not fail."""
         begin = time.perf_counter()
         makers = {name: partial(self._make, name, register) for name, register in self.exchanges.items()}
         contenders = loop.made(makers, self.ranks, self.failed)
         left = SECONDS - (time.perf_counter() - begin)
-        return loop.measure(contenders, self.ranks, self.failed, steps, left)
+        return loop.measure(contenders, self.ranks, self.failed, self.steps, left)
 
     def _make(self, name: str, register: peers.Register) -> Contender:
         net = self.work.net(self.ranks.rank, self.device)
         backward = self.work.backward(net, self.ranks.rank, self.device)
         trained = self.work.params is None
-        # A hook that fails may leave a collective unfinished, in a group of its own. Ours has groups of its own anyway,
-        # and overlaps two exchanges on gloo only if the model has the default group.
-        ddp: dict[str, Any] = {} if name in amounts(self.saving) else {"process_group": dist.new_group(timeout=TIMEOUT)}
         optimizer = partial(torch.optim.SGD, lr=1e-4, momentum=0.9) if trained else None
-        settings = {"adapt_momentum": trained}
-        return Contender(name, register, net, backward, optimizer, settings, gradient_as_bucket_view=not trained, **ddp)
+        ddp = {"gradient_as_bucket_view": not trained, **self._groups.get(name, {})}
+        return Contender(name, register, net, backward, optimizer, {"adapt_momentum": trained}, **ddp)
 
     def sent(self, contender: Contender) -> int:
         """Bytes of a step that this node sends to others; on a single node, that this rank sends."""
@@ -275,10 +287,10 @@ class Bench:
         return volume(dense, ddp_buckets(sizes), self.ranks.world, self.ranks.rank, itemsize, local=self.local)
 
 
-def report(bench: Bench, steps: int, json: Path | None = None) -> str | None:
+def report(bench: Bench, json: Path | None = None) -> str | None:
     """Measures, writes the file, and returns the report; a collective."""
     ranks, work = bench.ranks, bench.work
-    contenders = bench.measure(steps)
+    contenders = bench.measure()
     ours = [each for each in contenders if work.params is None and each.name in amounts(bench.saving)]
     hidden = {each.name: _hidden(each, bench) for each in ours}
     hosts = ranks.gather(f"{socket.gethostname()}, {_processor(bench.device)}")
@@ -316,6 +328,8 @@ def report(bench: Bench, steps: int, json: Path | None = None) -> str | None:
         rank = peers.power_sgd_rank(bench.shapes, bench.saving)
         own = "; one bucket, since its hook hangs on gloo with several" if bench.device.type == "cpu" else ""
         notes.append(f"PowerSGD: rank {rank}, whose bytes are nearest to those of {judged}{own}.")
+    if bench.device.type == "cpu" and torch.cuda.is_available():
+        notes.append(f"{torch.cuda.device_count()} GPUs are too few for {bench.local} ranks, which ran on CPUs.")
     if alone:
         notes.append("All ranks are on this machine: no network was measured.")
     if json is not None:

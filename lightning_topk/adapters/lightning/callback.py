@@ -54,7 +54,7 @@ class CompressionMonitor(Callback):
     and saving are logged at every step. Other keys are logged at log steps and, if the ranks know that their epochs are
     equally long, in an epoch's last batch. Errors and norms are over all ranks; measuring them costs several passes
     over each bucket and one small all-reduce. A step that measures them takes longer, so times are those of the latest
-    step that did not; with ``log_every_n_steps=1`` there are few such steps, and times are logged once.
+    step that did not; with ``log_every_n_steps=1`` these are only the fourth to the eighth.
 
     ============================== ==========================================================================
     key                            meaning
