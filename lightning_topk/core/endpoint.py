@@ -29,10 +29,12 @@ class Codecs:
     Attributes:
         uplink: Codec of the workers' payloads.
         reply: Codec of the servers' payloads; unused without servers.
+        scale: Scalar loss scale that gradients contain, before and after the exchange. Residuals do not.
     """
 
     uplink: Codec
     reply: Codec
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +112,8 @@ class BucketPlan:
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(layout.shard_size, self.world * up)
-        return Codecs(*(Codec(self.wire, layout.shard_size, k, shared, self.tag) for k in (up, down)))
+        uplink, reply = (Codec(self.wire, layout.shard_size, k, shared, self.tag) for k in (up, down))
+        return Codecs(uplink, reply)
 
     def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
         """Predicts the requests of :func:`lightning_topk.core.guards.exchange`: payloads of the right size, no content.

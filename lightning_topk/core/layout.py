@@ -87,6 +87,10 @@ class NodeShards:
         return sum(self.slices)
 
 
+DAMAGED = "was damaged in transit, or is of other parameters than this rank's, or of another ratio"
+"""What is known of a payload whose words have another sum than they should."""
+
+
 class PayloadFormat(NamedTuple):
     """Byte layout of a payload: values, positions, zeros and a check word; see :mod:`lightning_topk.core.wire`.
 
