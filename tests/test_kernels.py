@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
+from lightning_topk.core.link import Link, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import reference
+from lightning_topk.core.select import TopK
 from lightning_topk.core.wire import WIRES, Codec
 
 pytest.importorskip("triton")
@@ -24,6 +27,7 @@ on_a_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="no GPU; the interpreter runs in a process of its own"
 )
 DEVICE = "cpu" if INTERPRETED else "cuda"
+FLOAT = torch.finfo(torch.float32)
 
 
 @pytest.mark.process
@@ -40,27 +44,43 @@ def given(name: str, numel: int) -> list[torch.Tensor]:
     return [each.to(DEVICE) for each in residual_and_gradient(name, numel)]
 
 
+def selected(e, x, layout, k, send=cuda.send):
+    """Positions and values that a version of a link's steps selects, read from payloads in fp32."""
+    codec = Codec(WIRES["fp32"], layout.shard_size, k)
+    payload = send(e, x, layout, codec.format(), None)
+    codec.check(payload)
+    return codec.read(payload, e.dtype)
+
+
 @on_a_device
-@pytest.mark.parametrize("name", ["normal", "ties", "few"])
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # in NumPy, which the interpreter uses
+@pytest.mark.parametrize("name", ["normal", "ties", "equal", "few", "sparse", "overflowing", "denormal"])
 @pytest.mark.parametrize(
-    ("numel", "shards", "k"), [(16_384, 1, 17), (70_001, 1, 70), (70_001, 3, 200), (100_000, 4, 25)]
+    ("numel", "shards", "k"), [(700, 1, 1), (16_384, 1, 17), (40_001, 3, 40), (40_001, 1, 13_000), (40_001, 2, 20_000)]
 )
 def test_one_pass_selects_like_the_reference(name, numel, shards, k):
-    """Of more equal entries than fit, it sends any, but each once; missing entries are zeros."""
-    layout, finite = Layout(numel, shards), torch.tensor(True, device=DEVICE)
-    e, x = given(name.replace("few", "zero"), numel)
+    """At any density, the first of equal entries, and any number of them; missing entries are zeros."""
+    layout = Layout(numel, shards)
+    e, x = given("zero" if name == "few" else name, numel)
     if name == "few":
         x[:: 5 * numel // k] = 1.0 + torch.arange(len(x[:: 5 * numel // k]), device=DEVICE)
-    total, kept, sent = e + x, e.clone(), []
-    for version, residual, g in ((cuda, e, x), (reference, kept, x.clone())):
-        index, value = version.add_and_select(residual, g, finite, layout, k)
-        assert torch.equal(residual, total)
-        assert not g.any()
-        assert (index.diff(dim=1) >= 0).all()
-        flat = reference.flat_index(index.long(), layout).view(-1)
-        sent.append(torch.zeros_like(total).scatter_add_(0, flat, value.view(-1)))
-    assert torch.equal(sent[0], total.masked_fill(sent[0] == 0, 0))
-    assert torch.equal(*sent) or name == "ties"
+    total, kept = (e + x).clamp(-FLOAT.max, FLOAT.max), e.clone()
+    index, value = selected(e, x, layout, k)
+    assert (index.diff(dim=1) >= 0).all()
+    flat = reference.flat_index(index, layout).view(-1)
+    sent = torch.zeros_like(total).scatter_add_(0, flat, value.view(-1))
+    assert torch.equal(sent, total.masked_fill(sent == 0, 0))
+    assert torch.equal(e, total - sent)
+    assert not x.any()
+    room = cuda._sampled(layout, k)[2]
+    reach = reference.shard_rows(total, layout).abs() >= FLOAT.tiny
+    if (reach.sum(1) > room).any() and name in ("ties", "equal", "overflowing"):
+        assert (value != 0).all()  # the first ones that have room
+    else:
+        expected, found = reference.add_and_select(kept, total - kept, torch.tensor(True), layout, k)
+        found = torch.where(found.abs() >= FLOAT.tiny, found, 0)
+        places = reference.flat_index(expected, layout).view(-1)
+        assert torch.equal(sent, torch.zeros_like(total).scatter_add_(0, places, found.view(-1)))
 
 
 @on_a_device
@@ -75,7 +95,7 @@ def test_selection_stays_exact_if_a_layers_columns_differ_in_scale(width):
     e[numel // 2 :] *= 100
     for _ in range(3):
         expected, value = reference.add_and_select(e.clone(), torch.zeros_like(e), finite, layout, k)
-        found, sums = cuda.add_and_select(e, torch.zeros_like(e), finite, layout, k)
+        found, sums = selected(e.clone(), torch.zeros_like(e), layout, k)
         assert sums.square().sum() > 0.999 * value.square().sum()
         assert (found == expected).float().mean() > 0.99
 
@@ -87,10 +107,10 @@ def sent_by_the_reference(e, x, finite, layout, codec, delivered):
     index, value = reference.add_and_select(e, x.to(e.dtype), finite, layout, codec.k)
     payload, sent = codec.encode(index, value, delivered, finite)
     memory.keep(reference.flat_index(index, layout).view(-1), sent.view(-1))
-    return payload, value.count_nonzero()
+    return payload
 
 
-SHAPES = [(16_384, 1, 1), (70_001, 1, 700), (70_001, 3, 200), (100_000, 4, 25), (70_001, 3, 1500), (2**17, 2, 6400)]
+SHAPES = [(16_384, 1, 1), (70_001, 1, 700), (70_001, 3, 200), (100_000, 4, 25), (70_001, 3, 1500), (2**16, 2, 20_000)]
 """Elements, shards, entries per shard."""
 DTYPES = (
     (None, torch.float32),
@@ -120,11 +140,10 @@ def test_the_fused_send_equals_the_separate_steps(wire, shape):
         e[numel // 2] = torch.finfo(e.dtype).max  # over the limit of most wires
         x, finite = x.to(given_as), torch.tensor(True, device=DEVICE)
         kept = e.clone()
-        expected, count = sent_by_the_reference(kept, x.clone(), finite, layout, codec, delivered)
-        payload, selected = cuda.send(e, x, finite, layout, codec.format(delivered), delivered)
+        expected = sent_by_the_reference(kept, x.clone(), finite, layout, codec, delivered)
+        payload = cuda.send(e, x, layout, codec.format(delivered), delivered)
         assert torch.equal(payload, expected)
         assert torch.equal(e, kept)
-        assert selected == count
         assert not x.any()
 
 
@@ -148,13 +167,89 @@ def test_the_fused_send_keeps_residuals_finite(case, wire, given_as):
     else:
         e[::7] = x[::7] = torch.finfo(torch.float32).max
     x, before, kept = x.to(given_as), e.clone(), e.clone()
-    expected, _ = sent_by_the_reference(kept, x.clone(), finite, layout, codec, None)
-    payload, _ = cuda.send(e, x, finite, layout, codec.format(), None)
+    expected = sent_by_the_reference(kept, x.clone(), finite, layout, codec, None)
+    payload = cuda.send(e, x, layout, codec.format(), None)
     codec.check(payload)
     assert codec.read(payload, e.dtype)[1].isnan().all() if case == "nan" else torch.equal(payload, expected)
     assert torch.equal(e, before if case == "nan" else kept)
     assert e.isfinite().all()
     assert not x.any()
+
+
+@on_a_device
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # in NumPy, which the interpreter uses
+@pytest.mark.parametrize(("wire", "dtype"), [("fp32", torch.float16), ("bf16", torch.float16), ("int4", torch.bfloat16)])
+def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_written(wire, dtype):
+    """The residual includes the rounding of scaled values, which the receivers' dtype must hold."""
+    layout, scale = Layout(40_001, 3), torch.tensor(2.0**16, device=DEVICE)
+    codec = Codec(WIRES[wire], layout.shard_size, 200)
+    e, x = (1e-6 * each for each in given("normal", layout.numel))
+    e[77] = 100.0  # times the scale, more than float16 holds
+    scaled, (kept, plain) = (x * scale).to(dtype), (e.clone(), e.clone())
+    x = scaled.float() / scale
+    expected = sent_by_the_reference(plain, x.clone(), torch.tensor(True), layout, codec, None)
+    payload = cuda.send(kept, scaled, layout, codec.format(), None, scale)
+    assert torch.equal(payload, expected)
+    assert torch.equal(kept, plain)
+    assert not scaled.any()
+    total, kept, out = e + x, e.clone(), torch.zeros(layout.numel, dtype=dtype, device=DEVICE)
+    payload = cuda.send(kept, x.clone(), layout, codec.format(dtype), dtype, None, scale)
+    assert cuda.receive(payload, layout, codec.format(), 1, out, scale)
+    assert out.count_nonzero() > 500
+    assert torch.equal(total - out.float() / scale, kept)
+    link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
+    link.memory.residual.copy_(e)
+    with mock.patch.object(ops, "fast", return_value=None):
+        separate, _ = link.send(x.clone(), codec, rescale=scale)
+        finite = deliver(separate, codec, layout, plain := torch.zeros_like(out), scale)
+    assert finite
+    assert torch.equal(payload, separate)
+    assert torch.equal(out, plain)
+    torch.testing.assert_close(link.memory.residual, kept, rtol=1e-6, atol=0)
+
+
+@on_a_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_nodes_parts_are_received_at_once(dtype):
+    """Each part from all servers."""
+    layout = Layout(20_001, 3)
+    codec = Codec(WIRES["int4"], layout.shard_size, 150)
+    rows = [reference.shard_rows(each, layout) for each in given("normal", layout.numel)]
+    sent = torch.cat([codec.encode(index := reference.topk_index(row, 150), row.gather(1, index))[0] for row in rows])
+    found, expected = torch.zeros(2, 2, layout.numel, dtype=dtype, device=DEVICE)
+    assert cuda.receive(sent, layout, codec.format(), 1, found)
+    with mock.patch.object(ops, "fast", return_value=None):
+        assert deliver(sent, codec, layout, expected)
+    assert torch.equal(found, expected)
+    assert (found != 0).sum(1).tolist() == [450, 450]
+
+
+@on_a_device
+def test_a_gradient_is_aggregated_in_a_fixed_order_where_the_user_asks_for_it():
+    codec, total = Codec(WIRES["fp32"], 20_001, 9000), torch.zeros(2, 20_001, device=DEVICE)
+    rows = torch.stack([*given("normal", 20_001), *given("heavy", 20_001)])
+    payload, _ = codec.encode(index := reference.topk_index(rows, 9000), rows.gather(1, index))
+    for ordered, each in zip((True, False), total, strict=True):
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=ordered):
+            assert cuda.receive(payload, Layout(20_001), codec.format(), 1, each)
+    expected = torch.zeros(20_001, device=DEVICE)
+    for places, values in zip(index, rows.gather(1, index), strict=True):
+        expected.scatter_add_(0, places, values)
+    assert torch.equal(total[0], expected)
+    torch.testing.assert_close(total[1], expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU, the assertion ends the process")
+@pytest.mark.parametrize("place", [0, 900, 1100, -5, -1])
+def test_a_damaged_payload_fails_an_assertion_and_is_not_added(place):
+    layout = Layout(20_001, 3)
+    codec, row = Codec(WIRES["fp32"], layout.shard_size, 200), reference.shard_rows(given("normal", 20_001)[0], layout)
+    payload, _ = codec.encode(index := reference.topk_index(row, 200), row.gather(1, index))
+    payload[1, place] ^= 4
+    out = torch.zeros(20_001)
+    with pytest.raises(RuntimeError, match="a payload was damaged in transit"):
+        cuda.receive(payload, layout, codec.format(), 1, out)
+    assert (reference.shard_rows(out, layout) != 0).sum(1).tolist() == [200, 0, 200]
 
 
 @on_a_device

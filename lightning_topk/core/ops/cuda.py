@@ -145,7 +145,7 @@ def _sampled(layout: Layout, k: int) -> tuple[int, int, int]:
     needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
     stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))
     expected = needed / stride
-    rank = min(layout.numel // stride, math.ceil(expected + 4 * math.sqrt(expected) + 4))
+    rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)  # beyond the sample, all entries reach the threshold
     return rank, stride, min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
 
 
