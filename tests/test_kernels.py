@@ -240,7 +240,7 @@ def test_a_gradient_is_aggregated_in_a_fixed_order_where_the_user_asks_for_it():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, the assertion ends the process")
-@pytest.mark.parametrize("place", [0, 900, 1100, -5, -1])
+@pytest.mark.parametrize("place", [0, 700, 900, -5, -1])
 def test_a_damaged_payload_fails_an_assertion_and_is_not_added(place):
     layout = Layout(20_001, 3)
     codec, row = Codec(WIRES["fp32"], layout.shard_size, 200), reference.shard_rows(given("normal", 20_001)[0], layout)

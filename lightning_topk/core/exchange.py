@@ -34,7 +34,6 @@ from torch import Tensor
 from lightning_topk.core import baselines, ops
 from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome, Topology
 from lightning_topk.core.link import Measure, aggregate, deliver
-from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllToAll, Among, Request, placeholder
 
 
@@ -63,8 +62,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> 
     """
     assert end.downlink is not None
     parts = end.plan.parts
-    rows = reference.split_parts(g, parts)
-    rows[:, :1].masked_fill_(~ops.is_finite(g), torch.nan)  # so that no part of this node's gradient is sent
+    rows = ops.split_parts(g, parts, end.pieces)
     received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
     x = _node_mean(received.view(g.dtype), end.dtype)
     payloads, up = end.uplink.send(x, codecs.uplink, measure, codecs.scale)
@@ -75,7 +73,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> 
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
     finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, codecs.scale)
-    reference.join_parts(rows, parts, out=g)
+    ops.join_parts(rows, parts, end.pieces, out=g)
     return Outcome(finite, up, down)
 
 
@@ -89,6 +87,8 @@ def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 def _node_mean(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The mean ``[part]`` of the part's gradients of the node's ranks ``[count, part]``, in ``dtype``."""
+    if rows.device.type != "cpu":
+        return rows.mean(0, dtype=dtype)  # one launch; on a CPU, one row at a time takes half as long
     mean, *others = rows.to(dtype)
     for other in others:
         mean += other

@@ -22,6 +22,10 @@ BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
 
 
+PIECE = 4096
+"""Elements of one parameter's slice that a GPU's program copies to or from the part of a node's rank."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How ``numel`` elements are dealt to ``shards`` servers, block by block.

@@ -9,6 +9,7 @@ lets too few or too many entries pass. Momentum agrees to rounding.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Layout, PayloadFormat
+from lightning_topk.core.layout import Layout, NodeShards, PayloadFormat
 from lightning_topk.core.ops import reference
 
 FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
@@ -129,6 +130,27 @@ def receive(
     """
     version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
     return version.receive(payloads, layout, form, divisor, out, scale) if version is not None else None
+
+
+def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+    """Deals a bucket ``[numel]`` to the ranks of a node: ``[count, parts.numel]``.
+
+    If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` are those of
+    :class:`lightning_topk.core.endpoint.Endpoint`.
+    """
+    version = fast(x.device) if x.device.type == "cuda" else None
+    rows = version.split_parts(x, parts, pieces()) if version is not None else None
+    if rows is None:
+        rows = reference.split_parts(x, parts)
+        rows[:, :1].masked_fill_(~is_finite(x), torch.nan)
+    return rows
+
+
+def join_parts(rows: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]], out: Tensor) -> None:
+    """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``."""
+    version = fast(out.device) if out.device.type == "cuda" else None
+    if version is None or not version.join_parts(rows, parts, pieces(), out):
+        reference.join_parts(rows, parts, out)
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:

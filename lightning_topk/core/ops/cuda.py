@@ -32,7 +32,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lightning_topk.core.layout import BLOCK, DAMAGED, Layout, PayloadFormat
+from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, NodeShards, PayloadFormat
 from lightning_topk.core.ops import kernels
 
 TILE = 4096
@@ -193,6 +193,28 @@ def is_finite(x: Tensor) -> Tensor:
     with torch.cuda.device_of(x):
         kernels.is_finite[(triton.cdiv(x.numel(), TILE),)](x, finite, x.numel(), TILE, **EXACT)
     return finite
+
+
+def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> Tensor | None:
+    """See :func:`lightning_topk.core.ops.split_parts`: three launches for any number of parameters and ranks."""
+    if x.dtype not in ROUNDED or not x.is_contiguous():
+        return None
+    rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
+    owner, table = pieces
+    with torch.cuda.device_of(x):
+        kernels.deal[len(owner), parts.count](x, rows, bad, owner, table, parts.numel, False, PIECE, **EXACT)
+    rows[:, :1].masked_fill_(bad, torch.nan)
+    return rows
+
+
+def join_parts(rows: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], out: Tensor) -> bool:
+    """See :func:`lightning_topk.core.ops.join_parts`; returns whether it supports the arguments."""
+    if out.dtype not in ROUNDED or not out.is_contiguous():
+        return False
+    owner, table = pieces
+    with torch.cuda.device_of(out):
+        kernels.deal[len(owner), parts.count](out, rows, rows, owner, table, parts.numel, True, PIECE, **EXACT)
+    return True
 
 
 def catch_up_(

@@ -20,8 +20,8 @@ NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
 BELOW = tl.constexpr(1 - 2**-7)  # a wire rounds up by less
 SIZES = {
-    "begin", "begin_high", "check", "count", "each", "first", "k", "nbytes", "numel", "rank", "room", "rows", "salt",
-    "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
+    "begin", "begin_high", "check", "count", "each", "first", "k", "nbytes", "numel", "part", "rank", "room", "rows",
+    "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
 }  # fmt: skip
 """Integers that change with the bucket, the density or the step."""
 
@@ -318,9 +318,10 @@ def write(
     whole = tl.load(state) == 0
     found = tl.load(value + row * k + slot, mask=inside, other=0.0)
     position = tl.load(index + row * k + slot, mask=inside, other=0)
-    if SCALED:
-        limit = tl.minimum(limit, limit * BELOW * _inverse(scale, SCALED))
     given = tl.minimum(tl.maximum(found, -limit), limit)
+    if SCALED:
+        scaled_limit = limit * BELOW * _inverse(scale, SCALED)
+        given = tl.minimum(tl.maximum(given, -scaled_limit), scaled_limit)
     to = payload + row * nbytes
     if BITS == 32:
         arrives = given
@@ -487,6 +488,30 @@ def add(
         tl.atomic_add(to, value, mask=wanted, sem="relaxed")
     else:
         tl.store(to, tl.load(to, mask=wanted, other=0.0) + value, mask=wanted)
+
+
+@launched
+def deal(bucket, rows, bad, owner, table, part, JOIN: tl.constexpr, TILE: tl.constexpr):
+    """Copies a bucket to the rows ``[count, part]`` of a node's ranks, padded with zeros; or, to JOIN them, back.
+
+    Every program copies a piece of one parameter's slice; see :meth:`lightning_topk.core.endpoint.Endpoint.pieces`.
+    Sets ``bad`` if a value that it deals is not finite.
+    """
+    piece, local = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    line = table + tl.load(owner + piece).to(tl.int64) * 5
+    first, start, begin = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    size, slice = tl.load(line + 3), tl.load(line + 4)
+    at = (piece - first) * TILE + tl.arange(0, TILE)
+    place = local * slice + at
+    inside = (at < slice) & (place < size)
+    row, source = rows + local * part + start + at, bucket + begin + place
+    if JOIN:
+        tl.store(source, tl.load(row, mask=inside, other=0.0), mask=inside)
+    else:
+        given = tl.load(source, mask=inside, other=0.0)
+        tl.store(row, given, mask=at < slice)
+        found = ~(tl.abs(given.to(tl.float32)) <= LARGEST)
+        tl.store(bad, 1, mask=tl.max(found.to(tl.int32), axis=0) != 0)
 
 
 @triton.jit
