@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
+from lightning_topk.bucket import plan_bucket
+from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.wire import WIRES, Codec
 
@@ -18,7 +20,16 @@ triton = pytest.importorskip("triton")
 from lightning_topk.core.ops import cuda, kernels  # noqa: E402 imports triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-KINDS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.bool: "*i1", torch.uint8: "*u8", torch.int32: "*i32"}
+NAMES = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "bool": "i1",
+    "uint8": "u8",
+    "int32": "i32",
+    "int64": "i64",
+}
+KINDS = {getattr(torch, dtype): f"*{name}" for dtype, name in NAMES.items()}
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this triton has no assembler"),
@@ -57,6 +68,9 @@ def launched(
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
             cuda.receive(payloads, layout, codec.format(), 1, x, scale)
+            end = plan_bucket(TopKConfig(topology="hierarchical"), [numel], 16, 8).endpoint(0, dtype, e.device)
+            cuda.split_parts(x, end.plan.parts, end.pieces())
+            cuda.join_parts(torch.zeros(8, end.plan.parts.numel), end.plan.parts, end.pieces(), x)
             cuda.catch_up_(e, torch.zeros(numel, dtype=torch.uint8), x, 0.9, 1.0, torch.zeros(()), e)
     return (each for each in found.values() if each.launches)
 
@@ -72,10 +86,10 @@ for wire, dtype, scaled in (
 ):
     for each in launched(100_000, wire, [0.001], dtype, scaled):
         name = each.kernel.__name__
-        differs = {"bf16": ("write", "add", "move", "survey")}.get(wire, ("write", "add"))
-        if (wire, scaled) == ("fp32", False) or name in (("move", "survey", "write", "add") if scaled else differs):
+        differs = ("write", "add", "move", "survey") if scaled or wire == "bf16" else ("write", "add")
+        if (wire, scaled) == ("fp32", False) or name in differs:
             constants = [n for n, param in enumerate(each.kernel.params) if param.is_constexpr]
-            made = {tuple(arguments[n] for n in constants): (arguments, options) for arguments, options in each.launches}
+            made = {tuple(launch[0][n] for n in constants): launch for launch in each.launches}
             for number, launch in enumerate(made.values()):
                 LAUNCHES[f"{name} {wire}{' scaled' * scaled}{f' {number}' * bool(number)}"] = each.kernel, *launch
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
-from lightning_topk.core.link import NOTHING, Measure, aggregate, deliver
+from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.systems import presets
@@ -224,7 +224,9 @@ def counted(row: dict[str, Any], numel: int = 25_000_000, sizes: int = 1) -> dic
     """Launches of an exchange, and bytes per entry of a worker's turn and of the exchange, between its collectives."""
     settings = dict(each.split("=") for each in row["amount"].split(", "))
     both = row["topology"] != "allgather"
-    config = TopKConfig(topology=row["topology"], bidirectional=both, **{name: float(settings[name]) for name in settings})
+    config = TopKConfig(
+        topology=row["topology"], bidirectional=both, **{name: float(settings[name]) for name in settings}
+    )
     nodes, local = (int(each) for each in row["nodes x ranks"].split(" x "))
     dtype, scaled = getattr(torch, row["dtype"].split(",")[0]), row["dtype"].endswith("scaled")
     plan = plan_bucket(config, [numel // sizes] * sizes, nodes * local, local, dtype.itemsize)
@@ -262,7 +264,9 @@ def test_a_bucket_takes_48_launches_with_any_number_of_workers(fake, monkeypatch
 
 @pytest.mark.parametrize("local", [2, 8])
 @pytest.mark.parametrize("parameters", [1, 300])
-def test_ranks_of_a_node_take_20_more_launches_with_any_number_of_ranks_and_parameters(fake, monkeypatch, local, parameters):
+def test_ranks_of_a_node_take_20_more_launches_with_any_number_of_ranks_and_parameters(
+    fake, monkeypatch, local, parameters
+):
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     row = {"topology": "sharded", "nodes x ranks": "4 x 1", "amount": "saving=50", "dtype": "float32"}
     alone = counted(row)["launches"]
