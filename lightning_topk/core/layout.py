@@ -22,7 +22,7 @@ BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
 
 
-PIECE = 4096
+PIECE = 2048
 """Elements of one parameter's slice that a GPU's program copies to or from the part of a node's rank."""
 
 

@@ -17,7 +17,9 @@ workers. They read the gradient twice and the residual once, and write both once
     cumsum      of both
     add         values to the vector, unless the words have another sum than they should
 
-Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes.
+Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes. CUDA
+graphs would cost the host less still, but a graph holds addresses and sizes: it is captured anew for each k of a
+schedule, each regrouped bucket and each gradient that lies elsewhere, and keeps its memory from the allocator.
 Sizes follow from integers that the host knows. If fewer than k entries of a shard reach the threshold, fewer are sent;
 if more reach it than the buffer holds, the last ones stay in the residual. Otherwise the selection equals the
 reference's.
@@ -124,7 +126,7 @@ def send(
         )  # fmt: skip
         kernels.choose[tiles, shards](
             place, value, ends, kth, counts, index, chosen, words, room, turns, tiles, k, layout.shard_size, width,
-            8 * begin, form.check, form.low, SIEVE, num_warps=8, **EXACT,
+            8 * begin, form.check, form.low, SIEVE, num_warps=16, **EXACT,
         )  # fmt: skip
         kernels.write[triton.cdiv(k, SLOTS), shards](
             e, state, index, chosen, payload, words, rescale if narrow else e, k, numel, shards, form.largest,
@@ -202,7 +204,9 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> 
     rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
     owner, table = pieces
     with torch.cuda.device_of(x):
-        kernels.deal[len(owner), parts.count](x, rows, bad, owner, table, parts.numel, False, PIECE, **EXACT)
+        kernels.deal[len(owner), parts.count](
+            x, rows, bad, owner, table, parts.numel, False, PIECE, num_warps=8, **EXACT
+        )
     rows[:, :1].masked_fill_(bad, torch.nan)
     return rows
 
@@ -213,7 +217,9 @@ def join_parts(rows: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], o
         return False
     owner, table = pieces
     with torch.cuda.device_of(out):
-        kernels.deal[len(owner), parts.count](out, rows, rows, owner, table, parts.numel, True, PIECE, **EXACT)
+        kernels.deal[len(owner), parts.count](
+            out, rows, rows, owner, table, parts.numel, True, PIECE, num_warps=8, **EXACT
+        )
     return True
 
 
