@@ -40,6 +40,11 @@ def test_the_kernels_agree_with_the_reference_under_the_interpreter():
     assert " passed" in done.stdout
 
 
+@on_a_device
+def test_the_kernels_are_tried_before_they_are_used():
+    cuda.attempt(torch.device(DEVICE))
+
+
 def given(name: str, numel: int) -> list[torch.Tensor]:
     return [each.to(DEVICE) for each in residual_and_gradient(name, numel)]
 

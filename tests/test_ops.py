@@ -227,8 +227,9 @@ def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wi
                 aggregate(payloads[:1].repeat(workers, 1), codec, torch.float32, torch.zeros(numel))
                 for workers in (2, 3)
             ]
-            finite = deliver(payloads, codec, layout, out := torch.zeros(numel))
-        ends.append([payloads, link.memory.residual, given, finite, out, *means])
+            out, scaled = torch.zeros(2, numel)
+            finite = deliver(payloads, codec, layout, out), deliver(payloads, codec, layout, scaled, torch.tensor(3.0))
+        ends.append([payloads, link.memory.residual, given, *finite, out, scaled, *means])
     assert ends[0][1].isfinite().all()
     for fused, plain in zip(*ends, strict=True):
         assert torch.equal(fused, plain)

@@ -64,8 +64,7 @@ def receive(
         if divisor > 1:
             value /= divisor
         if scale is not None:
-            value *= np.float32(scale)
-            finite &= np.isfinite(value).all()
+            finite &= bool(torch.from_numpy(value).mul_(scale).isfinite().all())
         if row % rows == rows - 1:
             loops.add_at(parts[row // rows % len(parts)], deal, places, values)
     return torch.tensor(bool(finite))

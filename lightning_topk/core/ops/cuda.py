@@ -66,7 +66,7 @@ _salts = random.Random()  # seeds of samples; its own generator, so that the use
 def attempt(device: torch.device) -> None:
     """Compiles and runs kernels; raises an exception if Triton does not work."""
     e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
-    form = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 2, 12, 0)
+    form = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0)
     receive(send(e, x, Layout(TILE), form, None), Layout(TILE), form, 1, x)
 
 

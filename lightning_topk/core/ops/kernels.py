@@ -20,8 +20,8 @@ NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
 BELOW = tl.constexpr(1 - 2**-7)  # a wire rounds up by less
 SIZES = {
-    "begin", "begin_high", "check", "count", "each", "first", "k", "nbytes", "numel", "part", "rank", "room", "rows",
-    "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
+    "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "rank", "room",
+    "rows", "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
 }  # fmt: skip
 """Integers that change with the bucket, the density or the step."""
 
@@ -190,7 +190,7 @@ def _set_bits(word):
 
 
 @launched
-def tally(value, ends, digits, found, room, turns, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
+def tally(value, ends, digits, kth, room, turns, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
     """Counts candidates by a digit of their magnitude's bits, of those that share the digits before with the k-th.
 
     A program counts its own first, since most candidates are near the threshold and would wait for few addresses.
@@ -200,7 +200,7 @@ def tally(value, ends, digits, found, room, turns, k, LEVEL: tl.constexpr, TILE:
     bits, inside, _ = _candidates(value, ends, row, tile, room, turns, TILE)
     to = digits + row.to(tl.int64) * 4096
     if LEVEL > 0:
-        prefix, _ = _settled(to, found, row, tile, k, LEVEL)
+        prefix, _ = _settled(to, kth, row, tile, k, LEVEL)
         inside = inside & (bits >> (30 - 10 * LEVEL) == prefix)
         to += 1024 + 1024 * LEVEL
     here = tl.histogram((bits >> (20 - 10 * LEVEL)) & (BINS - 1), BINS, mask=inside)
@@ -218,14 +218,14 @@ def _candidates(value, ends, row, tile, room, turns, TILE: tl.constexpr):
 
 
 @triton.jit
-def _settled(digits, found, row, tile, k, LEVEL: tl.constexpr):
+def _settled(digits, kth, row, tile, k, LEVEL: tl.constexpr):
     """The first LEVEL digits of the k-th largest magnitude, and its rank among those that share them.
 
-    ``digits`` are the row's counts, of 11 bits and twice 10. All programs find the same; one keeps it in ``found``
+    ``digits`` are the row's counts, of 11 bits and twice 10. All programs find the same; one keeps it in ``kth``
     ``[shards, 3, 2]`` for the kernels after this one.
     """
     BINS: tl.constexpr = 2048 if LEVEL == 1 else 1024
-    to = found + row * 6 + 2 * LEVEL - 2
+    to = kth + row * 6 + 2 * LEVEL - 2
     if LEVEL == 1:
         digit, rank = _digit(tl.load(digits + tl.arange(0, BINS)), k, BINS)
     else:
@@ -238,11 +238,11 @@ def _settled(digits, found, row, tile, k, LEVEL: tl.constexpr):
 
 
 @launched
-def count(value, ends, digits, found, counts, room, turns, tiles, k, TILE: tl.constexpr):
+def count(value, ends, digits, kth, counts, room, turns, tiles, k, TILE: tl.constexpr):
     """Counts the candidates above the k-th largest, and those equal to it: ``[shards, 2, tiles]``."""
     tile, row = tl.program_id(0), tl.program_id(1)
     bits, inside, total = _candidates(value, ends, row, tile, room, turns, TILE)
-    least, _ = _settled(digits + row.to(tl.int64) * 4096, found, row, tile, k, 3)
+    least, _ = _settled(digits + row.to(tl.int64) * 4096, kth, row, tile, k, 3)
     least = tl.where(total > k, least, 0)  # the candidates are not zero
     to = counts + row.to(tl.int64) * 2 * tiles + tile
     tl.store(to, tl.sum((inside & (bits > least)).to(tl.int32), axis=0))
@@ -251,8 +251,8 @@ def count(value, ends, digits, found, counts, room, turns, tiles, k, TILE: tl.co
 
 @launched
 def choose(
-    place, value, ends, found, counts, index, chosen, words, room, turns, tiles, k, shard_size, width, begin, check,
-    LOW: tl.constexpr, TILE: tl.constexpr,
+    place, value, ends, kth, counts, index, chosen, words, room, turns, tiles, k, shard_size, width, begin, check,
+    low, TILE: tl.constexpr,
 ):  # fmt: skip
     """Stores the k candidates of largest magnitude, in order; of equal ones, the first. Padding has value 0.
 
@@ -261,7 +261,7 @@ def choose(
     """
     tile, row = tl.program_id(0), tl.program_id(1)
     bits, inside, total = _candidates(value, ends, row, tile, room, turns, TILE)
-    least, allowed = tl.load(found + row * 6 + 4), tl.load(found + row * 6 + 5)
+    least, allowed = tl.load(kth + row * 6 + 4), tl.load(kth + row * 6 + 5)
     least = tl.where(total > k, least, 0)
     earlier = counts + row.to(tl.int64) * 2 * tiles
     larger = tl.zeros((), tl.int32)
@@ -284,7 +284,7 @@ def choose(
     to = row.to(tl.int64) * k + slot
     tl.store(index + to, position, mask=wanted)
     tl.store(chosen + to, number, mask=wanted)
-    bit = begin + (position >> LOW).to(tl.int64) + slot
+    bit = begin + (position >> low).to(tl.int64) + slot
     one = tl.full((TILE,), 1, tl.int32) << (bit & 31).to(tl.int32)
     line = words + row.to(tl.int64) * width
     tl.atomic_or(line + (bit >> 5), one, mask=wanted, sem="relaxed")
