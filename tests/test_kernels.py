@@ -49,6 +49,10 @@ def given(name: str, numel: int) -> list[torch.Tensor]:
     return [each.to(DEVICE) for each in residual_and_gradient(name, numel)]
 
 
+SELECTED_FROM = ["normal", "few", "ties", "sparse", "overflowing", "equal", "denormal"]
+SELECTED = [(700, 1, 1), (16_384, 1, 17), (40_001, 3, 40), (20_001, 1, 7000), (20_001, 2, 10_000)]
+
+
 def selected(e, x, layout, k, send=cuda.send):
     """Positions and values that a version of a link's steps selects, read from payloads in fp32."""
     codec = Codec(WIRES["fp32"], layout.shard_size, k)
@@ -59,17 +63,17 @@ def selected(e, x, layout, k, send=cuda.send):
 
 @on_a_device
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # in NumPy, which the interpreter uses
-@pytest.mark.parametrize("name", ["normal", "ties", "equal", "few", "sparse", "overflowing", "denormal"])
-@pytest.mark.parametrize(
-    ("numel", "shards", "k"), [(700, 1, 1), (16_384, 1, 17), (40_001, 3, 40), (20_001, 1, 7000), (20_001, 2, 10_000)]
-)
+@pytest.mark.parametrize("name", SELECTED_FROM)
+@pytest.mark.parametrize(("numel", "shards", "k"), SELECTED)
 def test_one_pass_selects_like_the_reference(name, numel, shards, k):
     """At any density, the first of equal entries, and any number of them; missing entries are zeros."""
+    if INTERPRETED and (SELECTED_FROM.index(name) + SELECTED.index((numel, shards, k))) % 2:
+        pytest.skip("the interpreter is slow")
     layout = Layout(numel, shards)
     e, x = given("zero" if name == "few" else name, numel)
     if name == "few":
         x[:: 5 * numel // k] = 1.0 + torch.arange(len(x[:: 5 * numel // k]), device=DEVICE)
-    total, kept = (e + x).clamp(-FLOAT.max, FLOAT.max), e.clone()
+    total = (e + x).clamp(-FLOAT.max, FLOAT.max)
     index, value = selected(e, x, layout, k)
     assert (index.diff(dim=1) >= 0).all()
     flat = reference.flat_index(index, layout).view(-1)
@@ -82,7 +86,8 @@ def test_one_pass_selects_like_the_reference(name, numel, shards, k):
     if (reach.sum(1) > room).any() and name in ("ties", "equal", "overflowing"):
         assert (value != 0).all()  # the first ones that have room
     else:
-        expected, found = reference.add_and_select(kept, total - kept, torch.tensor(True), layout, k)
+        finite = torch.tensor(True, device=DEVICE)
+        expected, found = reference.add_and_select(total.clone(), torch.zeros_like(total), finite, layout, k)
         found = torch.where(found.abs() >= FLOAT.tiny, found, 0)
         places = reference.flat_index(expected, layout).view(-1)
         assert torch.equal(sent, torch.zeros_like(total).scatter_add_(0, places, found.view(-1)))
@@ -194,7 +199,7 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     e[77] = 100.0  # times the scale, more than float16 holds
     scaled, (kept, plain) = (x * scale).to(dtype), (e.clone(), e.clone())
     x = scaled.float() / scale
-    expected = sent_by_the_reference(plain, x.clone(), torch.tensor(True), layout, codec, None)
+    expected = sent_by_the_reference(plain, x.clone(), torch.tensor(True, device=DEVICE), layout, codec, None)
     payload = cuda.send(kept, scaled, layout, codec.format(), None, scale)
     assert torch.equal(payload, expected)
     assert torch.equal(kept, plain)
