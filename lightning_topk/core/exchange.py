@@ -88,7 +88,7 @@ def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 def _node_mean(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The mean ``[part]`` of the part's gradients of the node's ranks ``[count, part]``, in ``dtype``."""
     if rows.device.type != "cpu":
-        return rows.mean(0, dtype=dtype)  # one launch; on a CPU, one row at a time takes half as long
+        return rows.mean(0, dtype=dtype)  # one launch; on a CPU, adding row by row takes less
     mean, *others = rows.to(dtype)
     for other in others:
         mean += other

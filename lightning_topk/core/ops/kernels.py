@@ -74,7 +74,8 @@ def survey(
         place = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
         added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * inverse
         total = _clamped(tl.load(e + place, mask=inside, other=0.0) + added)
-        tl.atomic_add(bins + (tl.abs(total).to(tl.int32, bitcast=True) >> SHIFT), 1, mask=inside, sem="relaxed")
+        counted = inside & (total != 0)  # the many zeros of a server's mean would share one address
+        tl.atomic_add(bins + (tl.abs(total).to(tl.int32, bitcast=True) >> SHIFT), 1, mask=counted, sem="relaxed")
 
 
 @triton.jit
