@@ -206,7 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", title="hidden, by link"),
     "bench-select": compress_step,
     "bench-wire": wires,
-    "gpu-bytes": lambda: page(json.loads((RUNS / "gpu-bytes.json").read_text())),
+    "gpu-launches": lambda: page(json.loads((RUNS / "gpu-launches.json").read_text())),
     "race": lambda: page(race.table(*raced())),
     "race-in-short": race_in_short,
     "results": results,

@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
+from lightning_topk.bucket import plan_bucket
+from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.ops.reference import Rule, Stepped
 from lightning_topk.core.wire import WIRES, Codec
@@ -19,14 +21,16 @@ triton = pytest.importorskip("triton")
 from lightning_topk.core.ops import cuda, kernels  # noqa: E402 imports triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-KINDS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.bool: "*i1",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
+NAMES = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "bool": "i1",
+    "uint8": "u8",
+    "int32": "i32",
+    "int64": "i64",
 }
+KINDS = {getattr(torch, dtype): f"*{name}" for dtype, name in NAMES.items()}
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this triton has no assembler"),
@@ -50,18 +54,24 @@ def kind(value: Any) -> str:
     return KINDS[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
 
 
-def launched(numel: int, wire: str, ratios: list[float], dtype: torch.dtype = torch.float32) -> Iterator[Launched]:
+def launched(
+    numel: int, wire: str, ratios: list[float], dtype: torch.dtype = torch.float32, scaled: bool = False
+) -> Iterator[Launched]:
     """The launched kernels in exchanges of a gradient ``[numel]``, and in a step of momentum."""
     found = {name: Launched(each) for name, each in vars(kernels).items() if isinstance(each, triton.JITFunction)}
-    layout, e, x, finite = Layout(numel, 8), torch.zeros(numel), torch.zeros(numel), torch.tensor(True)
-    with mock.patch.multiple(kernels, **found):
+    layout, e, x, scale = Layout(numel, 8), torch.zeros(numel), torch.zeros(numel), torch.ones(()) if scaled else None
+    with mock.patch.multiple(kernels, **found), mock.patch.object(torch, "_assert_async"):
         for ratio in ratios:
             codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))
             cuda.is_finite(x)
-            cuda.send(e, x.to(dtype), finite, layout, codec.format(torch.float32), torch.float32)
+            delivered = torch.float16 if scaled else torch.float32
+            cuda.send(e, x.to(dtype), layout, codec.format(delivered), delivered, scale, scale)
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
-            cuda.receive(payloads, layout, codec.format(), 1, x)
+            cuda.receive(payloads, layout, codec.format(), 1, x, scale)
+            end = plan_bucket(TopKConfig(topology="hierarchical"), [numel], 16, 8).endpoint(0, dtype, e.device)
+            cuda.split_parts(x, end.plan.parts, end.pieces())
+            cuda.join_parts(torch.zeros(8, end.plan.parts.numel), end.plan.parts, end.pieces(), x)
             rule = Rule(0.9, 1.0, 1, 0.1, waits=True)
             stepped = Stepped(e, torch.zeros(numel, dtype=torch.uint8), x, e, x, x, rule)
             cuda.catch_up_([stepped], torch.ones(()), torch.zeros(()), {})
@@ -69,17 +79,22 @@ def launched(numel: int, wire: str, ratios: list[float], dtype: torch.dtype = to
 
 
 LAUNCHES = {}
-"""Kernels, and arguments and options of their last launch in an exchange, by name and wire."""
-for wire, dtype in (
-    ("fp32", torch.float32),
-    ("bf16", torch.bfloat16),
-    ("int8", torch.float32),
-    ("int4", torch.float32),
+"""Kernels, and arguments and options of their launches in an exchange, by name, wire and variant."""
+for wire, dtype, scaled in (
+    ("fp32", torch.float32, False),
+    ("bf16", torch.bfloat16, False),
+    ("int8", torch.float32, False),
+    ("int4", torch.float32, False),
+    ("fp32", torch.float16, True),
 ):
-    for each in launched(100_000, wire, [0.001], dtype):
+    for each in launched(100_000, wire, [0.001], dtype, scaled):
         name = each.kernel.__name__
-        if wire == "fp32" or name in ("write", "add") or (name, wire) == ("move", "bf16"):  # the others do not differ
-            LAUNCHES[f"{name} {wire}"] = each.kernel, *each.launches[-1]
+        differs = ("write", "add", "move", "survey") if scaled or wire == "bf16" else ("write", "add")
+        if (wire, scaled) == ("fp32", False) or name in differs:
+            constants = [n for n, param in enumerate(each.kernel.params) if param.is_constexpr]
+            made = {tuple(launch[0][n] for n in constants): launch for launch in each.launches}
+            for number, launch in enumerate(made.values()):
+                LAUNCHES[f"{name} {wire}{' scaled' * scaled}{f' {number}' * bool(number)}"] = each.kernel, *launch
 
 
 def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, str]:
@@ -115,7 +130,7 @@ def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(t
     assert int(re.search(r"REG:(\d+)", usage)[1]) <= (255 if many else 128), usage
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 8, usage  # Triton 3.8 spills one value of one kernel, once
     assert re.search(r"LOCAL:0\b", usage), usage
-    if not name.startswith("write"):  # it rounds quotients as IEEE 754 does
+    if not name.startswith("write") and "scaled" not in name:  # these round quotients as IEEE 754 does
         assert "CALL" not in code  # such as a 64-bit division
     if name == "move fp32":  # 32 elements per thread, of two vectors
         assert len(re.findall(r"LDG\.E\.128", code)) >= 16

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
-from lightning_topk.core.link import NOTHING, Measure, aggregate, deliver
+from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.systems import presets
@@ -31,8 +31,8 @@ from lightning_topk.systems import presets
 CUDA = torch.device("cuda", 0)
 WORLD, LOCAL = 4, 2
 SIZES = (40_000, 7, 0, 25_001)
-COUNTED = Path(__file__).parents[1] / "examples" / "reproduced" / "gpu-bytes.json"
-"""Bytes that an exchange of 25 million entries moves, shown in the guide."""
+COUNTED = Path(__file__).parents[1] / "examples" / "reproduced" / "gpu-launches.json"
+"""Launches and bytes of an exchange of 25 million entries, shown in the guide."""
 TOPOLOGIES = ("sharded", "hierarchical", "single_server")
 
 
@@ -75,12 +75,13 @@ SECTOR = 32
 class Traffic(TorchDispatchMode):
     """Counts kernels and their memory traffic in bytes, as if no cache survived from one kernel to the next."""
 
-    SEVERAL: ClassVar[dict[str, int]] = {"topk": 4, "cumsum": 2, "sort": 4, "nonzero_static": 6}
+    SEVERAL: ClassVar[dict[str, int]] = {"topk": 20, "sort": 20, "cumsum": 2, "nonzero_static": 6}
     """Number of kernels, of operations with more than one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = self.launches = 0
+        self.names: set[str] = set()
         LAUNCHED.clear()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -102,6 +103,7 @@ class Traffic(TorchDispatchMode):
         else:
             self.nbytes += sum(map(_size, read)) + sum(map(_size, made)) * (name != "copy_")
         self.launches += self.SEVERAL.get(name, 1)
+        self.names.add(name)
         return result
 
     def with_kernels(self) -> tuple[int, int]:
@@ -116,25 +118,27 @@ def _size(x: torch.Tensor) -> int:
 def _moved(name: str, given: dict[str, Any]) -> int:
     """Bytes that a Triton kernel moves. Half the room for candidates is taken."""
     size = {key: _size(each) for key, each in given.items() if isinstance(each, torch.Tensor)}
+    if name == "survey":
+        return size["x"] + 2 * SECTOR * given["count"]
     if name == "move":
         return 2 * (size["e"] + size["x"]) + size["bitmap"] + size["counts"]
     if name == "gather":
         found = given["value"].numel() // 2
         return size["bitmap"] + size["counts"] + size["ends"] + 8 * found + min(size["e"], SECTOR * found)
-    if name == "sample":
-        return size["sampled"] + 2 * SECTOR * given["count"]
-    if name in ("is_finite", "count", "choose"):
-        return sum(size.values())
+    if name in ("tally", "count"):
+        return size["value"] // 2 + size["digits"] + size.get("counts", 0)
+    if name == "choose":
+        chosen = size["index"] + size["chosen"]
+        return size["value"] // 2 + min(size["place"] // 2, SECTOR * given["index"].numel()) + chosen + size["words"]
     if name == "write":
         return size["index"] + size["value"] + size["payload"] + min(2 * size["e"], SECTOR * given["value"].numel())
     if name == "catch_up":  # its tensors are in a table: the test counts them
         return size["table"] + size["owners"]
-    if name == "mark":
-        return size["index"] + 2 * size["words"]
-    assert name in ("count_bits", "add")
-    payloads = given["payload"] if name == "count_bits" or given["DEALT"] else given["payload"][:1]
-    entries = len(payloads) * given["k"] if name == "add" else 0
-    return _size(payloads) + 2 * min(size.get("out", 0), SECTOR * entries)
+    if name in ("is_finite", "threshold", "weigh", "deal"):
+        return sum(size.values())
+    assert name == "add"
+    payloads = given["payload"] if given["DEALT"] or given["SHARED"] else given["payload"][:1]
+    return _size(payloads) + 2 * min(size["out"], SECTOR * len(payloads) * given["k"])
 
 
 @pytest.fixture
@@ -216,23 +220,58 @@ def test_a_new_endpoint_copies_no_zeros_from_the_host(fake, monkeypatch):
     assert len(watch.found) == 1  # the sizes of the parameters
 
 
-@pytest.mark.parametrize("row", json.loads(COUNTED.read_text()), ids=lambda row: f"{row['ratio']} {row['dtype']}")
-def test_an_exchange_takes_the_bytes_and_kernels_in_the_guide(fake, monkeypatch, row):
-    """Bytes per entry of a bucket of 25 million, by arithmetic: adding and clearing alone take 16."""
-    monkeypatch.setattr(ops, "fast", lambda device: fake)
-    config, numel = TopKConfig(row["ratio"]), 25_000_000
-    dtype = getattr(torch, row["dtype"])
-    plan = plan_bucket(config, [numel], WORLD, itemsize=dtype.itemsize)
+def counted(row: dict[str, Any], numel: int = 25_000_000, sizes: int = 1) -> dict[str, Any]:
+    """Launches of an exchange, and bytes per entry of a worker's turn and of the exchange, between its collectives."""
+    settings = dict(each.split("=") for each in row["amount"].split(", "))
+    both = row["topology"] != "allgather"
+    config = TopKConfig(
+        topology=row["topology"], bidirectional=both, **{name: float(settings[name]) for name in settings}
+    )
+    nodes, local = (int(each) for each in row["nodes x ranks"].split(" x "))
+    dtype, scaled = getattr(torch, row["dtype"].split(",")[0]), row["dtype"].endswith("scaled")
+    plan = plan_bucket(config, [numel // sizes] * sizes, nodes * local, local, dtype.itemsize)
     end = plan.endpoint(0, dtype, CUDA)
-    codecs, g = plan.codecs(selector=end.uplink.selector), torch.empty(numel, device=CUDA, dtype=dtype)
-    with Traffic() as traffic:
-        payloads, _ = end.uplink.send(g, codecs.uplink)
-        sent, _ = traffic.with_kernels()
-        reply, _ = end.downlink.send(aggregate(payloads, codecs.uplink, torch.float32, g), codecs.reply)
-        deliver(reply.expand(WORLD, -1).contiguous(), codecs.reply, end.layout, g)
-    moved, launches = traffic.with_kernels()
-    counted = {"worker": round(sent / numel, 1), "exchange": round(moved / numel, 1), "launches": launches}
-    assert counted == {name: row[name] for name in counted}, f"enter this into {COUNTED}"
+    end.starts, end.pieces()  # made once
+    scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
+    g, reply, moved = torch.empty(plan.numel, device=CUDA, dtype=dtype), None, []
+    path = guards.exchange(end, g, plan.codecs(selector=end.uplink.selector), scale=scale)
+    with Traffic() as traffic, contextlib.suppress(StopIteration):
+        while True:
+            request = path.send(reply)
+            moved.append(traffic.with_kernels()[0])
+            reply = reply_to(request, 0, nodes * local, local)
+    total, launches = traffic.with_kernels()
+    sent = moved[-2 if both else -1] if row["topology"] != "hierarchical" else moved[1]
+    assert not {"topk", "sort", "count_nonzero"} & traffic.names
+    return {"launches": launches, "worker": round(sent / numel, 1), "exchange": round(total / numel, 1)}
+
+
+@pytest.mark.parametrize("row", json.loads(COUNTED.read_text()), ids=lambda row: " ".join([*row.values()][:4]))
+def test_an_exchange_takes_the_launches_and_bytes_in_the_guide(fake, monkeypatch, row):
+    """By arithmetic: adding and clearing alone take 16 bytes per entry."""
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
+    found = counted(row)
+    assert found == {name: row[name] for name in found}, f"enter this into {COUNTED}"
+
+
+@pytest.mark.parametrize("amount", ["saving=50", "ratio=0.001"])
+@pytest.mark.parametrize("workers", [3, 4, 64])
+def test_a_bucket_takes_48_launches_with_any_number_of_workers(fake, monkeypatch, amount, workers):
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
+    row = {"topology": "sharded", "nodes x ranks": f"{workers} x 1", "amount": amount, "dtype": "float32"}
+    assert counted(row)["launches"] <= 48
+
+
+@pytest.mark.parametrize("local", [2, 8])
+@pytest.mark.parametrize("parameters", [1, 300])
+def test_ranks_of_a_node_take_20_more_launches_with_any_number_of_ranks_and_parameters(
+    fake, monkeypatch, local, parameters
+):
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
+    row = {"topology": "sharded", "nodes x ranks": "4 x 1", "amount": "saving=50", "dtype": "float32"}
+    alone = counted(row)["launches"]
+    row |= {"topology": "hierarchical", "nodes x ranks": f"4 x {local}"}
+    assert counted(row, sizes=parameters)["launches"] <= alone + 20
 
 
 STEPS = {
@@ -274,8 +313,9 @@ def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_para
     assert [optimizer.state[p] for p in parameters] == before
 
 
-def test_copies_and_waits_are_detected(fake):
+def test_copies_and_waits_are_detected(fake, monkeypatch):
     """The tests above would fail if there were any."""
+    monkeypatch.setattr(ops, "fast", lambda device: None)
     with Copies() as watch:
         torch.ones(3).to(CUDA)
     assert len(watch.found) == 1

@@ -150,6 +150,7 @@ PLAYED = [
     ("sharded", Case(hooks=True, read=True), {}),
     ("hierarchical", Case(scaler=True, votes=True), {"dense_parameters": ("p0",)}),
     ("hierarchical", Case(scaler=True, hooks=True), {"wire": "int4"}),
+    ("hierarchical", Case(scaler=True, votes=True, kernels=True), {}),
     ("single_server", Case(scaler=True, resumed=True, kernels=True), {}),
     ("single_server", Case(scaler=True, hooks=True), {"error_feedback": False}),
     ("single_server", Case(scaler=True, hooks=True), {"clip_norm": 1.0}),

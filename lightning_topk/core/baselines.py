@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome
-from lightning_topk.core.guards import norm, unscaled
+from lightning_topk.core.guards import norm
 from lightning_topk.core.link import LinkStats, Measure, aggregate, deliver
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Broadcast, Gather, Request, placeholder
@@ -15,17 +15,16 @@ from lightning_topk.core.requests import AllGather, AllReduce, Broadcast, Gather
 
 def single_server(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
     """The parameter server of the thesis: rank 0 serves the whole bucket, and is a worker too."""
-    x = unscaled(g, end, codecs)
-    payload, up = end.uplink.send(x, codecs.uplink, measure)
+    payload, up = end.uplink.send(g, codecs.uplink, measure, codecs.scale)
     received = yield Gather(payload[0], "uplink")
     down = None
     if end.downlink is not None:
-        mean = aggregate(received, codecs.uplink, end.dtype, room=x)
-        reply, down = end.downlink.send(mean, codecs.reply, measure)
+        mean = aggregate(received, codecs.uplink, end.dtype, room=g)
+        reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)
     else:
         reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
     replies = yield Broadcast(reply[0], "downlink")
-    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, out=g), up, down)
+    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, codecs.scale), up, down)
 
 
 def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
@@ -36,13 +35,13 @@ def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
     """TopK-SGD without a server: every worker receives every worker's selection."""
-    x, scale = unscaled(g, end, codecs), codecs.reply.scale
-    payload, up = end.uplink.send(x, codecs.uplink, measure)
+    scale = codecs.scale
+    payload, up = end.uplink.send(g, codecs.uplink, measure, scale)
     received = yield AllGather(payload[0], "uplink")
-    mean = aggregate(received, codecs.uplink, end.dtype, room=x)
-    finite = ops.is_finite(mean)
-    limit = torch.finfo(g.dtype).max
-    g.copy_((mean if scale is None else mean * scale).clamp(-limit, limit))
+    mean = aggregate(received, codecs.uplink, end.dtype, room=g)
+    delivered = mean if scale is None else mean * scale
+    finite, limit = ops.is_finite(delivered), torch.finfo(g.dtype).max
+    g.copy_(delivered.clamp(-limit, limit))
     if g.dtype != end.dtype and end.uplink.memory.tensors():
         # Every worker keeps the same error of rounding to the bucket's dtype, so their mean is that error.
         arrived = g if scale is None else g.to(mean.dtype) / scale

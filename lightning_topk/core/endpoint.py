@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Layout, NodeShards, k_of
+from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
 from lightning_topk.core.link import Link, LinkStats, Measure
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
@@ -29,10 +29,12 @@ class Codecs:
     Attributes:
         uplink: Codec of the workers' payloads.
         reply: Codec of the servers' payloads; unused without servers.
+        scale: Scalar loss scale that gradients contain, before and after the exchange. Residuals do not.
     """
 
     uplink: Codec
     reply: Codec
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +112,8 @@ class BucketPlan:
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(layout.shard_size, self.world * up)
-        return Codecs(*(Codec(self.wire, layout.shard_size, k, shared, self.tag) for k in (up, down)))
+        uplink, reply = (Codec(self.wire, layout.shard_size, k, shared, self.tag) for k in (up, down))
+        return Codecs(uplink, reply)
 
     def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
         """Predicts the requests of :func:`lightning_topk.core.guards.exchange`: payloads of the right size, no content.
@@ -184,6 +187,26 @@ class Endpoint:
         ends = accumulate(self.plan.parts.sizes)
         starts = [end - size for end, size in zip(ends, self.plan.parts.sizes, strict=True) if size]
         return torch.tensor(starts, device=self.sizes.device)
+
+    @cached_property
+    def _pieces(self) -> tuple[Tensor, Tensor]:
+        parts = self.plan.parts
+        columns = [-(-size // PIECE) for size in parts.slices], parts.slices, parts.sizes
+        begins = [accumulate(column, initial=0) for column in columns]
+        owner = [number for number, count in enumerate(columns[0]) for _ in range(count)]
+        table = [*zip(*begins, parts.sizes, parts.slices, strict=False)]
+        device = self.sizes.device
+        return torch.tensor(owner, dtype=torch.int32, device=device), torch.tensor(table, device=device)
+
+    def pieces(self) -> tuple[Tensor, Tensor]:
+        """How a GPU deals a bucket to the ranks of its node, kept on the device.
+
+        Returns:
+            The parameter ``[pieces]`` int32 of each piece of a part, which has at most ``PIECE`` elements of one slice;
+            and of each parameter ``[parameters, 5]`` int64 the number of its first piece, the offsets of its slice in a
+            part and of itself in the bucket, its size and its slice's.
+        """
+        return self._pieces
 
     def server_memory(self) -> dict[str, Tensor]:
         """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""

@@ -33,22 +33,19 @@ from torch import Tensor
 
 from lightning_topk.core import baselines, ops
 from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome, Topology
-from lightning_topk.core.guards import unscaled
 from lightning_topk.core.link import Measure, aggregate, deliver
-from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllToAll, Among, Request, placeholder
 
 
 def sharded(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
     """Every rank is a worker and the server of one shard."""
     assert end.downlink is not None
-    x = unscaled(g, end, codecs)
-    payloads, up = end.uplink.send(x, codecs.uplink, measure)  # 1-4
+    payloads, up = end.uplink.send(g, codecs.uplink, measure, codecs.scale)  # 1-4
     received = yield AllToAll(payloads, "uplink")  # 5
-    mean = aggregate(received, codecs.uplink, end.dtype, room=x)  # 6
-    reply, down = end.downlink.send(mean, codecs.reply, measure)  # 7
+    mean = aggregate(received, codecs.uplink, end.dtype, room=g)  # 6
+    reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)  # 7
     replies = yield AllGather(reply[0], "downlink")  # 8
-    finite = deliver(replies, codecs.reply, end.layout, out=g)  # 9
+    finite = deliver(replies, codecs.reply, end.layout, g, codecs.scale)  # 9
     return Outcome(finite, up, down)
 
 
@@ -65,21 +62,19 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> 
     """
     assert end.downlink is not None
     parts = end.plan.parts
-    rows = reference.split_parts(g, parts)
-    rows[:, :1].masked_fill_(~ops.is_finite(g), torch.nan)  # so that no part of this node's gradient is sent
+    rows = ops.split_parts(g, parts, end.pieces)
     received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
-    x = _node_mean(received.view(g.dtype), end.dtype, codecs.reply.scale)
-    payloads, up = end.uplink.send(x, codecs.uplink, measure)
+    x = _node_mean(received.view(g.dtype), end.dtype)
+    payloads, up = end.uplink.send(x, codecs.uplink, measure, codecs.scale)
     received = yield AllToAll(payloads, "uplink", "peers")
     mean = aggregate(received, codecs.uplink, end.dtype, room=x)
-    reply, down = end.downlink.send(mean, codecs.reply, measure)
+    reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)
     replies = yield AllGather(reply[0], "downlink", "peers")
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
-    pairs = zip(everyones.view(parts.count, *replies.shape), rows, strict=True)
-    finite = [deliver(each, codecs.reply, end.layout, out=row) for each, row in pairs]
-    reference.join_parts(rows, parts, out=g)
-    return Outcome(torch.stack(finite).all(), up, down)
+    finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, codecs.scale)
+    ops.join_parts(rows, parts, end.pieces, out=g)
+    return Outcome(finite, up, down)
 
 
 def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
@@ -90,13 +85,15 @@ def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
     return [AllToAll(inside, "uplink", "node"), *between, AllGather(replies, "downlink", "node")]
 
 
-def _node_mean(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """The mean ``[part]`` of the part's gradients of the node's ranks ``[count, part]``, in ``dtype``, unscaled."""
+def _node_mean(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean ``[part]`` of the part's gradients of the node's ranks ``[count, part]``, in ``dtype``."""
+    if rows.device.type != "cpu":
+        return rows.mean(0, dtype=dtype)  # one launch; on a CPU, adding row by row takes less
     mean, *others = rows.to(dtype)
     for other in others:
         mean += other
     mean /= len(rows)
-    return mean if scale is None else mean.div_(scale)
+    return mean
 
 
 TopologyName = Literal["sharded", "hierarchical", "single_server", "allgather", "dense"]

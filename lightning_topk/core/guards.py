@@ -82,17 +82,12 @@ def _to(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _exchange_scaled(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
-    """Removes the loss scale before the exchange and applies it again afterwards; clips; marks gradients with NaN."""
-    if scale is not None and g.dtype != end.dtype:  # unscaled 16-bit gradients may underflow: see `unscaled`
-        codecs, scale = replace(codecs, reply=replace(codecs.reply, scale=scale)), None
-    if scale is not None:
-        g.div_(scale)
+    """Notes the loss scale, which links remove and apply where they read and write; clips; marks gradients with NaN."""
+    codecs = replace(codecs, scale=scale)
     if end.plan.clip_norm is not None:
         g.mul_((end.plan.clip_norm / norm(g, codecs)).clamp(max=1))
     path = _exchange_uncompressed if end.plan.uncompressed else end.plan.topology.exchange
     outcome = yield from path(end, g, codecs, measure)
-    if scale is not None:
-        outcome = replace(outcome, finite=outcome.finite & reference.is_finite(g.mul_(scale)))
     poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
     g.index_add_(0, end.starts, poison.expand(len(end.starts)))
     return outcome
@@ -112,19 +107,7 @@ def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Me
     return replace(outcome, finite=outcome.finite & ops.is_finite(total))
 
 
-def unscaled(g: Tensor, end: Endpoint, codecs: Codecs) -> Tensor:
-    """Returns the vector to send: ``g`` ``[numel]`` or, if it keeps its scale, an unscaled copy of dtype ``end.dtype``.
-
-    Either way ``g`` is zero once the vector is sent.
-    """
-    if codecs.reply.scale is None:
-        return g
-    x = g.to(end.dtype).div_(codecs.reply.scale)
-    g.zero_()
-    return x
-
-
 def norm(g: Tensor, codecs: Codecs) -> Tensor:
     """Norm of the unscaled gradient, a scalar float64."""
     length: Tensor = torch.linalg.vector_norm(g, dtype=torch.float64)
-    return length if codecs.reply.scale is None else length / codecs.reply.scale
+    return length if codecs.scale is None else length / codecs.scale

@@ -22,6 +22,10 @@ BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
 
 
+PIECE = 2048
+"""Elements of one parameter's slice that a GPU's program copies to or from the part of a node's rank."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How ``numel`` elements are dealt to ``shards`` servers, block by block.
@@ -85,6 +89,10 @@ class NodeShards:
     def numel(self) -> int:
         """Number of elements in one part."""
         return sum(self.slices)
+
+
+DAMAGED = "was damaged in transit, or is of other parameters than this rank's, or of another ratio"
+"""What is known of a payload whose words have another sum than they should."""
 
 
 class PayloadFormat(NamedTuple):

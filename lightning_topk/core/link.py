@@ -42,7 +42,8 @@ class LinkStats:
     """Statistics of one vector that a link sent.
 
     Attributes:
-        selected: Scalar int64: number of nonzero entries sent. None for all-reduce, unless it is measured.
+        selected: Scalar int64: number of nonzero entries sent. None in one pass over memory, and for all-reduce unless
+            it is measured.
         error: ``[2]`` float64: ‖a‖² and ‖a - C(a)‖². None unless measured.
         per_layer: ``[3, parameters]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter. None unless
             measured.
@@ -82,7 +83,10 @@ class Link:
         self.sizes, self.exact = sizes, exact
         self._ends: Tensor | None = None  # of the parameters, on the vector's device: copied there once
 
-    def send(self, x: Tensor, codec: Codec, measure: Measure = NOTHING) -> tuple[Tensor, LinkStats]:
+    def send(
+        self, x: Tensor, codec: Codec, measure: Measure = NOTHING,
+        scale: Tensor | None = None, rescale: Tensor | None = None,
+    ) -> tuple[Tensor, LinkStats]:  # fmt: skip
         """Compresses ``x`` and keeps the rest in the memory.
 
         If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and
@@ -92,24 +96,35 @@ class Link:
             x: ``[numel]``, floating; zero afterwards.
             codec: Codec of the payloads; sets their number of entries.
             measure: What to measure.
+            scale: Scalar loss scale that ``x`` contains. Residuals and payloads do not.
+            rescale: Scalar loss scale by which the receivers multiply what they decode.
 
         Returns:
             The payloads ``[shards, P]`` uint8, and their statistics.
         """
-        finite, memory = ops.is_finite(x), self.memory
+        memory = self.memory
+        if scale is not None and x.device.type == "cpu":
+            x, scale = _unscaled(x, memory.dtype, scale), None
+        if rescale is not None and (self.delivered or memory.dtype).itemsize >= memory.dtype.itemsize:
+            rescale = None  # the product is not rounded; if it overflows, the receivers notice
         topk = type(self.selector) is TopK and type(memory) is Residual and not (self.exact and x.device.type != "cpu")
-        if topk and measure == NOTHING and codec.scale is None:
-            form = codec.format(self.delivered)
-            sent = ops.send(memory.residual, x, finite, self.layout, form, self.delivered)  # type: ignore[attr-defined]
+        if topk and measure == NOTHING and (rescale is None or x.device.type != "cpu"):
+            form, e = codec.format(self.delivered), memory.residual  # type: ignore[attr-defined]
+            sent = ops.send(e, x, self.layout, form, self.delivered, scale, rescale)
             if sent is not None:
-                return sent[0], LinkStats(sent[1])
+                return sent, LinkStats()
+        if scale is not None:
+            x = _unscaled(x, memory.dtype, scale)
+        finite = ops.is_finite(x)
         a = memory.compensate(reference.zero_unless_(x, finite), finite)
         index, value, selected = self.selector.select(a, self.layout, codec.k)
-        if codec.scale is not None and self.delivered is not None and memory.tensors():
+        if rescale is not None and memory.tensors():
             # The residual keeps the excess. Without a residual, the scaler sees an infinity and backs off.
-            limit = codec.largest_scaled(self.delivered)
+            limit = codec.largest(self.delivered) * (1 - 2**-7) / rescale  # a wire rounds up by less
             value = value.clamp(-limit, limit)
-        payloads, arrives = codec.encode(index, value, self.delivered, finite)
+        payloads, arrives = codec.encode(index, value, None if rescale is not None else self.delivered, finite)
+        if rescale is not None:
+            arrives = (arrives * rescale).to(self.delivered).to(arrives.dtype) / rescale
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
         error = per_layer = None
         if measure.error:
@@ -128,6 +143,15 @@ class Link:
         count = torch.zeros(len(self.sizes), dtype=torch.float64, device=flat.device)
         layer = torch.bucketize(flat, self._ends, right=True).clamp_(max=len(self.sizes) - 1)
         return count.index_add_(0, layer, (sent != 0).double())
+
+
+def _unscaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """Removes a loss scale in ``dtype``: in place, or in a copy, and zeroes ``x``, since 16 bits may underflow."""
+    if x.dtype == dtype:
+        return x.div_(scale)
+    wide = x.to(dtype).div_(scale)
+    x.zero_()
+    return wide
 
 
 def _energies(vectors: Sequence[Tensor]) -> Tensor:
@@ -151,9 +175,9 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) 
     total = room[: codec.universe] if fits else room.new_zeros(codec.universe, dtype=dtype)
     workers = len(payloads)
     exact = workers.bit_count() == 1  # a power of two: dividing first gives the same bits at no cost
-    codec.check(payloads)
     if ops.receive(payloads, Layout(codec.universe), codec.format(), workers if exact else 1, total) is not None:
         return total if exact else total.div_(workers)
+    codec.check(payloads)
     index, value = codec.read(payloads, dtype)
     if exact:
         value = value / workers
@@ -170,22 +194,26 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) 
     return total.index_copy_(0, places, total.index_select(0, places).div_(workers))
 
 
-def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor) -> Tensor:
-    """Writes the replies of all servers into the bucket.
+def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Writes the replies of all servers into the bucket, or into the parts of a node's ranks.
 
     Args:
-        payloads: ``[shards, P]`` uint8, row s from server s.
+        payloads: ``[parts shards, P]`` uint8, for each part a row of every server.
         codec: Codec of the payloads.
-        layout: How the bucket is split among the servers.
-        out: ``[numel]``, zero: a bucket that was sent.
+        layout: How a part is split among the servers.
+        out: ``[numel]`` or ``[parts, numel]``, zero: a bucket that was sent.
+        scale: Scalar loss scale that ``out`` is to contain.
 
     Returns:
         Scalar bool: whether all delivered values are finite.
     """
-    codec.check(payloads)
-    finite = None if codec.scale is not None else ops.receive(payloads, layout, codec.format(), 1, out)
+    finite = ops.receive(payloads, layout, codec.format(), 1, out, scale)
     if finite is not None:
         return finite
-    index, value = codec.read(payloads, out.dtype)
-    out.scatter_add_(0, reference.flat_index(index, layout).view(-1), value.view(-1))
-    return ops.is_finite(value.view(-1))
+    codec.check(payloads)
+    index, value = codec.read(payloads, torch.promote_types(out.dtype, torch.float32))
+    value = (value if scale is None else value * scale).to(out.dtype).reshape(-1)
+    row = torch.arange(len(payloads), device=out.device).unsqueeze(1)
+    flat = reference.flat_index(index, layout, row % layout.shards) + row // layout.shards * layout.numel
+    out.view(-1).scatter_add_(0, flat.view(-1), value)
+    return ops.is_finite(value)

@@ -8,7 +8,7 @@ Positions that both ends know are not sent: when k = S, and with a selector that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -153,8 +153,6 @@ WORD = torch.int32
 WORDS_SUM = 0x746F706B
 """Sum of the words of an undamaged payload, modulo 2^32, without the term for its bucket and k."""
 
-DAMAGED = "was damaged in transit, or is of other parameters than this rank's, or of another ratio"
-
 
 @dataclass(frozen=True)
 class Codec:
@@ -166,7 +164,6 @@ class Codec:
         k: Number of entries in a payload.
         shared: The selector, if it draws the same positions on every rank; else None.
         tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
-        scale: Scalar by which receivers multiply decoded values, if the delivered gradient keeps a GradScaler's scale.
     """
 
     wire: Wire
@@ -174,7 +171,6 @@ class Codec:
     k: int
     shared: RandK | None = None
     tag: int = 0
-    scale: Tensor | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -182,20 +178,12 @@ class Codec:
         return self._format.nbytes
 
     def largest(self, delivered: torch.dtype | None) -> float:
-        """The largest magnitude that decodes to a finite value, also in the receiver's dtype if it is given.
-
-        With a scale, this is the wire's limit alone; see :meth:`largest_scaled`.
-        """
+        """The largest magnitude that decodes to a finite value, also in the receiver's dtype if it is given."""
         limit = self.wire.largest
-        if delivered is not None and self.scale is None and torch.finfo(delivered).max < limit:
+        if delivered is not None and torch.finfo(delivered).max < limit:
             # The wire may round the narrower dtype's largest value up, out of its range: stay below.
             limit = torch.finfo(delivered).max * (1 - self.wire.eps)
         return limit
-
-    def largest_scaled(self, delivered: torch.dtype) -> Tensor:
-        """The largest magnitude, a scalar, that is finite in a receiver's dtype after multiplication by the scale."""
-        assert self.scale is not None
-        return torch.finfo(delivered).max * (1 - self.wire.eps) / self.scale
 
     def format(self, delivered: torch.dtype | None = None) -> PayloadFormat:
         """Byte layout of a payload, and its largest magnitude; see :meth:`largest`."""
@@ -232,10 +220,8 @@ class Codec:
         if finite is not None:
             given.masked_fill_(~finite, torch.nan)
         written = self.wire.write(given)
-        arrives = self._scaled(self.wire.read(written, self.k))
+        arrives = self.wire.read(written, self.k)
         sent = (arrives if delivered is None else arrives.to(delivered)).to(value.dtype, copy=True)
-        if self.scale is not None:
-            sent /= self.scale
         if finite is not None:
             reference.zero_unless_(sent, finite)
         payload = torch.empty(len(value), form.nbytes, dtype=torch.uint8, device=value.device)
@@ -259,7 +245,7 @@ class Codec:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
         """
         form, universe, k = self._format, self.universe, self.k
-        value = self._scaled(self.wire.read(payload[:, : form.value_bytes], k)).to(dtype)
+        value = self.wire.read(payload[:, : form.value_bytes], k).to(dtype)
         if form.index_bytes:
             code = payload[:, form.value_bytes : form.value_bytes + form.index_bytes]
             return ops.elias_fano_decode(code, universe, k, form.low), value
@@ -269,20 +255,6 @@ class Codec:
             known = self.shared.shared_positions(universe, k, payload.device)
         return known.expand(len(payload), -1), value
 
-    def _scaled(self, value: Tensor) -> Tensor:
-        """Values ``[R, k]`` as the receiver delivers them."""
-        return value if self.scale is None else value.float() * self.scale
-
     def check(self, payload: Tensor) -> None:
-        """Rejects damaged payloads ``[R, P]``.
-
-        Raises:
-            ValueError: A payload was damaged in transit, or has another tag or k. On a GPU, a device-side assertion
-                fails instead, which needs no host synchronisation.
-        """
-        whole = payload.view(WORD).sum(dim=1, dtype=WORD) == self._format.check
-        if payload.device.type != "cpu":
-            torch._assert_async(whole.all(), f"lightning_topk: a payload {DAMAGED}")
-        elif not whole.all():
-            rows = (~whole).nonzero().flatten().tolist()
-            raise ValueError(f"the payload from rank {', '.join(map(str, rows))} {DAMAGED}.")
+        """Rejects damaged payloads ``[R, P]``; see :func:`lightning_topk.core.ops.reference.check`."""
+        reference.check(payload, self._format.check)

@@ -8,9 +8,8 @@ lets too few or too many entries pass. Momentum agrees to rounding.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Layout, PayloadFormat
+from lightning_topk.core.layout import Layout, NodeShards, PayloadFormat
 from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Stepped
 
@@ -83,51 +82,77 @@ def is_finite(x: Tensor) -> Tensor:
     """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
     if x.device.type == "cuda" and x.is_contiguous() and x.dtype != torch.float64 and fast(x.device) is not None:
         return fast(x.device).is_finite(x)  # type: ignore[union-attr]
-    # The sum of squares, one read of x, is finite only if every element is. If it is not, it may have overflowed.
-    squares = x.device.type == "cpu" and x.dim() == 1 and x.dtype in (torch.float32, torch.float64)
-    return torch.tensor(True) if squares and math.isfinite(torch.dot(x, x)) else reference.is_finite(x)
+    return reference.is_finite(x)
 
 
 def send(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None
-) -> tuple[Tensor, Tensor] | None:
+    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
+    scale: Tensor | None = None, rescale: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
+
+    If ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN.
 
     Args:
         e: ``[numel]``, contiguous, finite; becomes the residual, which includes the wire's rounding error.
         x: ``[numel]``, contiguous; becomes zero.
-        finite: Scalar bool on the same device, whether ``x`` is finite.
         layout: How the elements are dealt to shards.
         form: Format of a payload.
         delivered: dtype of the receivers' output, if the residual must include its rounding error.
+        scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
+        rescale: Scalar by which receivers multiply before they round to ``delivered``; on a GPU only.
 
     Returns:
-        The payloads ``[shards, P]`` uint8, and their number of nonzero entries, a scalar int64. None, without effect,
-        if no function does all that: then add, select, encode and keep one after the other, with the same result.
+        The payloads ``[shards, P]`` uint8. None, without effect, if no function does all that: then add, select,
+        encode and keep one after the other, with the same result.
     """
     version = fast(e.device) if form.index_bytes and form.bits else None
-    if version is None or not version.sends(e, x, finite, layout, form, delivered):
+    if version is None or not version.sends(e, x, layout, form, delivered):
         return None
-    return version.send(e, x, finite, layout, form, delivered)
+    return version.send(e, x, layout, form, delivered, scale, rescale)
 
 
-def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
-    """Decodes payloads, divides the values by ``divisor`` and adds them to ``out``.
+def receive(
+    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, scale: Tensor | None = None
+) -> Tensor | None:
+    """Decodes payloads, divides the values by ``divisor`` and adds them to ``out``. Rejects damaged payloads.
 
     Args:
-        payloads: ``[R, P]`` uint8, undamaged. Row r belongs to shard r of the layout; if the layout has one shard,
-            every row belongs to it.
+        payloads: ``[R, P]`` uint8. Row r belongs to shard r of the layout, and the rows after the last shard to the
+            next part of ``out``; if the layout has one shard and ``out`` one part, every row belongs to it.
         layout: How ``out`` is dealt to shards.
         form: Format of a payload.
         divisor: A power of two.
-        out: ``[numel]``, contiguous.
+        out: ``[numel]`` or ``[parts, numel]``, contiguous.
+        scale: Scalar loss scale by which the values are multiplied.
 
     Returns:
         Whether all values are finite, a scalar bool. None, without effect, if no function does all that: then decode
         and add, with the same result.
     """
     version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
-    return version.receive(payloads, layout, form, divisor, out) if version is not None else None
+    return version.receive(payloads, layout, form, divisor, out, scale) if version is not None else None
+
+
+def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+    """Deals a bucket ``[numel]`` to the ranks of a node: ``[count, parts.numel]``.
+
+    If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` are those of
+    :class:`lightning_topk.core.endpoint.Endpoint`.
+    """
+    version = fast(x.device) if x.device.type == "cuda" else None
+    rows = version.split_parts(x, parts, pieces()) if version is not None else None
+    if rows is None:
+        rows = reference.split_parts(x, parts)
+        rows[:, :1].masked_fill_(~is_finite(x), torch.nan)
+    return rows
+
+
+def join_parts(rows: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]], out: Tensor) -> None:
+    """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``."""
+    version = fast(out.device) if out.device.type == "cuda" else None
+    if version is None or not version.join_parts(rows, parts, pieces(), out):
+        reference.join_parts(rows, parts, out)
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:

@@ -29,33 +29,35 @@ def attempt(device: torch.device) -> None:
     topk_index(torch.zeros(1, loops.SAMPLE, dtype=torch.float32, device=device), 1)
 
 
-def sends(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None
-) -> bool:
+def sends(e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None) -> bool:
     """Whether :func:`send` supports these arguments: float32, finite, some entries left out, 32-bit positions."""
     floats = {e.dtype, x.dtype, delivered or e.dtype} == {torch.float32}
-    return floats and form.k < layout.shard_size < 2**31 and bool(finite)
+    return floats and form.k < layout.shard_size < 2**31 and bool(reference.is_finite(x))
 
 
 def send(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None, *scales: Tensor | None
+) -> Tensor:
     """See :func:`lightning_topk.core.ops.send`."""
+    assert scales in ((), (None, None))
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
-    selected = loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _salt(), payloads.numpy())
-    return payloads, torch.tensor(selected)
+    loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _salt(), payloads.numpy())
+    return payloads
 
 
-def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
+def receive(
+    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, scale: Tensor | None = None
+) -> Tensor | None:
     """See :func:`lightning_topk.core.ops.receive`, for float32.
 
     Raises:
-        ValueError: A payload does not hold k positions, so it was damaged.
+        ValueError: A payload was damaged: its words have another sum, or it does not hold k positions.
     """
     if out.dtype != torch.float32:
         return None
-    dealt = layout.shards == len(payloads)
-    finite, rows = True, len(payloads) if dealt else 1
+    reference.check(payloads, form.check)
+    deal, parts = loops.KernelLayout.of(layout), out.view(-1, layout.numel).numpy()
+    finite, rows = True, layout.shards
     places, values = np.empty((rows, form.k), np.int32), np.empty((rows, form.k), np.float32)
     for row, payload in enumerate(payloads.numpy()):
         place, value = places[row % rows], values[row % rows]
@@ -64,8 +66,10 @@ def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int,
         finite &= loops.read_values(payload, form, value)
         if divisor > 1:
             value /= divisor
+        if scale is not None:
+            finite &= bool(torch.from_numpy(value).mul_(scale).isfinite().all())
         if row % rows == rows - 1:
-            loops.add_at(out.numpy(), loops.KernelLayout.of(layout), places, values)
+            loops.add_at(parts[row // rows % len(parts)], deal, places, values)
     return torch.tensor(bool(finite))
 
 

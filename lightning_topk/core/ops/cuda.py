@@ -1,14 +1,25 @@
 """GPU versions of :mod:`lightning_topk.core.ops.reference`: launch :mod:`.kernels` and never synchronise the host.
 
-Compensating and selecting reads the gradient and the residual once and writes both once, 16 bytes per element::
+The host is what a launch costs, so a bucket takes 13 to send and 5 to receive, whatever its size and the number of
+workers. They read the gradient twice and the residual once, and write both once: 20 bytes per element::
 
-    threshold   from a sample of the sum, on the device
+    survey      whether x is finite; a histogram of a sample of the sum's magnitudes
+    threshold   from the histogram: at most a 64th too low
     move        e <- e + x, x <- 0; a bit per entry that reaches the threshold, a count per block of 256
     cumsum      of the counts, shard by shard: the offset at which each block's entries are stored
     gather      the entries that reach the threshold, in order, into a buffer for about twice the expected number
-    choose      the k largest among these
-    write, mark the payloads, and the residual
+    tally       three times: the bits of the k-th largest of these, digit by digit
+    count       in each part of the buffer, how many are larger than it or equal
+    choose      the k largest, in order; high parts of positions
+    write       values, low parts, and the residual; like choose, takes what it writes off the check word
 
+    weigh       payloads: sums of words, and counts of bits, by parts
+    cumsum      of both
+    add         values to the vector, unless the words have another sum than they should
+
+Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes. CUDA
+graphs would cost the host less still, but a graph holds addresses and sizes: it is captured anew for each k of a
+schedule, each regrouped bucket and each gradient that lies elsewhere, and keeps its memory from the allocator.
 Sizes follow from integers that the host knows. If fewer than k entries of a shard reach the threshold, fewer are sent;
 if more reach it than the buffer holds, the last ones stay in the residual. Otherwise the selection equals the
 reference's.
@@ -27,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_topk.core.layout import BLOCK, Layout, PayloadFormat
+from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, NodeShards, PayloadFormat
 from lightning_topk.core.ops import kernels
 from lightning_topk.core.ops.reference import Stepped, address_table
 
@@ -35,10 +46,16 @@ TILE = 4096
 """Elements per Triton program, a multiple of the block size."""
 SLOTS = 1024
 """Entries per Triton program that writes payloads, a multiple of 64, since groups of values share a scale."""
-OCTETS = 256
-"""Bytes of a bitmap per Triton program that reads payloads."""
+SIEVE = 4096
+"""Candidates per Triton program that selects among them."""
+OCTETS, WEIGHED = 256, 16
+"""Bytes of a payload per Triton program that decodes it, and number of such tiles per program that checks it."""
 SAMPLE = 1 << 14
 """Minimum size of a sample."""
+SHIFT, ROOT = 17, 128
+"""The sample's histogram has ROOT x ROOT bins, by the 14 bits from bit SHIFT on."""
+DIGITS = 4096
+"""Counters of a row for three digits of 11, 10 and 10 bits."""
 LOW = 24
 """The widest low part of a position that is read with 32 bits."""
 EXACT = {"enable_fp_fusion": False}
@@ -53,64 +70,128 @@ _salts = random.Random()  # seeds of samples; its own generator, so that the use
 
 def attempt(device: torch.device) -> None:
     """Compiles and runs kernels; raises an exception if Triton does not work."""
-    e, x = torch.zeros(2, SAMPLE, dtype=torch.float32, device=device).unbind()
-    add_and_select(e, x, torch.ones((), dtype=torch.bool, device=device), Layout(SAMPLE), 1)
+    e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
+    form = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0)
+    receive(send(e, x, Layout(TILE), form, None), Layout(TILE), form, 1, x)
 
 
-def sends(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None
-) -> bool:
-    """Whether :func:`send` supports these arguments: many elements in whole blocks, few of them selected."""
+def sends(e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None) -> bool:
+    """Whether :func:`send` supports these arguments: whole blocks, some entries left out, 32-bit positions."""
     whole = layout.shards == 1 or layout.block == BLOCK
-    few = form.k * layout.shards <= layout.numel // 8 and layout.shard_size < 2**31 and form.low <= LOW
-    dtypes = e.dtype == torch.float32 and x.dtype in ROUNDED and delivered in ROUNDED
-    return whole and few and layout.numel >= SAMPLE and dtypes
+    some = form.k < layout.shard_size < 2**31 and form.low <= LOW
+    return whole and some and e.dtype == torch.float32 and x.dtype in ROUNDED and delivered in ROUNDED
 
 
 def send(
-    e: Tensor, x: Tensor, finite: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
+    scale: Tensor | None = None, rescale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """See :func:`lightning_topk.core.ops.send`, without waiting for the device.
 
-    If ``x`` is not finite, ``e`` is unchanged, and all values in the payloads are NaN. Fewer than k may be sent.
+    If ``x`` is not finite, ``e`` is unchanged, and all values in the payloads are NaN. Fewer than k may be sent: then
+    rows end in zeros.
     """
-    shards, k = layout.shards, form.k
-    index, value = add_and_select(e, x, finite, layout, k)
-    payload = torch.zeros(shards, form.nbytes, dtype=torch.uint8, device=e.device)
-    words, grid = payload.view(torch.int32), (triton.cdiv(k, SLOTS), shards)
-    begin = form.value_bytes - (-k * form.low // 8)  # start of the high bitmap
+    numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
+    # One memory for the payloads and all counters is cleared at once; every part begins at a multiple of 16 bytes.
+    sizes = 8, ROOT * ROOT, shards * DIGITS, shards * 8, shards * width
+    work = torch.zeros(sum(sizes), dtype=torch.int32, device=e.device)
+    state, bins, digits, kth, words = work.split(sizes)
+    payload = words.view(torch.uint8).view(shards, form.nbytes)
+    rank, stride, room = _sampled(layout, k)
+    turns = triton.cdiv(numel, BLOCK * shards)
+    blocks, tiles = triton.cdiv(turns * shards, TILE // BLOCK), triton.cdiv(room, SIEVE)
+    sample = numel // stride
+    bitmap = work.new_empty(blocks * TILE // 32)
+    found = work.new_empty(shards, turns)
+    place, index = work.new_empty(shards, room), work.new_empty(shards, k)
+    value, chosen = e.new_empty(shards, room), e.new_empty(shards, k)
+    counts = work.new_empty(shards, 2, tiles)
+    begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
+    inside = e if scale is None else scale, scale is not None
+    narrow = rescale is not None and ROUNDED[delivered] != 0
+    warps = 4 if x.dtype == e.dtype else 8  # conversion takes registers
     with torch.cuda.device_of(e):
-        kernels.write[grid](
-            e, finite, index, value, payload, k, layout.numel, shards, form.largest, form.value_bytes, begin,
-            form.nbytes, form.bits, form.low, ROUNDED[delivered], SLOTS, BLOCK, num_warps=8, **EXACT,
+        kernels.survey[(blocks,)](
+            e, x, inside[0], state, bins, numel, sample, stride, triton.cdiv(sample, blocks), _salts.getrandbits(30),
+            inside[1], SHIFT, TILE, 128, **EXACT,
         )  # fmt: skip
-        kernels.mark[grid](index, words, k, form.nbytes // 4, 8 * begin, form.low, SLOTS, **EXACT)
-    words[:, -1] = form.check - words.sum(dim=1, dtype=torch.int32)
-    return payload, value.count_nonzero()
+        kernels.threshold[(1,)](bins, state, rank, SHIFT, ROOT, num_warps=8, **EXACT)
+        kernels.move[(blocks,)](
+            e, x, inside[0], state, bitmap, found, numel, shards, turns, inside[1], TILE, BLOCK,
+            num_warps=warps, **EXACT,
+        )  # fmt: skip
+        ends = found.view(-1).cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
+        kernels.gather[(blocks,)](e, bitmap, found, ends, place, value, shards, turns, room, TILE, BLOCK, **EXACT)
+        for level in range(3):
+            kernels.tally[tiles, shards](
+                value, ends, digits, kth, room, turns, k, level, SIEVE, num_warps=8, **EXACT
+            )  # fmt: skip
+        kernels.count[tiles, shards](
+            value, ends, digits, kth, counts, room, turns, tiles, k, SIEVE, num_warps=8, **EXACT
+        )  # fmt: skip
+        kernels.choose[tiles, shards](
+            place, value, ends, kth, counts, index, chosen, words, room, turns, tiles, k, layout.shard_size, width,
+            8 * begin, form.check, form.low, SIEVE, num_warps=16, **EXACT,
+        )  # fmt: skip
+        kernels.write[triton.cdiv(k, SLOTS), shards](
+            e, state, index, chosen, payload, words, rescale if narrow else e, k, numel, shards, form.largest,
+            form.value_bytes, begin, form.nbytes, form.bits, form.low, ROUNDED[delivered], narrow, SLOTS, BLOCK,
+            num_warps=8, **EXACT,
+        )  # fmt: skip
+    return payload
 
 
-def receive(payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor) -> Tensor | None:
-    """See :func:`lightning_topk.core.ops.receive`; adds one payload of a shard at a time."""
+def _sampled(layout: Layout, k: int) -> tuple[int, int, int]:
+    """How to find a magnitude that slightly more than k entries per shard should reach, and room for twice as many.
+
+    Returns:
+        Its rank in a sample of one random entry in each window, the window's size, and the room in entries per shard.
+    """
+    # The same calculation as on the CPU: four standard deviations for the shards, four for the sample. A sample with
+    # a fixed period may see only a few columns of a matrix.
+    needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
+    stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))
+    expected = needed / stride
+    rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)  # beyond the sample, all entries reach the threshold
+    return rank, stride, min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
+
+
+def receive(
+    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, scale: Tensor | None = None
+) -> Tensor | None:
+    """See :func:`lightning_topk.core.ops.receive`. A damaged payload fails an assertion on the device.
+
+    Workers' values for one vector are added by atomic operations in any order, so two runs may differ in the last
+    bit; one server alone computes each sum, so ranks do not. With ``torch.use_deterministic_algorithms``, one launch
+    for each worker fixes the order.
+    """
     if out.dtype not in ROUNDED or form.low > LOW or not (layout.shards == 1 or layout.block == BLOCK):
         return None
-    payloads, rows, dealt = payloads.contiguous(), len(payloads), layout.shards == len(payloads)
+    payloads, rows = payloads.contiguous(), len(payloads)
+    words, width = payloads.view(torch.int32), form.nbytes // 4
+    dealt = rows == layout.shards * (out.numel() // layout.numel)
+    ordered = torch.are_deterministic_algorithms_enabled() or out.dtype != torch.float32
+    at_once = rows if dealt or not ordered else 1
     begin = form.value_bytes - (-form.k * form.low // 8)
     size = form.value_bytes + form.index_bytes - begin
-    tiles = triton.cdiv(size, OCTETS)
-    counts = torch.empty(rows, tiles, dtype=torch.int32, device=out.device)
-    finite = torch.ones((), dtype=torch.bool, device=out.device)
+    tiles = triton.cdiv(form.nbytes, OCTETS)
+    grid = triton.cdiv(begin + size, OCTETS) - begin // OCTETS, at_once
+    counts = words.new_empty(2, rows, tiles)
+    flags = torch.empty(2, dtype=torch.bool, device=out.device)
     with torch.cuda.device_of(out):
-        kernels.count_bits[tiles, rows](payloads, counts, begin, size, form.nbytes, tiles, OCTETS, **EXACT)
-    ends = counts.cumsum(1, dtype=torch.int32)
-    with torch.cuda.device_of(out):
-        for first in range(1 if dealt else rows):
-            # One payload at a time: within a payload only the padding's zeros share a position, so the order of
-            # additions is fixed.
-            kernels.add[tiles, rows if dealt else 1](
-                payloads, counts, ends, out, finite, first, form.k, layout.numel, layout.shards, 1 / divisor,
-                form.value_bytes, begin, size, form.nbytes, tiles, form.bits, form.low, dealt, OCTETS, BLOCK, **EXACT,
+        kernels.weigh[triton.cdiv(tiles, WEIGHED), rows](
+            words, counts, flags, begin, size, width, tiles, rows, WEIGHED, OCTETS // 4, **EXACT
+        )
+        ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+        for first in range(0, rows, at_once):
+            kernels.add[grid](
+                payloads, counts, ends, out, flags, out if scale is None else scale, first, rows, form.k,
+                form.universe, layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes, begin, size,
+                form.nbytes, tiles, scale is not None, form.bits, form.low, dealt, at_once > 1 and not dealt,
+                OCTETS, BLOCK, **EXACT,
             )  # fmt: skip
-    return finite
+    torch._assert_async(flags[0], f"lightning_topk: a payload {DAMAGED}")
+    return flags[1]
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -119,6 +200,32 @@ def is_finite(x: Tensor) -> Tensor:
     with torch.cuda.device_of(x):
         kernels.is_finite[(triton.cdiv(x.numel(), TILE),)](x, finite, x.numel(), TILE, **EXACT)
     return finite
+
+
+def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> Tensor | None:
+    """See :func:`lightning_topk.core.ops.split_parts`: three launches for any number of parameters and ranks."""
+    if x.dtype not in ROUNDED or not x.is_contiguous():
+        return None
+    rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
+    owner, table = pieces
+    with torch.cuda.device_of(x):
+        kernels.deal[len(owner), parts.count](
+            x, rows, bad, owner, table, parts.numel, False, PIECE, num_warps=8, **EXACT
+        )
+    rows[:, :1].masked_fill_(bad, torch.nan)
+    return rows
+
+
+def join_parts(rows: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], out: Tensor) -> bool:
+    """See :func:`lightning_topk.core.ops.join_parts`; returns whether it supports the arguments."""
+    if out.dtype not in ROUNDED or not out.is_contiguous():
+        return False
+    owner, table = pieces
+    with torch.cuda.device_of(out):
+        kernels.deal[len(owner), parts.count](
+            out, rows, rows, owner, table, parts.numel, True, PIECE, num_warps=8, **EXACT
+        )
+    return True
 
 
 def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
@@ -158,69 +265,3 @@ def _on(like: Tensor, tables: dict[str, Any], name: str, rows: list[Any]) -> Ten
         known = rows, (made.pin_memory() if like.is_cuda else made).to(like.device, non_blocking=True)
         tables[name] = known
     return known[1]
-
-
-def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """Same as :func:`lightning_topk.core.ops.reference.add_and_select`, unless the threshold is off (see above).
-
-    Args:
-        e: ``[numel]`` float32, contiguous.
-        x: ``[numel]``, contiguous.
-        finite: Scalar bool on the same device, whether ``x`` is finite. If false, ``e`` is unchanged.
-        layout: How the elements are dealt to shards; :func:`sends` must hold.
-        k: Number of entries to select from each shard, in [1, shard_size).
-
-    Returns:
-        Positions in the shards, ``[shards, k]`` int32, not descending, and the sums there, ``[shards, k]``; rows in
-        which fewer than k reach the threshold end in zeros.
-    """
-    numel, shards = layout.numel, layout.shards
-    threshold, room = _threshold(e, x, finite, layout, k)
-    tiles, turns = triton.cdiv(numel, TILE), triton.cdiv(numel, BLOCK * shards)
-    bitmap = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=e.device)
-    counts = torch.zeros(shards, turns, dtype=torch.int32, device=e.device)
-    with torch.cuda.device_of(e):
-        warps = 4 if x.dtype == e.dtype else 8  # conversion takes registers
-        kernels.move[(tiles,)](
-            e, x, finite, threshold, bitmap, counts, numel, shards, turns, TILE, BLOCK, num_warps=warps, **EXACT
-        )
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
-    place = torch.empty(shards, room, dtype=torch.int32, device=e.device)
-    value = torch.zeros(shards, room, dtype=e.dtype, device=e.device)
-    with torch.cuda.device_of(e):
-        kernels.gather[(tiles,)](e, bitmap, counts, ends, place, value, shards, turns, room, TILE, BLOCK, **EXACT)
-    return _largest(place, value, layout, k)
-
-
-def _largest(place: Tensor, value: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """The k candidates ``[shards, room]`` of largest magnitude, in order: positions, int32, and values."""
-    shards, room = value.shape
-    tiles = triton.cdiv(room, SLOTS)
-    least = value.abs().topk(k, dim=1, sorted=False).values.amin(dim=1)
-    counts = torch.empty(shards, 2, tiles, dtype=torch.int32, device=value.device)
-    with torch.cuda.device_of(value):
-        kernels.count[tiles, shards](value, least, counts, room, tiles, SLOTS, **EXACT)
-    ends = counts.cumsum(2, dtype=torch.int32)
-    index, chosen = place.new_empty(shards, k), value.new_empty(shards, k)
-    with torch.cuda.device_of(value):
-        kernels.choose[tiles, shards](
-            place, value, least, counts, ends, index, chosen, room, tiles, k, layout.shard_size, SLOTS, **EXACT
-        )
-    return index, chosen
-
-
-def _threshold(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, int]:
-    """A magnitude ``[]`` that slightly more than k entries per shard should reach, and room for twice as many."""
-    # The same calculation as on the CPU: four standard deviations for the shards, four for the sample.
-    needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
-    stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))
-    # One random position in each window: a sample with a fixed period may see only a few columns of a matrix.
-    count = layout.numel // stride
-    sampled = torch.empty(count, dtype=e.dtype, device=e.device)
-    with torch.cuda.device_of(e):
-        grid = (triton.cdiv(count, SLOTS),)
-        kernels.sample[grid](e, x, finite, sampled, count, stride, _salts.getrandbits(30), SLOTS, **EXACT)
-    expected = needed / stride
-    rank = min(count, math.ceil(expected + 4 * math.sqrt(expected) + 4))
-    room = min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
-    return sampled.topk(rank, sorted=False).values.amin(), room

@@ -18,10 +18,10 @@ import triton.language as tl
 
 NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
-TINY = tl.constexpr(1.1754943508222875e-38)
+BELOW = tl.constexpr(1 - 2**-7)  # a wire rounds up by less
 SIZES = {
-    "begin", "begin_high", "count", "first", "k", "nbytes", "numel", "room", "salt", "shard_size", "size", "stride",
-    "tiles", "turns", "value_bytes", "width",
+    "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "rank", "room",
+    "rows", "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
 }  # fmt: skip
 """Integers that change with the bucket, the density or the step."""
 
@@ -45,39 +45,87 @@ def is_finite(x, finite, numel, TILE: tl.constexpr):
 
 
 @launched
-def sample(e, x, finite, sampled, count, stride, salt, TILE: tl.constexpr):
-    """Samples the sum's magnitude at a random place in each window of ``stride`` entries; at least TINY."""
-    window = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = window < count
-    # A 32-bit hash: multiply, and mix the high bits into the low ones.
-    key = ((window + salt).to(tl.uint32) * 0x9E3779B1).to(tl.uint32)
-    key = ((key ^ (key >> 15)) * 0x85EBCA77).to(tl.uint32)
-    at = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
-    given = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    total = _clamped(tl.load(e + at, mask=inside, other=0.0) + tl.where(tl.load(finite) != 0, given, 0.0))
-    tl.store(sampled + window, tl.maximum(tl.abs(total), TINY), mask=inside)
+def survey(
+    e, x, scale, state, bins, numel, count, stride, each, salt,
+    SCALED: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Sets ``state[0]`` if ``x`` has a NaN or an infinity, and samples magnitudes of ``e + x``.
+
+    The sample has one random entry of each of ``count`` windows of ``stride`` entries; a program takes ``each`` of
+    them. ``bins`` counts magnitudes by the bits from SHIFT on: exponent and the first bits of the mantissa. The
+    sample is small and there are 64 bins for a factor of two, so few of these atomic operations share an address.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    inverse = _inverse(scale, SCALED)
+    at = program * TILE + tl.arange(0, TILE)
+    if (program + 1) * TILE <= numel:
+        given = tl.load(x + at)
+    else:
+        given = tl.load(x + at, mask=at < numel, other=0.0)
+    bad = ~(tl.abs(given.to(tl.float32) * inverse) <= LARGEST)
+    tl.store(state, 1, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
+    end = tl.minimum((program + 1) * each, count)
+    for begin in range(0, each, LANES):
+        window = program * each + begin + tl.arange(0, LANES)
+        inside = window < end
+        # A 32-bit hash: multiply, and mix the high bits into the low ones.
+        key = ((window + salt).to(tl.uint32) * 0x9E3779B1).to(tl.uint32)
+        key = ((key ^ (key >> 15)) * 0x85EBCA77).to(tl.uint32)
+        place = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
+        added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * inverse
+        total = _clamped(tl.load(e + place, mask=inside, other=0.0) + added)
+        counted = inside & (total != 0)  # the many zeros of a server's mean would share one address
+        tl.atomic_add(bins + (tl.abs(total).to(tl.int32, bitcast=True) >> SHIFT), 1, mask=counted, sem="relaxed")
+
+
+@triton.jit
+def _inverse(scale, SCALED: tl.constexpr):
+    """The factor that removes a loss scale: as a GradScaler does, by multiplication."""
+    return tl.div_rn(1.0, tl.load(scale).to(tl.float32)) if SCALED else 1.0
+
+
+@launched
+def threshold(bins, state, rank, SHIFT: tl.constexpr, ROOT: tl.constexpr):
+    """The lower end of the bin with the entry of that ``rank``, as bits, to ``state[1]``.
+
+    At least the smallest normal number. There are ROOT x ROOT bins.
+    """
+    lane = tl.arange(0, ROOT)
+    row, left = _digit(tl.sum(tl.load(bins + lane[:, None] * ROOT + lane[None, :]), axis=1), rank, ROOT)
+    column, _ = _digit(tl.load(bins + row * ROOT + lane), left, ROOT)
+    tl.store(state + 1, tl.maximum((row * ROOT + column) << SHIFT, 1 << 23))
+
+
+@triton.jit
+def _digit(counts, rank, BINS: tl.constexpr):
+    """The bin with the entry of a rank, the largest first, and the entry's rank among those of its bin."""
+    bin = tl.arange(0, BINS)
+    reached = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts >= rank  # with all above: not ascending
+    digit = tl.maximum(tl.sum(reached.to(tl.int32), axis=0) - 1, 0)
+    return digit, rank - tl.sum(tl.where(bin > digit, counts, 0), axis=0)
 
 
 @launched
 def move(
-    e, x, finite, threshold, bitmap, counts, numel, shards, turns, TILE: tl.constexpr, BLOCK: tl.constexpr
+    e, x, scale, state, bitmap, counts, numel, shards, turns,
+    SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``e += x; x = 0``; sets a bit for every entry that reaches the threshold.
+    """``e += x; x = 0``; sets a bit for every entry that reaches the threshold. See :func:`survey` for ``state``.
 
     ``counts`` ``[shards, turns]`` is their number in every block of a shard.
     """
     begin = tl.program_id(0).to(tl.int64) * TILE
     # Without a mask, loads and stores have 16 bytes for any number of elements.
     if begin + TILE <= numel:
-        _move_tile(e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin, False, TILE, BLOCK)
+        _move_tile(e, x, scale, state, bitmap, counts, numel, shards, turns, begin, False, SCALED, TILE, BLOCK)
     else:
-        _move_tile(e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin, True, TILE, BLOCK)
+        _move_tile(e, x, scale, state, bitmap, counts, numel, shards, turns, begin, True, SCALED, TILE, BLOCK)
 
 
 @triton.jit
 def _move_tile(
-    e, x, finite, threshold, bitmap, counts, numel, shards, turns, begin,
-    LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    e, x, scale, state, bitmap, counts, numel, shards, turns, begin,
+    LAST: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = begin + tl.arange(0, TILE)
     if LAST:
@@ -85,14 +133,16 @@ def _move_tile(
         given, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
     else:
         given, kept = tl.load(x + at), tl.load(e + at)
-    total = _clamped(kept + tl.where(tl.load(finite) != 0, given.to(tl.float32), 0.0))
+    added = given.to(tl.float32) * _inverse(scale, SCALED)
+    total = _clamped(kept + tl.where(tl.load(state) == 0, added, 0.0))
     if LAST:
         tl.store(e + at, total, mask=inside)
         tl.store(x + at, tl.zeros_like(given), mask=inside)
     else:
         tl.store(e + at, total)
         tl.store(x + at, tl.zeros_like(given))
-    reach = (tl.abs(total) >= tl.load(threshold)).to(tl.int32)  # False outside, where total is 0
+    least = tl.load(state + 1).to(tl.float32, bitcast=True)
+    reach = (tl.abs(total) >= least).to(tl.int32)  # False outside, where total is 0
     bits = tl.reshape(reach, (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
     tl.store(bitmap + begin // 32 + tl.arange(0, TILE // 32), tl.sum(bits, axis=1))
     found = tl.sum(tl.reshape(reach, (TILE // BLOCK, BLOCK)), axis=1)
@@ -141,86 +191,167 @@ def _set_bits(word):
 
 
 @launched
-def count(value, threshold, counts, room, tiles, TILE: tl.constexpr):
-    """Counts the candidates above the threshold, and those equal to it: ``[shards, 2, tiles]``."""
+def tally(value, ends, digits, kth, room, turns, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
+    """Counts candidates by a digit of their magnitude's bits, of those that share the digits before with the k-th.
+
+    A program counts its own first, since most candidates are near the threshold and would wait for few addresses.
+    """
+    BINS: tl.constexpr = 2048 if LEVEL == 0 else 1024
     tile, row = tl.program_id(0), tl.program_id(1)
-    above, equal = _compared(value, threshold, row, tile, room, TILE)
+    bits, inside, _ = _candidates(value, ends, row, tile, room, turns, TILE)
+    to = digits + row.to(tl.int64) * 4096
+    if LEVEL > 0:
+        prefix, _ = _settled(to, kth, row, tile, k, LEVEL)
+        inside = inside & (bits >> (30 - 10 * LEVEL) == prefix)
+        to += 1024 + 1024 * LEVEL
+    here = tl.histogram((bits >> (20 - 10 * LEVEL)) & (BINS - 1), BINS, mask=inside)
+    tl.atomic_add(to + tl.arange(0, BINS), here, mask=here > 0, sem="relaxed")
+
+
+@triton.jit
+def _candidates(value, ends, row, tile, room, turns, TILE: tl.constexpr):
+    """Bits of a tile's magnitudes, which of them are candidates, and the number of candidates in the row."""
+    last = ends + (row.to(tl.int64) + 1) * turns - 1
+    total = tl.minimum(tl.load(last) - tl.load(last - turns, mask=row > 0, other=0), room)
+    at = tile * TILE + tl.arange(0, TILE)
+    read = tl.load(value + row.to(tl.int64) * room + at, mask=at < total, other=0.0)
+    return tl.abs(read).to(tl.int32, bitcast=True), at < total, total
+
+
+@triton.jit
+def _settled(digits, kth, row, tile, k, LEVEL: tl.constexpr):
+    """The first LEVEL digits of the k-th largest magnitude, and its rank among those that share them.
+
+    ``digits`` are the row's counts, of 11 bits and twice 10. All programs find the same; one keeps it in ``kth``
+    ``[shards, 3, 2]`` for the kernels after this one.
+    """
+    BINS: tl.constexpr = 2048 if LEVEL == 1 else 1024
+    to = kth + row * 6 + 2 * LEVEL - 2
+    if LEVEL == 1:
+        digit, rank = _digit(tl.load(digits + tl.arange(0, BINS)), k, BINS)
+    else:
+        digit, rank = _digit(tl.load(digits + 1024 * LEVEL + tl.arange(0, BINS)), tl.load(to - 1), BINS)
+        digit += tl.load(to - 2) << 10
+    if tile == 0:
+        tl.store(to, digit)
+        tl.store(to + 1, rank)
+    return digit, rank
+
+
+@launched
+def count(value, ends, digits, kth, counts, room, turns, tiles, k, TILE: tl.constexpr):
+    """Counts the candidates above the k-th largest, and those equal to it: ``[shards, 2, tiles]``."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    bits, inside, total = _candidates(value, ends, row, tile, room, turns, TILE)
+    least, _ = _settled(digits + row.to(tl.int64) * 4096, kth, row, tile, k, 3)
+    least = tl.where(total > k, least, 0)  # the candidates are not zero
     to = counts + row.to(tl.int64) * 2 * tiles + tile
-    tl.store(to, tl.sum(above, axis=0))
-    tl.store(to + tiles, tl.sum(equal, axis=0))
+    tl.store(to, tl.sum((inside & (bits > least)).to(tl.int32), axis=0))
+    tl.store(to + tiles, tl.sum((inside & (bits == least)).to(tl.int32), axis=0))
 
 
 @launched
 def choose(
-    place, value, threshold, counts, ends, index, chosen, room, tiles, k, shard_size, TILE: tl.constexpr
+    place, value, ends, kth, counts, index, chosen, words, room, turns, tiles, k, shard_size, width, begin, check,
+    low, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the k candidates of largest magnitude, in order; of equal ones, the first.
+    """Stores the k candidates of largest magnitude, in order; of equal ones, the first. Padding has value 0.
 
-    ``ends`` are the running sums of ``counts``. A candidate of value 0 is padding.
+    Also sets the bits of their high parts: ``words`` are payloads of ``width`` words, zero from bit ``begin`` on.
+    Their last word becomes ``check`` less all words that are written.
     """
     tile, row = tl.program_id(0), tl.program_id(1)
-    above, equal = _compared(value, threshold, row, tile, room, TILE)
-    before = row.to(tl.int64) * 2 * tiles + tile
-    larger = tl.load(ends + before) - tl.load(counts + before) + tl.cumsum(above, axis=0) - above
-    same = tl.load(ends + before + tiles) - tl.load(counts + before + tiles) + tl.cumsum(equal, axis=0) - equal
-    allowed = k - tl.load(ends + (row.to(tl.int64) * 2 + 1) * tiles - 1)  # entries equal to the threshold
+    bits, inside, total = _candidates(value, ends, row, tile, room, turns, TILE)
+    least, allowed = tl.load(kth + row * 6 + 4), tl.load(kth + row * 6 + 5)
+    least = tl.where(total > k, least, 0)
+    earlier = counts + row.to(tl.int64) * 2 * tiles
+    larger = tl.zeros((), tl.int32)
+    same = tl.zeros((), tl.int32)
+    for first in range(0, tile, TILE):
+        other = first + tl.arange(0, TILE)
+        larger += tl.sum(tl.load(earlier + other, mask=other < tile, other=0), axis=0)
+        same += tl.sum(tl.load(earlier + tiles + other, mask=other < tile, other=0), axis=0)
+    above, equal = (inside & (bits > least)).to(tl.int32), (inside & (bits == least)).to(tl.int32)
+    larger += tl.cumsum(above, axis=0) - above
+    same += tl.cumsum(equal, axis=0) - equal
     wanted = (above != 0) | ((equal != 0) & (same < allowed))
-    slot = larger + tl.minimum(same, allowed)
-    at = row.to(tl.int64) * room + tile * TILE + tl.arange(0, TILE)
-    found = tl.load(value + at, mask=wanted, other=0.0)
-    position = tl.load(place + at, mask=wanted & (found != 0), other=shard_size - 1)
+    here = tile * TILE + tl.arange(0, TILE)
+    padding = (here >= total) & (here < k)
+    slot = tl.where(padding, here, larger + tl.minimum(same, allowed))
+    at = row.to(tl.int64) * room + here
+    position = tl.load(place + at, mask=wanted, other=shard_size - 1)
+    number = tl.load(value + at, mask=wanted, other=0.0)
+    wanted = wanted | padding
     to = row.to(tl.int64) * k + slot
     tl.store(index + to, position, mask=wanted)
-    tl.store(chosen + to, found, mask=wanted)
+    tl.store(chosen + to, number, mask=wanted)
+    bit = begin + (position >> low).to(tl.int64) + slot
+    one = tl.full((TILE,), 1, tl.int32) << (bit & 31).to(tl.int32)
+    line = words + row.to(tl.int64) * width
+    tl.atomic_or(line + (bit >> 5), one, mask=wanted, sem="relaxed")
+    written = tl.where(wanted, one, 0)  # the bits differ, so their sum is their union
+    if tile == 0:
+        written = tl.where(tl.arange(0, TILE) == 0, written - check, written)
+    tl.atomic_add(line + width - 1, _taken_off(written), sem="relaxed")
 
 
 @triton.jit
-def _compared(value, threshold, row, tile, room, TILE: tl.constexpr):
-    at = tile * TILE + tl.arange(0, TILE)
-    magnitude = tl.abs(tl.load(value + row.to(tl.int64) * room + at, mask=at < room, other=0.0))
-    least = tl.load(threshold + row)
-    return ((at < room) & (magnitude > least)).to(tl.int32), ((at < room) & (magnitude == least)).to(tl.int32)
+def _taken_off(words):
+    """Minus the sum of 32-bit words, modulo 2^32; summed in 64 bits, since the interpreter refuses to overflow."""
+    return (-tl.sum(words.to(tl.int64), axis=0)).to(tl.int32)
 
 
 @launched
 def write(
-    e, finite, index, value, payload, k, numel, shards, limit, value_bytes, begin_high, nbytes,
-    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    e, state, index, value, payload, words, scale, k, numel, shards, limit, value_bytes, begin_high, nbytes,
+    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SCALED: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes values and low parts to the payloads, and leaves the residual in ``e``.
+    """Writes values and low parts to the payloads, takes them off the check words, and leaves the residual in ``e``.
 
-    If not ``finite``, all values on the wire are NaN, and ``e`` is unchanged. DELIVERED: code of the receiver's dtype,
-    if the residual must include its rounding error: 16 for float16, 17 for bfloat16; else 0.
+    If ``x`` was not finite, all values on the wire are NaN, and ``e`` is unchanged. DELIVERED: code of the receiver's
+    dtype, if the residual must include its rounding error: 16 for float16, 17 for bfloat16; else 0. SCALED: receivers
+    multiply by ``scale`` before they round. ``words`` is the payload again.
     """
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
     slot = begin + tl.arange(0, SLOTS)
     inside = slot < k
-    whole = tl.load(finite) != 0
+    whole = tl.load(state) == 0
     found = tl.load(value + row * k + slot, mask=inside, other=0.0)
     position = tl.load(index + row * k + slot, mask=inside, other=0)
     given = tl.minimum(tl.maximum(found, -limit), limit)
+    if SCALED:
+        scaled_limit = limit * BELOW * _inverse(scale, SCALED)
+        given = tl.minimum(tl.maximum(given, -scaled_limit), scaled_limit)
     to = payload + row * nbytes
     if BITS == 32:
         arrives = given
         bits = tl.where(whole, given, float("nan")).to(tl.int32, bitcast=True)
         for n in tl.static_range(4):
             tl.store(to + slot.to(tl.int64) * 4 + n, ((bits >> 8 * n) & 255).to(tl.uint8), mask=inside)
+        written = _taken_off(tl.where(inside, bits, 0))
     elif BITS == 16:
         bits = _to_bf16(given)
         arrives = _from_bf16(bits)
         bits = tl.where(whole, bits, NAN16)
         for n in tl.static_range(2):
             tl.store(to + slot.to(tl.int64) * 2 + n, ((bits >> 8 * n) & 255).to(tl.uint8), mask=inside)
+        written = _taken_off(tl.where(inside, bits << 16 * (slot & 1), 0))
     else:
-        arrives = _write_integers(given, whole, to, k, begin, BITS, SLOTS)
+        arrives, written = _write_integers(given, whole, to, k, begin, BITS, SLOTS)
+    if SCALED:
+        arrives *= tl.load(scale).to(tl.float32)
     if DELIVERED == 16:
         arrives = arrives.to(tl.float16).to(tl.float32)
     elif DELIVERED == 17:
         arrives = _from_bf16(_to_bf16(arrives))
+    if SCALED:
+        arrives *= _inverse(scale, SCALED)
     rest = found - arrives
     taken = tl.where(whole, found, 0.0) != 0  # padding is 0, and repeats a position
     tl.store(e + _flat(position, row, numel, shards, BLOCK), rest, mask=inside & taken)
     octet = tl.arange(0, SLOTS // 8)
+    lows = tl.zeros((SLOTS // 8,), tl.int32)
     for n in tl.static_range(LOW):
         bit = (n * (SLOTS // 8) + octet)[:, None] * 8 + tl.arange(0, 8)[None, :]
         source = begin + bit // LOW
@@ -228,11 +359,18 @@ def write(
         at = value_bytes + begin.to(tl.int64) // 8 * LOW + n * (SLOTS // 8) + octet
         packed = tl.sum((low & 1) << tl.arange(0, 8)[None, :], axis=1)
         tl.store(to + at, packed.to(tl.uint8), mask=at < begin_high)
+        lows += tl.where(at < begin_high, packed << 8 * (at & 3).to(tl.int32), 0)
+    last = words + (row + 1) * (nbytes // 4) - 1
+    tl.atomic_add(last, written, sem="relaxed")
+    tl.atomic_add(last, _taken_off(lows), sem="relaxed")
 
 
 @triton.jit
 def _write_integers(given, whole, to, k, begin, BITS: tl.constexpr, SLOTS: tl.constexpr):
-    """Writes integers and scales, see :class:`lightning_topk.core.wire.BlockWire`; returns the decoded values."""
+    """Writes integers and scales, see :class:`lightning_topk.core.wire.BlockWire`.
+
+    Returns the decoded values, and minus the sum of what is written as words.
+    """
     top: tl.constexpr = (1 << BITS - 1) - 1
     groups = tl.reshape(given, (SLOTS // 64, 64))
     scale = _to_bf16(tl.div_rn(tl.max(tl.abs(groups), axis=1), tl.full((SLOTS // 64,), top, tl.float32)))
@@ -246,56 +384,73 @@ def _write_integers(given, whole, to, k, begin, BITS: tl.constexpr, SLOTS: tl.co
         integers = k
         slot = begin + tl.arange(0, SLOTS)
         tl.store(to + slot, (integer & 255).to(tl.uint8), mask=slot < k)
+        written = _taken_off(tl.where(slot < k, (integer & 255) << 8 * (slot & 3), 0))
     else:
         integers = (k + 1) // 2
         first, second = tl.split(tl.reshape(integer, (SLOTS // 2, 2)))
         pair = begin // 2 + tl.arange(0, SLOTS // 2)
-        tl.store(to + pair, ((first & 15) | ((second & 15) << 4)).to(tl.uint8), mask=pair < integers)
+        both = (first & 15) | ((second & 15) << 4)
+        tl.store(to + pair, both.to(tl.uint8), mask=pair < integers)
+        written = _taken_off(tl.where(pair < integers, both << 8 * (pair & 3), 0))
     group = begin // 64 + tl.arange(0, SLOTS // 64)
     for n in tl.static_range(2):
-        at = to + integers + group * 2 + n
-        tl.store(at, ((scale >> 8 * n) & 255).to(tl.uint8), mask=group * 64 < k)
-    return tl.reshape(rounded * unit, (SLOTS,))
+        at, octet = integers + group * 2 + n, (scale >> 8 * n) & 255
+        tl.store(to + at, octet.to(tl.uint8), mask=group * 64 < k)
+        written += _taken_off(tl.where(group * 64 < k, octet << 8 * (at & 3), 0))
+    return tl.reshape(rounded * unit, (SLOTS,)), written
 
 
 @launched
-def mark(index, words, k, width, begin, LOW: tl.constexpr, SLOTS: tl.constexpr):
-    """Sets the bits of the high parts. ``words`` are payloads of ``width`` words, zero from bit ``begin`` on."""
-    row, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    position = tl.load(index + row * k + slot, mask=slot < k, other=0)
-    bit = begin + (position >> LOW).to(tl.int64) + slot
-    one = tl.full((SLOTS,), 1, tl.int32) << (bit & 31).to(tl.int32)
-    tl.atomic_or(words + row * width + (bit >> 5), one, mask=slot < k, sem="relaxed")
+def weigh(words, counts, flags, begin, size, width, tiles, rows, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Sums the words of each tile of TILE words, and counts its bits in the high bitmap: ``[2, rows, tiles]``.
 
-
-@launched
-def count_bits(payload, counts, begin, size, nbytes, tiles, TILE: tl.constexpr):
-    """Counts the set bits of each tile of the high bitmaps: ``[rows, tiles]``."""
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    bits = _bits(payload + row * nbytes + begin, tile, size, TILE)
-    tl.store(counts + row * tiles + tile, tl.sum(tl.sum(bits, axis=1), axis=0))
+    ``words`` are payloads; a bitmap has the ``size`` octets from ``begin`` on. Sets both ``flags`` of :func:`add`.
+    """
+    row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * GROUP
+    tile = first + tl.arange(0, GROUP)
+    word = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    read = tl.load(words + row * width + word, mask=word < width, other=0)
+    bits = tl.zeros_like(read)
+    for n in tl.static_range(4):
+        octet = word.to(tl.int64) * 4 + n
+        bits |= tl.where((octet >= begin) & (octet < begin + size), ((read >> 8 * n) & 255) << 8 * n, 0)
+    to = counts + row * tiles + tile
+    tl.store(to, tl.sum(read.to(tl.int64), axis=1).to(tl.int32), mask=tile < tiles)
+    to += rows.to(tl.int64) * tiles
+    tl.store(to, tl.sum(_set_bits(bits.to(tl.uint32, bitcast=True)), axis=1), mask=tile < tiles)
+    tl.store(flags + tl.arange(0, 2), 1, mask=(row == 0) & (first == 0))
 
 
 @launched
 def add(
-    payload, counts, ends, out, finite, first, k, numel, shards, scale, value_bytes, begin, size, nbytes, tiles,
-    BITS: tl.constexpr, LOW: tl.constexpr, DEALT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    payload, counts, ends, out, flags, factor, first, rows, k, universe, numel, shards, scale, check, value_bytes,
+    begin, size, nbytes, tiles, SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, DEALT: tl.constexpr,
+    SHARED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds decoded values, times ``scale``, to ``out``; clears ``finite`` if a value is not finite.
+    """Adds decoded values, times ``scale`` and perhaps ``factor``, to ``out``. Rows from ``first`` on.
 
-    DEALT: whether row r belongs to shard r of ``out``; else row ``first`` covers all of it.
+    ``ends`` are the running sums of ``counts``, over all rows. Clears ``flags[0]`` if the words of a row do not sum to
+    ``check``, and adds nothing of it; clears ``flags[1]`` if a value is not finite. DEALT: whether row r belongs to
+    shard ``r % shards`` of part ``r // shards`` of ``out``, ``[parts, numel]``; else every row covers all of it.
+    SHARED: whether other rows are added at the same time.
     """
-    tile, row = tl.program_id(0), first + tl.program_id(1).to(tl.int64)
+    tile, number = begin // TILE + tl.program_id(0), first + tl.program_id(1)
+    row = number.to(tl.int64)
     source = payload + row * nbytes
-    bits = _bits(source + begin, tile, size, TILE)
-    found = tl.sum(bits, axis=1)
-    at = row * tiles + tile
-    before = tl.load(ends + at) - tl.load(counts + at) + tl.cumsum(found, axis=0) - found
-    slot = before[:, None] + tl.cumsum(bits, axis=1) - bits
-    wanted = (bits != 0) & (slot < k)
+    last = ends + (row + 1) * tiles - 1
+    whole = tl.load(last) - tl.load(last - tiles, mask=row > 0, other=0) == check
+    tl.store(flags, 0, mask=~whole)
     octet = tile * TILE + tl.arange(0, TILE)
-    high = octet[:, None] * 8 + tl.arange(0, 8)[None, :] - slot
+    held = tl.load(source + octet, mask=(octet >= begin) & (octet < begin + size), other=0).to(tl.int32)
+    bits = (held[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    found = tl.sum(bits, axis=1)
+    at = (rows + row) * tiles  # the sum before it is the last of the row before, or of the words
+    before = tl.load(ends + at + tile) - tl.load(counts + at + tile) - tl.load(ends + at - 1)
+    before += tl.cumsum(found, axis=0) - found
+    slot = before[:, None] + tl.cumsum(bits, axis=1) - bits
+    high = (octet - begin)[:, None] * 8 + tl.arange(0, 8)[None, :] - slot
     position = high << LOW
+    wanted = (bits != 0) & (slot < k) & whole
     if LOW > 0:
         bit = slot.to(tl.int64) * LOW
         low = tl.zeros_like(high)
@@ -317,20 +472,47 @@ def add(
         integer = (tl.load(source + slot // 2, mask=wanted, other=0).to(tl.int32) >> (slot & 1) * 4) & 15
         value = ((integer ^ 8) - 8).to(tl.float32) * _bf16_at(source + (k + 1) // 2, slot // 64, wanted)
     value *= scale
+    if SCALED:
+        value *= tl.load(factor).to(tl.float32)
     if out.dtype.element_ty == tl.bfloat16:
         value = tl.where(value == value, _from_bf16(_to_bf16(value)), value)
     value = value.to(out.dtype.element_ty)
+    wanted = wanted & (position >= 0) & (position < universe)  # unless two errors have cancelled out in the sum, all
     bad = wanted & ~(tl.abs(value.to(tl.float32)) <= LARGEST)
-    tl.store(finite, 0, mask=tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) != 0)
-    to = out + (_flat(position, row, numel, shards, BLOCK) if DEALT else position.to(tl.int64))
+    tl.store(flags + 1, 0, mask=tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) != 0)
     wanted = wanted & (value != 0)  # padding is 0, and repeats a position
-    tl.store(to, tl.load(to, mask=wanted, other=0.0) + value, mask=wanted)
+    if DEALT:
+        to = out + (number // shards).to(tl.int64) * numel + _flat(position, number % shards, numel, shards, BLOCK)
+    else:
+        to = out + position.to(tl.int64)
+    if SHARED:
+        tl.atomic_add(to, value, mask=wanted, sem="relaxed")
+    else:
+        tl.store(to, tl.load(to, mask=wanted, other=0.0) + value, mask=wanted)
 
 
-@triton.jit
-def _bits(start, tile, size, TILE: tl.constexpr):
-    octet = tile * TILE + tl.arange(0, TILE)
-    return (tl.load(start + octet, mask=octet < size, other=0).to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]) & 1
+@launched
+def deal(bucket, rows, bad, owner, table, part, JOIN: tl.constexpr, TILE: tl.constexpr):
+    """Copies a bucket to the rows ``[count, part]`` of a node's ranks, padded with zeros; or, to JOIN them, back.
+
+    Every program copies a piece of one parameter's slice; see :meth:`lightning_topk.core.endpoint.Endpoint.pieces`.
+    Sets ``bad`` if a value that it deals is not finite.
+    """
+    piece, local = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    line = table + tl.load(owner + piece).to(tl.int64) * 5
+    first, start, begin = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    size, slice = tl.load(line + 3), tl.load(line + 4)
+    at = (piece - first) * TILE + tl.arange(0, TILE)
+    place = local * slice + at
+    inside = (at < slice) & (place < size)
+    row, source = rows + local * part + start + at, bucket + begin + place
+    if JOIN:
+        tl.store(source, tl.load(row, mask=inside, other=0.0), mask=inside)
+    else:
+        given = tl.load(source, mask=inside, other=0.0)
+        tl.store(row, given, mask=at < slice)
+        found = ~(tl.abs(given.to(tl.float32)) <= LARGEST)
+        tl.store(bad, 1, mask=tl.max(found.to(tl.int32), axis=0) != 0)
 
 
 @triton.jit

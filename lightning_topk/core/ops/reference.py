@@ -6,6 +6,7 @@ row per shard when sending, one row per sender when receiving.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import Layout, NodeShards
+from lightning_topk.core.layout import DAMAGED, Layout, NodeShards
 
 
 def shard_rows(x: Tensor, layout: Layout) -> Tensor:
@@ -108,6 +109,10 @@ def _trimmed(column: Tensor, size: int) -> list[Tensor]:
 
 def is_finite(x: Tensor) -> Tensor:
     """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
+    # The sum of squares, one read of x, is finite only if every element is. If it is not, it may have overflowed.
+    squares = x.device.type == "cpu" and x.dim() == 1 and x.dtype in (torch.float32, torch.float64)
+    if squares and math.isfinite(torch.dot(x, x)):
+        return torch.tensor(True)
     return torch.stack(torch.aminmax(x)).isfinite().all()
 
 
@@ -197,6 +202,21 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     size = rows.shape[1]
     index = torch.where(passed, index, size).sort(dim=1).values
     return index.masked_fill_(index == size, -1)
+
+
+def check(payloads: Tensor, expected: int) -> None:
+    """Rejects payloads ``[R, P]`` uint8 whose words do not have the ``expected`` sum.
+
+    Raises:
+        ValueError: A payload was damaged in transit, or has another tag or k. On a GPU, a device-side assertion fails
+            instead, which needs no host synchronisation.
+    """
+    whole = payloads.view(torch.int32).sum(dim=1, dtype=torch.int32) == expected
+    if payloads.device.type != "cpu":
+        torch._assert_async(whole.all(), f"lightning_topk: a payload {DAMAGED}")
+    elif not whole.all():
+        rows = (~whole).nonzero().flatten().tolist()
+        raise ValueError(f"the payload from rank {', '.join(map(str, rows))} {DAMAGED}.")
 
 
 def pack_bits(bits: Tensor) -> Tensor:
