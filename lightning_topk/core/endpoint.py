@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -112,8 +112,7 @@ class BucketPlan:
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(layout.shard_size, self.world * up)
-        uplink, reply = (Codec(self.wire, layout.shard_size, k, shared, self.tag) for k in (up, down))
-        return Codecs(uplink, reply)
+        return _codecs(self.wire, layout.shard_size, up, down, shared, self.tag)
 
     def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
         """Predicts the requests of :func:`lightning_topk.core.guards.exchange`: payloads of the right size, no content.
@@ -149,6 +148,12 @@ class BucketPlan:
             downlink = Link(served, selector, memory, dtype, exact=lossless)
         shard = rank if layout.shards > 1 else 0
         return Endpoint(self, shard, whole, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
+
+
+@lru_cache(maxsize=1024)  # asked for every bucket in every step
+def _codecs(wire: Wire, universe: int, up: int, down: int, shared: RandK | None, tag: int) -> Codecs:
+    uplink, reply = (Codec(wire, universe, k, shared, tag) for k in (up, down))
+    return Codecs(uplink, reply)
 
 
 @dataclass(frozen=True, eq=False)

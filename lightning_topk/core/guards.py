@@ -83,13 +83,14 @@ def _to(x: Tensor, device: torch.device) -> Tensor:
 
 def _exchange_scaled(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
     """Notes the loss scale, which links remove and apply where they read and write; clips; marks gradients with NaN."""
-    codecs = replace(codecs, scale=scale)
+    codecs = codecs if scale is None else replace(codecs, scale=scale)
     if end.plan.clip_norm is not None:
         g.mul_((end.plan.clip_norm / norm(g, codecs)).clamp(max=1))
     path = _exchange_uncompressed if end.plan.uncompressed else end.plan.topology.exchange
     outcome = yield from path(end, g, codecs, measure)
-    poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
-    g.index_add_(0, end.starts, poison.expand(len(end.starts)))
+    if g.is_cuda or not outcome.finite:
+        poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
+        g.index_add_(0, end.starts, poison.expand(len(end.starts)))
     return outcome
 
 

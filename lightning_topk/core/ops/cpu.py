@@ -55,7 +55,9 @@ def receive(
     """
     if out.dtype != torch.float32:
         return None
-    reference.check(payloads, form.check)
+    payloads = payloads.contiguous()
+    if (payloads.numpy().view(np.int32).sum(1, dtype=np.int32) != form.check).any():
+        reference.check(payloads, form.check)  # raises
     deal, parts = loops.KernelLayout.of(layout), out.view(-1, layout.numel).numpy()
     finite, rows = True, layout.shards
     places, values = np.empty((rows, form.k), np.int32), np.empty((rows, form.k), np.float32)
