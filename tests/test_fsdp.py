@@ -69,18 +69,23 @@ class Watched:
     def __init__(self, state: Any) -> None:
         self.given: dict = {}
         self.delivered: dict = {}
-        self._state, self._run = state, state._runner._exchange
-        state._runner._exchange = self._watch
+        self._state, self._begin = state, state._runner.begin
+        state._runner.begin = self._watch
 
-    def _watch(self, g: Tensor, job: Any, *others: Any) -> Any:
-        mean, sizes = g.double().clone(), [member.numel() for member in job.bucket]
+    def _watch(self, g: Tensor, job: Any) -> Any:
+        mean = g.double().clone()
         dist.all_reduce(mean, group=self._state.groups.all)
-        yield from self._run(g, job, *others)
+        path, codecs = self._begin(g, job)
+        return self._watched(path, g, job, mean), codecs
+
+    def _watched(self, path: Any, g: Tensor, job: Any, mean: Tensor) -> Any:
+        outcome, sizes = (yield from path), [member.numel() for member in job.bucket]
         before, after = (mean / self._state.world).split(sizes), g.double().split(sizes)
         for member, computed, arrived in zip(job.bucket, before, after, strict=True):
             if computed.isfinite().all():
                 self.given[member] = self.given.get(member, 0) + computed
                 self.delivered[member] = self.delivered.get(member, 0) + arrived
+        return outcome
 
     def check(self, tolerance: float = 1e-5) -> None:
         """Fails unless every received gradient was delivered or is held; every rank calls it."""

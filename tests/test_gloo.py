@@ -5,6 +5,7 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -131,7 +132,8 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
         given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = given[rank].clone()
         codecs = simulated.plan.codecs(step, selector=end.uplink.selector)
-        finish(drive(exchange(end, mine, codecs, step), groups))
+        turn = mock.Mock(groups=groups, begin=partial(exchange, end, mine, codecs, step))
+        finish(drive(turn))
         results.append((mine, simulated.step(given)[rank]))
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
@@ -190,7 +192,8 @@ def test_an_empty_bucket_completes_in_its_turn(rank, world):
     """Otherwise the batch after the next would start on groups in use, on some ranks earlier than on others."""
     _, state = attached(nn.Linear(4, 4))
     lane, empty = state.lane(torch.device("cpu")), nn.Parameter(torch.empty(0))
-    assert next(state._runner.run(torch.empty(0), Job((empty,), None), lane), "ended") is None
+    turn = state._runner.turn(torch.empty(0), Job((empty,), None), lane)
+    assert next(drive(turn, background=True), "ended") is None
 
 
 @on_ranks(3)

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator
 from unittest import mock
 
 import pytest
@@ -13,11 +12,10 @@ import torch
 from lightning_topk.runtime import lanes
 
 
-def submitted(lane: lanes.ThreadLane, job: Generator) -> torch.futures.Future:
-    """What a lane promises for a job."""
-    promised, future = lane.promise()
-    lane.submit(job, promised)
-    return future
+@pytest.fixture(autouse=True)
+def _jobs_are_generators(monkeypatch):
+    """In place of exchanges, which ``drive`` turns into such generators."""
+    monkeypatch.setattr(lanes, "drive", lambda job, background: job)
 
 
 def result_of(future: torch.futures.Future) -> torch.Tensor:
@@ -37,7 +35,7 @@ def test_closing_a_cpu_lane_returns_whether_its_work_has_ended(monkeypatch):
         yield
         return torch.tensor(float(go.wait(20)))
 
-    future = submitted(lane, wait())
+    future = lane.submit(wait())
     assert not lane.close()
     go.set()
     assert result_of(future) == 1
@@ -55,7 +53,7 @@ def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(max_in_flight)
             yield
         return torch.tensor(float(ord(name)))
 
-    futures = [submitted(lane, job(name)) for name in "abc"]
+    futures = [lane.submit(job(name)) for name in "abc"]
     all_there.set()
     assert [int(result_of(future)) for future in futures] == [97, 98, 99]
     assert lane.close()
@@ -75,7 +73,7 @@ def test_closing_a_failed_lane_reports_a_collective_in_progress():
             raise ValueError("first")
         return torch.zeros(1)
 
-    futures = [submitted(lane, job(fails)) for fails in (True, False)]
+    futures = [lane.submit(job(fails)) for fails in (True, False)]
     both_there.set()
     for future in futures:
         with pytest.raises(RuntimeError, match="ValueError: first"):
@@ -97,7 +95,7 @@ def test_a_lane_runs_no_job_after_a_failed_one_and_an_idle_one_has_no_thread(mon
         return torch.tensor(number)
 
     for number in range(6):
-        future = submitted(lane, job(number))
+        future = lane.submit(job(number))
         if number < 3:
             assert result_of(future) == number
             end = time.monotonic() + 20
@@ -114,16 +112,15 @@ def test_a_lane_runs_no_job_after_a_failed_one_and_an_idle_one_has_no_thread(mon
 ENDS_WHILE_TORCH_CALLS_BACK = """
 import time
 import torch
-from lightning_topk.runtime.lanes import ThreadLane
+from lightning_topk.runtime import lanes
 
 def job():
     yield from ()
     return torch.zeros(1)
 
-lane = ThreadLane()
-promised, _ = lane.promise()
-promised.then(lambda future: [time.sleep(0.001) for _ in range(500)])
-lane.submit(job(), promised)
+lane = lanes.ThreadLane()
+lanes.drive = lambda job, background: job
+lane.submit(job()).then(lambda future: [time.sleep(0.001) for _ in range(500)])
 time.sleep(0.1)
 """
 
@@ -142,7 +139,7 @@ def test_the_thread_of_a_lane_left_open_can_be_stopped_and_starts_again():
         return torch.tensor(number)
 
     for number in range(3):
-        assert int(submitted(lane, give(number)).wait()) == number
+        assert int(lane.submit(give(number)).wait()) == number
         (thread,) = set(threading.enumerate()) - before
         assert thread.daemon
         thread.stop()

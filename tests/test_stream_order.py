@@ -203,7 +203,7 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
                 g.add_(1.0)
                 hooks.wait_stream(gpu.current)
                 with gpu.on(hooks):
-                    state.exchange(unit, g)
+                    state.exchange_shard(unit, g)
                 torch.zeros(64, device=CUDA)  # backward continues and allocates memory
             gpu.current.wait_stream(hooks)
             g.add_(1.0)  # FSDP copies it to the parameters
@@ -217,16 +217,13 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
 
 
 def test_a_lane_that_does_not_wait_for_backward_is_detected(gpu, monkeypatch):
-    def careless(lane, job, promised):
-        with torch.cuda.stream(lane.stream):
-            promised.set_result(drive.finish(job))
-
-    def promise(lane):
+    def careless(lane, turn):
         done = torch.futures.Future(devices=[CUDA])
-        return done, done
+        with torch.cuda.stream(lane.stream):
+            done.set_result(drive.finish(drive.drive(turn)))
+        return done
 
     monkeypatch.setattr(lanes.StreamLane, "submit", careless)
-    monkeypatch.setattr(lanes.StreamLane, "promise", promise)
     train(gpu, monkeypatch, Case(), "sharded")
     assert any("not after test_stream_order.py" in race for race in gpu.races), gpu.races
 
@@ -280,6 +277,9 @@ def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(monkeypatch, ends
 def test_a_gpu_lane_takes_no_job_after_a_failed_one(monkeypatch):
     """Other ranks still wait in the failed exchange, and the next job would answer it."""
     monkeypatch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr("torch.cuda.current_stream", mock.Mock())
+    monkeypatch.setattr("torch.futures.Future", mock.Mock())
+    monkeypatch.setattr(lanes, "drive", lambda job: job)
     ran: list[str] = []
 
     def job(name: str):
@@ -289,13 +289,11 @@ def test_a_gpu_lane_takes_no_job_after_a_failed_one(monkeypatch):
         return []
         yield
 
-    lane, promised = lane_of_a_gpu(), mock.Mock()
-    lane.submit(job("first"), promised)
+    lane = lane_of_a_gpu()
+    lane.submit(job("first"))
     for name in ("second", "third"):
         with pytest.raises(MemoryError):
-            lane.submit(job(name), promised)
-    with pytest.raises(MemoryError):
-        lane.run(job("fourth"))
+            lane.submit(job(name))
     assert ran == ["first", "second"]
 
 

@@ -43,7 +43,7 @@ class TopKState(HookState):
     def check_launch_order(self, model: torch.nn.Module) -> None:
         """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
         sync = any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
-        if sync and self.world > 1 and on_gpus(self._open_groups().all) and not launches_in_order():
+        if sync and self.world > 1 and on_gpus(self.open_groups().all) and not launches_in_order():
             self._say(
                 "lightning_topk: SyncBatchNorm's collectives run beside the exchange's, which have communicators of "
                 "their own. If a GPU is too busy for kernels of both, they must start in the same order on all ranks: "
@@ -68,20 +68,15 @@ class TopKState(HookState):
         _check_bucket(bucket)
         # The bucket is only valid during this call, so take everything the job needs from it now.
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
-        lane = self.lane(buffer.device)
         if index == 0:
             self._buckets.clear()  # left over from a failed backward pass
-            self.begin_pass()
         if buffer.is_sparse:
             self._say(
                 "lightning_topk: sparse gradients are exchanged as dense ones, and the saving is relative to an "
                 "all-reduce of all rows. DDP would send only the rows that a batch touches, which may be less."
             )
-        promised, future = lane.promise()
-        self._buckets.append(parameters)
-        ready = lane.mark() if self.telemetry.timing and last else None
-        job = self.job(parameters, f"bucket {index}", self._usage.take(parameters) if self._usage else None)
-        lane.submit(self._runner.run(buffer, job, lane, self.telemetry.timing, ready), promised)
+        used = self._usage.take(parameters) if self._usage else None
+        future = self.exchange(parameters, buffer, f"bucket {index}", used, exposed=last)
         if last:
             self.end_pass(self._buckets)
         return future
@@ -200,7 +195,7 @@ def attach(
         trained = [p.numel() for p in exchanged if p.requires_grad]
         # DDP's first bucket holds the whole model, unless parameters may be unused.
         state.buckets.check_size(max(trained, default=0) if model.find_unused_parameters else sum(trained))
-        state.start_optimizers(exist=optimizers is None or optimizers is not optimizer)
+        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
         if earlier:
             earlier[0].state = state
             model.reducer._reset_state()  # a backward pass with the closed state may have failed halfway

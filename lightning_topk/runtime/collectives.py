@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Generator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,32 +32,61 @@ def finish(steps: Steps[T]) -> T:
             return end.value
 
 
-def drive(
-    exchange: Exchange, groups: Groups, name: str = "an exchange", background: bool = False
-) -> Steps[tuple[Outcome, Volume]]:
-    """Drives one rank's exchange over process groups; returns its outcome and the bytes sent.
+class Turn(Protocol):
+    """An exchange that a lane performs when it is its turn.
+
+    Attributes:
+        groups: The process groups. Exchanges in progress at the same time have different ones.
+        name: Name in the DEBUG log.
+    """
+
+    groups: Groups
+    name: str
+
+    def begin(self) -> Exchange | None:
+        """Begins the exchange; None if there is nothing to exchange."""
+
+    def end(self, outcome: Outcome | None, sent: Volume) -> Tensor:
+        """Takes the outcome, None if there is none, and the bytes sent; returns the delivered gradient."""
+
+    def failure(self, error: Exception) -> Exception:
+        """The error that users see."""
+
+
+@torch.no_grad()
+def drive(turn: Turn, background: bool = False) -> Steps[Tensor]:
+    """Drives one rank's exchange over process groups; returns the delivered gradient.
 
     In the ``background``, collectives run asynchronously while other exchanges progress; if not, it never yields. The
-    DEBUG log gets a line with ``name`` before each collective: after a timeout, NCCL's watchdog ends the process and
-    names only the group, the collective and its size.
+    DEBUG log gets a line with the exchange's name before each collective: after a timeout, NCCL's watchdog ends the
+    process and names only the group, the collective and its size.
     """
-    reply: Tensor | None = None
-    logged, sent = LOGGER.isEnabledFor(logging.DEBUG), Volume()
+    groups, outcome, sent, reply = turn.groups, None, Volume(), None
+    logged = LOGGER.isEnabledFor(logging.DEBUG)
     place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
-    while True:
-        try:
-            request = exchange.send(reply)
-        except StopIteration as end:
-            return end.value, sent
-        sent += request_volume(request, *place)
-        if logged:
-            kind, size = type(request).__name__, request.payload.numel()
-            LOGGER.debug("%s: %s of %d elements among %s, %s", name, kind, size, request.among, request.direction)
-        across = request.among == "all" and 1 < groups.local < place[1]
-        reply, work = perform(request, groups.among(request.among), background, across)
-        if work is not None:
-            yield work
-            work.wait()
+    try:
+        exchange = turn.begin()
+        if exchange is None and background:
+            yield None  # ends in its turn: until then the next exchange must not use its groups
+        while exchange is not None:
+            try:
+                request = exchange.send(reply)
+            except StopIteration as end:
+                outcome = end.value
+                break
+            sent += request_volume(request, *place)
+            if logged:
+                kind, size = type(request).__name__, request.payload.numel()
+                where = f"{request.among}, {request.direction}"
+                LOGGER.debug("%s: %s of %d elements among %s", turn.name, kind, size, where)
+            across = request.among == "all" and 1 < groups.local < place[1]
+            reply, work = perform(request, groups.among(request.among), background, across)
+            if work is not None:
+                yield work
+                work.wait()
+        return turn.end(outcome, sent)
+    except Exception as error:
+        raise turn.failure(error) from error
 
 
 def all_gather(

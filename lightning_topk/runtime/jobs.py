@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.bucket import Bucket
-from lightning_topk.core.endpoint import BucketPlan, Outcome
+from lightning_topk.core.endpoint import BucketPlan, Codecs, Exchange, Outcome
 from lightning_topk.core.guards import exchange
 from lightning_topk.core.link import NOTHING, Measure
-from lightning_topk.runtime.collectives import Steps, drive
+from lightning_topk.runtime.collectives import Turn
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.lanes import Lane
 from lightning_topk.runtime.residuals import Residuals
@@ -80,23 +79,15 @@ class JobRunner:
         """Drops the process groups: their threads run as long as a group is referenced."""
         self._groups.clear()
 
-    @torch.no_grad()
-    def run(self, buffer: Tensor, job: Job, lane: Lane, timed: bool = False, ready: Any | None = None) -> Steps[Tensor]:
-        """Runs a job, step by step on the lane; overwrites the gradient in ``buffer`` and returns the buffer.
+    def turn(self, buffer: Tensor, job: Job, lane: Lane, timed: bool = False, ready: Any | None = None) -> Turn:
+        """A job for the lane, which overwrites the gradient in ``buffer`` and returns the buffer.
 
         If ``timed``, backward does not hide the exchange after the mark ``ready``; it hides all of it if that is None.
         """
         assert self._groups
         groups = self._groups[self._jobs % min(lane.max_in_flight, len(self._groups))]
         self._jobs += 1
-        begun = lane.mark() if timed else None
-        # Sparse gradients are converted to dense tensors for the exchange, and back afterwards. On a GPU the host waits
-        # for that: the size of a sparse tensor depends on data.
-        dense = (buffer.to_dense() if buffer.is_sparse else buffer).view(-1)
-        yield from self._exchange(dense, job, groups, lane)
-        if timed:
-            self.note_time(lane, begun, ready)
-        return dense.view(buffer.shape).to_sparse(1) if buffer.is_sparse else buffer
+        return _Turn(self, groups, f"{self._place}, step {job.step}, {job.name}", buffer, job, lane, timed, ready)
 
     def note_time(self, lane: Lane, begun: Any, ready: Any | None) -> None:
         """Records that an exchange ends now."""
@@ -110,25 +101,59 @@ class JobRunner:
 
         self._durations.append(duration)
 
-    def _exchange(self, g: Tensor, job: Job, groups: Groups, lane: Lane) -> Steps[None]:
-        """Exchanges one gradient in place."""
-        if g.numel() == 0:
-            yield None  # ends in its turn: until then the next job must not use its groups
-            return
-        try:
-            end, left = self._residuals.endpoint(job.bucket, job.plan, job.used)
-            if left is not None:
-                g.add_(left if job.scale is None else left * job.scale)
-            codecs = job.plan.codecs(job.step, job.epoch, end.uplink.selector)
-            path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
-            name = f"{self._place}, step {job.step}, {job.name}"
-            outcome, sent = yield from drive(path, groups, name, background=lane.max_in_flight > 1)
-        except Exception as error:
-            raise RuntimeError(
-                f"lightning_topk: the {job.plan.topology.name} exchange of {job.name} ({g.numel()} elements) failed on "
-                f"{self._place}: {error} (A rank that does not respond within the timeout of {self._timeout} counts "
-                "as lost.)"
-            ) from error
+    def begin(self, g: Tensor, job: Job) -> tuple[Exchange, Codecs]:
+        """Begins the exchange of a gradient ``[numel]``."""
+        end, left = self._residuals.endpoint(job.bucket, job.plan, job.used)
+        if left is not None:
+            g.add_(left if job.scale is None else left * job.scale)
+        codecs = job.plan.codecs(job.step, job.epoch, end.uplink.selector)
+        return exchange(end, g, codecs, job.step, job.scale, job.used, job.measure), codecs
+
+    def end(self, job: Job, outcome: Outcome, sent: Volume, codecs: Codecs) -> None:
+        """Records the result of an exchange."""
         plan = job.plan
         k = min(codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count, plan.layout.numel)
         self._results.append((job, outcome, sent + dense_volume(plan, self._residuals.rank), k))
+
+    def failure(self, job: Job, numel: int, error: Exception) -> RuntimeError:
+        """The error of a failed exchange, with its place."""
+        return RuntimeError(
+            f"lightning_topk: the {job.plan.topology.name} exchange of {job.name} ({numel} elements) failed on "
+            f"{self._place}: {error} (A rank that does not respond within the timeout of {self._timeout} counts as "
+            "lost.)"
+        )
+
+
+@dataclass
+class _Turn:
+    """A job in its turn, see :class:`.Turn`."""
+
+    runner: JobRunner
+    groups: Groups
+    name: str
+    buffer: Tensor
+    job: Job
+    lane: Lane
+    timed: bool
+    ready: Any | None
+
+    def begin(self) -> Exchange | None:
+        self._begun = self.lane.mark() if self.timed else None
+        # Sparse gradients are converted to dense tensors for the exchange, and back afterwards. On a GPU the host waits
+        # for that: the size of a sparse tensor depends on data.
+        self._dense = (self.buffer.to_dense() if self.buffer.is_sparse else self.buffer).view(-1)
+        if self._dense.numel() == 0:
+            return None
+        path, self._codecs = self.runner.begin(self._dense, self.job)
+        return path
+
+    def end(self, outcome: Outcome | None, sent: Volume) -> Tensor:
+        if outcome is not None:
+            self.runner.end(self.job, outcome, sent, self._codecs)
+        if self.timed:
+            self.runner.note_time(self.lane, self._begun, self.ready)
+        shaped = self._dense.view(self.buffer.shape)
+        return shaped.to_sparse(1) if self.buffer.is_sparse else self.buffer
+
+    def failure(self, error: Exception) -> Exception:
+        return self.runner.failure(self.job, self.buffer.numel(), error)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_topk.runtime.collectives import Steps, finish
+from lightning_topk.runtime.collectives import Turn, drive, finish
 from lightning_topk.runtime.groups import PATIENCE
 
 Future = torch.futures.Future[Tensor]
@@ -49,25 +49,8 @@ class Lane(ABC):
     error: Exception | None = None
 
     @abstractmethod
-    def promise(self) -> tuple[Future, Future]:
-        """Returns two futures of one result: :meth:`submit` completes the first, DDP waits for the second."""
-
-    @abstractmethod
-    def submit(self, job: Steps[Tensor], promised: Future) -> None:
-        """Queues a job; its result, or the first error of any job, completes ``promised``."""
-
-    def run(self, job: Steps[Tensor]) -> Tensor:
-        """Runs a job to completion on the caller's thread; on CUDA the current stream must be :attr:`stream`.
-
-        Raises the error of an earlier job, if any: this job would answer the exchange that failed here.
-        """
-        if self.error is not None:
-            raise self.error
-        try:
-            return finish(job)
-        except Exception as error:
-            self.error = error
-            raise
+    def submit(self, turn: Turn) -> Future:
+        """Queues a job; returns a future of its result, or of the first error of any job."""
 
     @abstractmethod
     def mark(self) -> Any:
@@ -87,7 +70,10 @@ IDLE = 0.5
 
 
 class ThreadLane(Lane):
-    """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit."""
+    """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit.
+
+    The thread ends when it is idle: nobody need close a lane, and Lightning's tests fail if a thread is left.
+    """
 
     def __init__(self, max_in_flight: int = 1) -> None:
         self.max_in_flight = max_in_flight
@@ -124,9 +110,9 @@ class ThreadLane(Lane):
                 return True
         return False
 
-    def _fulfil(self, job: Steps[Tensor], promised: Future) -> Iterator[bool]:
+    def _fulfil(self, turn: Turn, promised: Future) -> Iterator[bool]:
         """Runs a job, yields True whenever it waits, and completes its future."""
-        collective = None
+        collective, steps = None, drive(turn, background=self.max_in_flight > 1)
         try:
             while True:
                 if self.error is not None:
@@ -134,7 +120,7 @@ class ThreadLane(Lane):
                     if collective is not None:
                         self._abandoned.append(collective)
                     raise self.error
-                collective = next(job)
+                collective = next(steps)
                 yield True
         except StopIteration as end:
             promised.set_result(end.value)
@@ -143,22 +129,18 @@ class ThreadLane(Lane):
             promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
 
     @override
-    def promise(self) -> tuple[Future, Future]:
+    def submit(self, turn: Turn) -> Future:
         done: Future = torch.futures.Future()
-        # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
-        # turns it into an error of the future that DDP sees.
-        return done, done.then(lambda future: future.value())
-
-    @override
-    def submit(self, job: Steps[Tensor], promised: Future) -> None:
         with self._lock:
-            self._jobs.put(self._fulfil(job, promised))
+            self._jobs.put(self._fulfil(turn, done))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
-                # Lightning's tests call `stop` of threads that a test has left. The next job starts another one.
-                self._thread.stop = self.close  # type: ignore[attr-defined]
+                self._thread.stop = self.close  # type: ignore[attr-defined]  # Lightning's tests call it
                 self._thread.start()
                 _THREADED.add(self)
+        # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
+        # turns it into an error of the future that DDP sees.
+        return done.then(lambda future: future.value())
 
     @override
     def mark(self) -> float:
@@ -198,7 +180,7 @@ class StreamLane(Lane):
     same order on all ranks. Their order:
 
     - The host: autograd's single thread issues all of them, in the same order on all ranks that run the same graph.
-    - The side stream waits in :meth:`promise` for backward's stream, and so for all earlier collectives.
+    - The side stream waits in :meth:`submit` for backward's stream, and so for all earlier collectives.
     - Nothing orders an exchange and the later collectives of backward: they run at the same time, each in some
       channels. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
       :meth:`.TopKState.check_launch_order` says so to users of SyncBatchNorm.
@@ -215,17 +197,19 @@ class StreamLane(Lane):
         self.stream = torch.cuda.Stream(device, priority=-1)
 
     @override
-    def promise(self) -> tuple[Future, Future]:
-        # Here, not in `submit`: buckets may be submitted together whose gradients come from several streams.
+    def submit(self, turn: Turn) -> Future:
+        """Enqueues a job; its future records the side stream, so that waiting for it happens on the GPU."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        done: Future = torch.futures.Future(devices=[self._device])  # ``submit`` itself raises errors
-        return done, done
-
-    @override
-    def submit(self, job: Steps[Tensor], promised: Future) -> None:
-        """Runs a job; its future records the side stream, so that waiting for it happens on the GPU."""
+        done: Future = torch.futures.Future(devices=[self._device])
         with torch.cuda.stream(self.stream):
-            promised.set_result(self.run(job))
+            if self.error is not None:
+                raise self.error  # another rank may be waiting in the exchange that failed here
+            try:
+                done.set_result(finish(drive(turn)))
+            except Exception as error:
+                self.error = error
+                raise
+        return done
 
     @override
     def mark(self) -> torch.cuda.Event:

@@ -328,6 +328,11 @@ def adapt_momentum(
     return notes, warnings
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer of torch inside a wrapper without torch's hooks, such as Accelerate's or schedule-free's."""
     while not hasattr(optimizer, "_optimizer_step_post_hooks"):

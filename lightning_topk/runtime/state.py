@@ -7,7 +7,6 @@ this module turns them into jobs, queues them on the lane, and collects their re
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,9 +23,9 @@ from lightning_topk.core import ops
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.collectives import dense_cost
-from lightning_topk.runtime.groups import Groups, compare_functions, compare_optimizers, connect, timeout_of
+from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
 from lightning_topk.runtime.jobs import Job, JobRunner
-from lightning_topk.runtime.lanes import Lane, StreamLane, ThreadLane
+from lightning_topk.runtime.lanes import Future, Lane, StreamLane, ThreadLane
 from lightning_topk.runtime.messages import WarnOnce, saving_warnings, start_message, startup_warnings, volume_of
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.residuals import Residuals
@@ -77,19 +76,15 @@ class HookState:
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
-        self._optimizers = Optimizers(
-            optimizers, scaler, self.config, self._say, self.delivers, lambda: self.nonfinite_steps
-        )
+        self.optimizers = Optimizers(optimizers, scaler, self.config, self.buckets, self.parameters_of, self, self._say)
+        """The user's optimizers."""
         self._runner = JobRunner(residuals, groups, timeout)
         self.telemetry = Telemetry(self._runner.finished, lambda: self.names, self.shards_per_node)
         """Bytes, times and errors of the exchanges."""
         self._lane: Lane | None = None
         self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
-        self._adapted: set[Tensor] = set()  # parameters whose momentum is adapted, as optimizers hold them
-        self._as_adapted: frozenset[Tensor] = frozenset()  # the same, as computed in the last pass
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
-        self._elsewhere: set[str] = set()  # parameters in other ranks' optimizers only
         self._say_what_was_reset()
         if not self.residuals.steps:  # not for a model that is wrapped again
             self._say.note(start_message(self.config, self.world, self.local))
@@ -105,7 +100,7 @@ class HookState:
 
     def lane(self, device: torch.device) -> Lane:
         """Returns the lane for gradients on a device."""
-        groups = self._open_groups()
+        groups = self.open_groups()
         if self._lane is None:
             if device.type not in ("cpu", "cuda"):
                 raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
@@ -116,7 +111,7 @@ class HookState:
                 self._say(f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}")
         return self._lane
 
-    def _open_groups(self) -> Groups:
+    def open_groups(self) -> Groups:
         """The process groups."""
         if self.groups is None:
             raise RuntimeError(
@@ -127,37 +122,51 @@ class HookState:
     def begin_pass(self) -> None:
         """Begins a backward pass, when its first gradients are ready."""
         if self.residuals.steps not in self._compared:
-            self._compared = compare_functions(self.config, self.residuals.steps, self._open_groups().all)
+            self._compared = compare_functions(self.config, self.residuals.steps, self.open_groups().all)
         self.telemetry.collect()
         self._say_what_was_reset()
-        self.sync_optimizers()
-        self._optimizers.begin_pass()
+        self.optimizers.sync()
+        self.optimizers.watch.begin_pass()
 
-    def job(self, bucket: Bucket, name: str, used: Tensor | None) -> Job:
-        """Creates the job for a bucket's gradient.
+    def exchange(
+        self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None, exposed: bool = False
+    ) -> Future:
+        """Queues the exchange of a bucket's gradient; the first one of a backward pass begins the pass.
 
         Args:
             bucket: The bucket's parameters.
+            gradient: Their gradients, ``[numel]``; overwritten with the mean that all ranks agree on.
             name: Name in error messages.
             used: ``[parameters]`` bool, which of them this rank used; None if all.
+            exposed: Whether backward hides nothing of this exchange from now on.
+
+        Returns:
+            A future of ``gradient``.
+
+        Raises:
+            RuntimeError: The state was closed, or an exchange failed.
+            ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
+                the step.
         """
-        return Job(
+        lane = self.lane(gradient.device)
+        if not self._buckets:
+            self.begin_pass()
+        self._buckets.append(bucket)
+        timed = self.telemetry.timing
+        job = Job(
             bucket,
             self.buckets.plan_of(bucket),
             name,
             used,
             step=self.residuals.steps,
             epoch=self._epoch(),
-            scale=self._optimizers.scale,
+            scale=self.optimizers.scale,
             measure=Measure(self.telemetry.measure, self.telemetry.measure and self.telemetry.measure_layers),
         )
+        return lane.submit(self._runner.turn(gradient, job, lane, timed, lane.mark() if timed and exposed else None))
 
-    def parameter_of(self, member: Tensor) -> Tensor:
-        """The parameter of a bucket's member, as optimizers hold it."""
-        return member
-
-    def parameters_of(self, members: frozenset[Tensor]) -> frozenset[Tensor]:
-        """The parameters of several members. The same set if they are the members."""
+    def parameters_of(self, members: Collection[Tensor]) -> Collection[Tensor]:
+        """The parameters of members of buckets, as optimizers hold them, in order: here the members themselves."""
         return members
 
     def delivers(self, parameter: Tensor) -> tuple[Collection[Tensor], float]:
@@ -166,7 +175,7 @@ class HookState:
         Unlimited where unused parameters leave their entries to others.
         """
         for bucket in () if self.voting else self.residuals.buckets:
-            parameters = {self.parameter_of(member) for member in bucket}
+            parameters = set(self.parameters_of(bucket))
             if parameter in parameters:
                 plan = self.buckets.plan_of(bucket)
                 reply = plan.codecs(self.residuals.steps - 1, self._epoch()).reply
@@ -178,57 +187,13 @@ class HookState:
         residuals = self.residuals
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in residuals.buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        now = residuals.steps, self._epoch()
-        whole = frozenset(m for bucket in buckets if self.buckets.delivers_everything(bucket, *now) for m in bucket)
-        compressed = self.buckets.compressed
-        adapted = self.parameters_of(compressed - whole if whole else compressed)
-        if adapted is not self._as_adapted:
-            self._as_adapted = adapted
-            self._adapted.clear()  # optimizers keep the set
-            self._adapted |= adapted
+        self.optimizers.end_pass(buckets, residuals.steps, self._epoch())
         residuals.steps, residuals.buckets = residuals.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             for message in saving_warnings(self.buckets, buckets, self.predicted()):
                 self._say(message)
-        self._optimizers.end_pass()
-
-    def start_optimizers(self, exist: bool) -> None:
-        """Compares the optimizers on all ranks, and checks them if they exist by now. A collective, at attach."""
-        if (self.config.adapts_momentum or self.config.momentum) and self.world > 1:
-            names = {self.parameter_of(member): name for member, name in self.names.items()}
-            given = self._optimizers.now() if exist else None
-            self._elsewhere = compare_optimizers(given, names, self._open_groups().all)
-        if exist:
-            self.sync_optimizers()
-
-    def sync_optimizers(self) -> None:
-        """Checks the optimizers and adapts momentum if so set, at the start of every backward pass.
-
-        Names trained parameters that are in no optimizer.
-        """
-        compressed = self.parameters_of(self.buckets.compressed)
-        updated = self._optimizers.sync(compressed, self._adapted)
-        if not updated or not self.config.compresses or self.world == 1:
-            return
-        names = {self.parameter_of(member): name for member, name in self.names.items()}
-        trained = [p for p in names if p.requires_grad and p in compressed]
-        idle = [p for p in trained if p not in updated and names[p] not in self._elsewhere]
-        others = Counter(p.shape for p in updated if p not in names)
-        if idle and Counter(p.shape for p in idle) <= others:
-            self._say(
-                f"lightning_topk: optimizers step copies of {len(idle)} of {len(trained)} trained parameters "
-                f"({names[idle[0]]!r} for one), such as fp32 copies of bf16 parameters. Their momentum is not adapted "
-                "to compression, and training may end behind DDP's. Use fp32 parameters and autocast instead of copies "
-                "(in Lightning precision='bf16-mixed')."
-            )
-        elif idle:
-            self._say(
-                f"lightning_topk: {len(idle)} of {len(trained)} trained parameters ({names[idle[0]]!r} for one) are in "
-                "no optimizer. Unless their gradients are zeroed elsewhere, they grow in every step and take the place "
-                "of others in the payloads. Freeze these parameters with requires_grad_(False), or pass all optimizers."
-            )
 
     # -------------------------------------------------------------------------------- between two backward passes
 
@@ -259,7 +224,7 @@ class HookState:
 
     def measure_link(self) -> None:
         """Times two all-reduces of at most 1 MiB. A collective; call it between two backward passes."""
-        groups, nbytes = self._open_groups(), min(self.telemetry.largest, PROBE_BYTES)
+        groups, nbytes = self.open_groups(), min(self.telemetry.largest, PROBE_BYTES)
         self.telemetry.dense_cost = dense_cost(nbytes, self._device(), groups.all)
 
     def continue_from(self, other: HookState) -> None:
@@ -277,7 +242,7 @@ class HookState:
         Raises:
             RuntimeError: The state was closed.
         """
-        group = self._open_groups().all
+        group = self.open_groups().all
         return checkpoint.collect(self.residuals, self.names, self._given, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
@@ -290,7 +255,7 @@ class HookState:
             RuntimeError: The state was closed.
             ValueError: The entry is damaged or belongs to another model.
         """
-        self._open_groups()
+        self.open_groups()
         checkpoint.restore(self.residuals, self.names, entry)
         changed = checkpoint.changes(entry, self._given)
         if changed:
@@ -303,7 +268,7 @@ class HookState:
         """Ends the lane and releases the process groups, but keeps the residuals."""
         idle = self._lane is None or self._lane.close()
         self.telemetry.collect()
-        self._optimizers.release()
+        self.optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
             self.groups.destroy(failed=self._lane is not None and self._lane.error is not None)
         elif self.groups is not None and not idle:

@@ -9,8 +9,8 @@
 
 1. Backward computes the gradients of a wrapped module. FSDP averages them over the node and gives each rank its shard,
    one flat tensor: the shards of the module's parameters, one after the other, each padded to equal size.
-2. FSDP calls its all-reduce hook with that tensor, on the hook's stream. :meth:`ShardState.exchange` turns it into a
-   job; a :class:`ParamGroup` names the parameters in it.
+2. FSDP calls its all-reduce hook with that tensor, on the hook's stream: :meth:`ShardState.exchange_shard`. A
+   :class:`ParamGroup` names the parameters in it.
 3. The job runs immediately: the exchange of :mod:`lightning_topk.core.exchange` with the ranks that hold the same shard
    on other nodes. On CUDA this only queues work on the hook's stream, so backward continues; on CPU backward waits,
    since FSDP reads the tensor when the hook returns.
@@ -22,7 +22,7 @@ This is the hierarchical topology with FSDP's shards as parts: each rank keeps t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,14 +79,10 @@ class ShardState(HookState):
         self.buckets.learn_names(names, self._copied_inside())
 
     @override
-    def parameter_of(self, member: Tensor) -> Tensor:
-        return self._group_of[member].sharded(member)
+    def parameters_of(self, members: Collection[Tensor]) -> Collection[Tensor]:
+        return [self._group_of[member].sharded(member) for member in members]
 
-    @override
-    def parameters_of(self, members: frozenset[Tensor]) -> frozenset[Tensor]:
-        return frozenset(map(self.parameter_of, members))
-
-    def exchange(self, group: ParamGroup, g: Tensor) -> None:
+    def exchange_shard(self, group: ParamGroup, g: Tensor) -> None:
         """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.
 
         Args:
@@ -103,12 +99,11 @@ class ShardState(HookState):
                 "set_requires_all_reduce(False) skips the exchange, and the replicas would diverge. To accumulate "
                 "gradients, use set_requires_gradient_sync(False)."
             )
-        bucket, lane = group.bucket(g), self.lane(g.device)
+        bucket = group.bucket(g)
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
             self._backward_ended()  # an earlier pass failed, or its end was not seen
         if not self._buckets:
             self._refresh_trained()
-            self.begin_pass()
             in_autograd = torch._C._current_graph_task_id() != -1  # otherwise the user finalises backward (torch 2.15)
             if not self._end.is_seen(group) and in_autograd:
                 Variable._execution_engine.queue_callback(self._backward_ended)
@@ -121,13 +116,10 @@ class ShardState(HookState):
         if g.is_cuda:
             g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
         # On CPU backward waits for the hook. On CUDA it continues, and ends at the last of these marks.
-        ready = lane.mark() if self.telemetry.timing and not g.is_cuda else None
         if self.telemetry.timing and group.stream is not None:
             with torch.cuda.stream(group.stream):
-                self._ready = lane.mark()
-        job = self.job(bucket, f"the gradient of {group}", None)
-        lane.run(self._runner.run(g, job, lane, self.telemetry.timing, ready))
-        self._buckets.append(bucket)
+                self._ready = self.lane(g.device).mark()
+        self.exchange(bucket, g, f"the gradient of {group}", exposed=not g.is_cuda).wait()
         self.telemetry.count(Volume(intra_node=group.node_bytes(g)))
 
     def _refresh_trained(self) -> None:
@@ -272,7 +264,7 @@ def attach(
         state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
         try:
             state.learn_names()
-            state.start_optimizers(exist=optimizers is None or optimizers is not optimizer)
+            state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
             shards = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
             remedy = "process_group= must be the ranks that hold the same shard, one per node."
             check_agreement(shards, remedy, replicas)
@@ -284,7 +276,7 @@ def attach(
             _broadcast(model, replicas, groups[0].device)
         for group in groups:
             group.watch_use()
-            group.set_hook(partial(state.exchange, group), state.lane(group.device).stream)
+            group.set_hook(partial(state.exchange_shard, group), state.lane(group.device).stream)
     return state
 
 

@@ -157,7 +157,7 @@ class TopKStrategy(DDPStrategy):
         check_momentum(self.config, [optimizer])
         self._set_up.append(ref(optimizer))
         for state in self.topk_states:
-            state.sync_optimizers()
+            state.optimizers.sync()
         return super().setup_optimizer(optimizer)
 
     @override

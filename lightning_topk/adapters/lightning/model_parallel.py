@@ -142,7 +142,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             note=rank_zero_info,
             process_group=self._replicas,
         )
-        self.topk_state.sync_optimizers()
+        self.topk_state.optimizers.sync()
 
     @contextmanager
     @override

@@ -237,7 +237,7 @@ class TopKStrategy(DDPStrategy):
         """Creates the optimizers and checks that momentum is not applied twice."""
         super().setup_optimizers(trainer)
         if self.topk_state is not None:
-            self.topk_state.sync_optimizers()
+            self.topk_state.optimizers.sync()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

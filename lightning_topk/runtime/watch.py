@@ -1,0 +1,268 @@
+"""Warns of steps that silently miss gradients, and of gradients that silently miss a step.
+
+Each warning names a case that trained badly without an error:
+
+- ``check_bypass``: training calls another module than the attached one, so nothing is exchanged.
+- ``after_any_step``: an optimizer made after attach takes the steps, and is not adapted.
+- ``check_delivered``: a hook changes every entry of the gradient between backward and the step.
+- ``check_scaler``: a GradScaler that was not passed scales the loss.
+- ``warn_of_loss``: a gradient is zeroed after its exchange, as a GAN's discriminator's is in the generator's turn.
+
+The gradient of one parameter of each optimizer (:class:`_Watched`) shows the last::
+
+    state       event                                            next state
+    nothing     backward computes the parameter's gradient       computed
+    computed    the backward pass ends: it will be delivered     delivered
+    delivered   a step of an optimizer that has the parameter    nothing
+    delivered   before the next backward, the gradient is None   nothing, with a warning
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.messages import WarnOnce
+from lightning_topk.runtime.momentum import local_part, parameters_of
+
+
+class Exchanges(Protocol):
+    """What the watch asks about the exchanges."""
+
+    def delivers(self, parameter: Tensor) -> tuple[Collection[Tensor], float]:
+        """The parameters of a parameter's bucket, and how many of their entries the last pass delivered at most."""
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Backward passes so far that delivered a NaN or an infinity. Waits for the device."""
+
+
+class Watch:
+    """Watches the steps of the user's optimizers.
+
+    Args:
+        config: The settings in force.
+        say: Shows warnings.
+        exchanges: Asked where a warning depends on what was exchanged.
+        given: Whether the user passed optimizers, or a function that returns them.
+        scaled: Whether the user passed a GradScaler.
+        known: Returns the user's optimizers.
+    """
+
+    def __init__(
+        self,
+        config: TopKConfig,
+        say: WarnOnce,
+        exchanges: Exchanges,
+        given: bool,
+        scaled: bool,
+        known: Callable[[], Sequence[Optimizer]],
+    ) -> None:
+        self._config, self._say, self._exchanges, self._scaled, self._known = config, say, exchanges, scaled, known
+        self.adapted: Collection[Tensor] = ()
+        """Parameters whose momentum is adapted."""
+        self.exchanged = False
+        """Whether any backward pass has begun."""
+        self._watched: list[_Watched] = []
+        self._compressed: Collection[Tensor] = ()
+        self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
+        self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
+        self._any_step: RemovableHandle | None = None
+        self._bypassed = 0  # steps with gradients before any exchange, up to 2
+        self._hooked = given  # whether each known optimizer calls hooks after its step
+
+    def start(self, optimizers: Sequence[Optimizer], compressed: Collection[Tensor]) -> None:
+        """Watches optimizers, in place of those before."""
+        self.stop()
+        torchs = [each for each in optimizers if hasattr(each, "_optimizer_step_post_hooks")]
+        self._hooked, self._compressed = len(torchs) == len(optimizers), compressed
+        self._watched = [_Watched(each, self._first_that_learns(each), self) for each in torchs]
+
+    def _first_that_learns(self, optimizer: Optimizer) -> Tensor | None:
+        """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
+        known = (p for p in parameters_of(optimizer) if p.requires_grad and p in self._compressed)
+        return next(known, None) if self._config.compresses and not self._scaled else None
+
+    def stop(self) -> None:
+        """Removes all hooks."""
+        if self._any_step is not None:
+            self._any_step.remove()
+            self._any_step = None
+        while self._watched:
+            self._watched.pop().stop()
+
+    # -------------------------------------------------------------------------------- events
+
+    def begin_pass(self) -> None:
+        """Begins a backward pass that is exchanged."""
+        self.exchanged = self._pending = True
+        if self._any_step is None and self._hooked:
+            self._any_step = _on_any_step(self)
+
+    def end_pass(self) -> None:
+        """Ends a backward pass, which delivers its gradients."""
+        for each in self._watched:
+            each.delivered, each.computed = each.delivered or each.computed, False
+
+    def after_any_step(self, optimizer: Optimizer) -> None:
+        """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
+        known = any(optimizer is each for each in self._known())
+        moved = {p for p in parameters_of(optimizer) if p.grad is not None}
+        if not known and (not self._pending or moved.isdisjoint(self._compressed)):
+            return
+        self._pending, self._by_others = False, 0 if known else self._by_others + 1
+        for each in self._watched:
+            each.forget(moved)
+        if self._by_others == 2 and (self._config.adapts_momentum or self._config.momentum):
+            self._say(
+                f"lightning_topk: {type(optimizer).__name__} takes steps, but it is not among those that "
+                "optimizer= gave: it is neither checked nor adapted to compression, and training may end behind DDP's. "
+                "Pass it to attach, or a function that returns the optimizers in use; or close the state and attach "
+                "again. In Lightning, return it from configure_optimizers."
+            )
+
+    def after_step(self, optimizer: Optimizer, steps: int) -> None:
+        """Checks a step of a known optimizer, its ``steps``-th."""
+        if steps == 1:
+            self.check_scaler()
+        if steps == SETTLED and self.exchanged:
+            self.check_delivered(optimizer)
+        if not self.exchanged:
+            self.check_bypass(optimizer)
+
+    # -------------------------------------------------------------------------------- warnings
+
+    def check_delivered(self, optimizer: Optimizer) -> None:
+        """Warns if a step's gradient has far more nonzero entries than exchanges deliver. Waits for the device."""
+        adapted = [p for p in parameters_of(optimizer) if p in self.adapted]
+        dense = [p for p in adapted if p.grad is not None and p.grad.numel() and not p.grad.is_sparse]
+        if not dense or not self._config.adapts_momentum:
+            return
+        bucket, most = self._exchanges.delivers(max(dense, key=Tensor.numel))
+        gradients = [local_part(p.grad) for p in dense if p in bucket and p.grad is not None]
+        numel = max(1, sum(map(Tensor.numel, gradients)))
+        found, density = float(sum(map(Tensor.count_nonzero, gradients))) / numel, min(1.0, most / numel)
+        if found > (1 + density) / 2:
+            self._say(
+                f"lightning_topk: {type(optimizer).__name__} steps with a gradient of which {found:.0%} is nonzero, "
+                f"while exchanges deliver about {density:.2g} of its entries: something changes every entry between "
+                "backward and the step, such as noise, centralisation or weight decay by hand. So momentum cannot be "
+                "adapted to what was delivered, and training may end behind DDP's. Do this before the exchange, in a "
+                "hook of the parameter, or pass adapt_momentum=False to silence this."
+            )
+
+    def check_bypass(self, optimizer: Optimizer) -> None:
+        """Warns at the second step without an exchange: DDP names unused parameters in the forward pass before it."""
+        gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+        # get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
+        if self._bypassed < 2 and any(_values(gradient).any() for gradient in gradients):
+            self._bypassed += 1
+            if self._bypassed == 2:
+                self._say(
+                    f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since "
+                    "attach: training does not call the attached model. If it calls the module inside, nothing is "
+                    "exchanged and the ranks drift apart, as with DDP: call the wrapper. If it calls another wrapper, "
+                    "that exchanges whole gradients: attach that one; with Hugging Face's Trainer it is "
+                    "trainer.model_wrapped."
+                )
+
+    @_disable_dynamo
+    def check_scaler(self) -> None:
+        """Warns if a GradScaler that the user did not pass takes this step: it is in a frame above the step's hooks."""
+        frame = sys._getframe() if self._config.compresses and not self._scaled else None
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+                self._say(
+                    "lightning_topk: a GradScaler scales the loss. Pass the scaler to attach, as scaler=: residuals "
+                    "are then unscaled. Without it they count too much or too little whenever the scale changes."
+                )
+                return
+            frame = frame.f_back
+
+    def warn_of_loss(self) -> bool:
+        """Warns of an exchanged gradient that was zeroed before its step; returns whether it does.
+
+        Not of one that was not finite, whose step was skipped, by a GradScaler or by hand. Waits for the device.
+        """
+        if self._exchanges.nonfinite_steps:
+            return False
+        self._say(
+            "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
+            "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
+            "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
+            "examples/guides/troubleshooting.md."
+        )
+        return True
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The stored values of a gradient on this rank."""
+    return gradient._values() if gradient.is_sparse else local_part(gradient)
+
+
+def _on_any_step(owner: Watch) -> RemovableHandle:
+    """Calls ``owner.after_any_step`` after each step of any torch optimizer, as long as the owner lives."""
+    living = ref(owner)
+
+    @_disable_dynamo
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        if (owner := living()) is not None:
+            owner.after_any_step(optimizer)
+
+    return register_optimizer_step_post_hook(hook)
+
+
+SETTLED = 5
+"""The step whose gradient is checked: buckets are final, and there is momentum."""
+
+
+class _Watched:
+    """The states of the gradient of one parameter, and the steps of its optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: One of its parameters, whose gradient is checked before each backward pass adds to it; or None.
+        owner: Gets the events.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Watch) -> None:
+        self.computed = self.delivered = False
+        self._owner, self._parameter = owner, parameter
+        self._warned = False
+        self._steps = 0  # stays 0 if the user takes the steps without the optimizer
+        self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
+        if parameter is not None:
+            self._hooks.append(parameter.register_hook(self._before_gradient))
+
+    def _before_gradient(self, _: Tensor) -> None:
+        if self.delivered and self._steps and self._parameter is not None and self._parameter.grad is None:
+            self.delivered = False
+            self._warned = self._warned or self._owner.warn_of_loss()
+        self.computed = True
+
+    @_disable_dynamo
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.computed = self.delivered = False
+        self._steps += 1
+        self._owner.after_step(optimizer, self._steps)
+
+    def forget(self, moved: Collection[Tensor]) -> None:
+        """Notes that another optimizer has used the parameter's gradient, if it is among ``moved``."""
+        if self._parameter in moved:
+            self.computed = self.delivered = False
+
+    def stop(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
