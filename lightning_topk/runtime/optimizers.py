@@ -105,6 +105,7 @@ class Optimizers:
         now, compressed = self._now(), frozenset(self._parameters_of(self._buckets.compressed))
         check_closures(self._config, now)
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
+        self.watch.compressed = compressed
         count = sum(len(parameters_of(each)) for each in now)
         if [*map(id, now)] == [*map(id, self._in_use)] and count == self._parameters:
             return
@@ -118,7 +119,7 @@ class Optimizers:
                 self._say(message)
         self._warn_of_decay(now)
         self.watch.adapted = self._adapted
-        self.watch.start(now, compressed)
+        self.watch.start(now)
         self._known, self._parameters = [*map(ref, now)], count
         if now and self._config.compresses:
             self._warn_of_idle({p for each in now for p in parameters_of(each)}, compressed)

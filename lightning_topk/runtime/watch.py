@@ -71,26 +71,27 @@ class Watch:
         self._config, self._say, self._exchanges, self._scaled, self._known = config, say, exchanges, scaled, known
         self.adapted: Collection[Tensor] = ()
         """Parameters whose momentum is adapted."""
+        self.compressed: Collection[Tensor] = ()
+        """Parameters that may be compressed."""
         self.exchanged = False
         """Whether any backward pass has begun."""
         self._watched: list[_Watched] = []
-        self._compressed: Collection[Tensor] = ()
         self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
         self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
         self._any_step: RemovableHandle | None = None
         self._bypassed = 0  # steps with gradients before any exchange, up to 2
         self._hooked = given  # whether each known optimizer calls hooks after its step
 
-    def start(self, optimizers: Sequence[Optimizer], compressed: Collection[Tensor]) -> None:
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Watches optimizers, in place of those before."""
         self.stop()
         torchs = [each for each in optimizers if hasattr(each, "_optimizer_step_post_hooks")]
-        self._hooked, self._compressed = len(torchs) == len(optimizers), compressed
+        self._hooked = len(torchs) == len(optimizers)
         self._watched = [_Watched(each, self._first_that_learns(each), self) for each in torchs]
 
     def _first_that_learns(self, optimizer: Optimizer) -> Tensor | None:
         """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
-        known = (p for p in parameters_of(optimizer) if p.requires_grad and p in self._compressed)
+        known = (p for p in parameters_of(optimizer) if p.requires_grad and p in self.compressed)
         return next(known, None) if self._config.compresses and not self._scaled else None
 
     def stop(self) -> None:
@@ -118,7 +119,7 @@ class Watch:
         """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
         known = any(optimizer is each for each in self._known())
         moved = {p for p in parameters_of(optimizer) if p.grad is not None}
-        if not known and (not self._pending or moved.isdisjoint(self._compressed)):
+        if not known and (not self._pending or moved.isdisjoint(self.compressed)):
             return
         self._pending, self._by_others = False, 0 if known else self._by_others + 1
         for each in self._watched:
