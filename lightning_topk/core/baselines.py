@@ -19,7 +19,7 @@ def single_server(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) ->
     received = yield Gather(payload[0], "uplink")
     down = None
     if end.downlink is not None:
-        mean = aggregate(received, codecs.uplink, end.dtype, room=g)
+        mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)
         reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)
     else:
         reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
@@ -38,7 +38,7 @@ def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> 
     scale = codecs.scale
     payload, up = end.uplink.send(g, codecs.uplink, measure, scale)
     received = yield AllGather(payload[0], "uplink")
-    mean = aggregate(received, codecs.uplink, end.dtype, room=g)
+    mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)
     delivered = mean if scale is None else mean * scale
     finite, limit = ops.is_finite(delivered), torch.finfo(g.dtype).max
     g.copy_(delivered.clamp(-limit, limit))

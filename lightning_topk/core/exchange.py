@@ -42,7 +42,7 @@ def sharded(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Excha
     assert end.downlink is not None
     payloads, up = end.uplink.send(g, codecs.uplink, measure, codecs.scale)  # 1-4
     received = yield AllToAll(payloads, "uplink")  # 5
-    mean = aggregate(received, codecs.uplink, end.dtype, room=g)  # 6
+    mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)  # 6
     reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)  # 7
     replies = yield AllGather(reply[0], "downlink")  # 8
     finite = deliver(replies, codecs.reply, end.layout, g, codecs.scale)  # 9
@@ -67,7 +67,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> 
     x = _node_mean(received.view(g.dtype), end.dtype)
     payloads, up = end.uplink.send(x, codecs.uplink, measure, codecs.scale)
     received = yield AllToAll(payloads, "uplink", "peers")
-    mean = aggregate(received, codecs.uplink, end.dtype, room=x)
+    mean = aggregate(received, codecs.uplink, end.dtype, scratch=x)
     reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)
     replies = yield AllGather(reply[0], "downlink", "peers")
     everyones = yield AllGather(replies.view(-1), "downlink", "node")

@@ -81,6 +81,7 @@ class Link:
     ) -> None:
         self.layout, self.selector, self.memory, self.delivered = layout, selector, memory, delivered
         self.sizes, self.exact = sizes, exact
+        self._one_pass = type(selector) is TopK and type(memory) is Residual
         self._ends: Tensor | None = None  # of the parameters, on the vector's device: copied there once
 
     def send(
@@ -107,8 +108,8 @@ class Link:
             x, scale = _unscaled(x, memory.dtype, scale), None
         if rescale is not None and (self.delivered or memory.dtype).itemsize >= memory.dtype.itemsize:
             rescale = None  # the product is not rounded; if it overflows, the receivers notice
-        topk = type(self.selector) is TopK and type(memory) is Residual and not (self.exact and x.device.type != "cpu")
-        if topk and measure == NOTHING and (rescale is None or x.device.type != "cpu"):
+        one_pass = self._one_pass and (rescale is None if x.device.type == "cpu" else not self.exact)
+        if one_pass and measure == NOTHING:
             form, e = codec.format(self.delivered), memory.residual  # type: ignore[attr-defined]
             sent = ops.send(e, x, self.layout, form, self.delivered, scale, rescale)
             if sent is not None:
@@ -159,20 +160,20 @@ def _energies(vectors: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in vectors]).square()
 
 
-def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, room: Tensor) -> Tensor:
+def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tensor) -> Tensor:
     """Decodes one payload of each worker, all for the same shard, and averages them.
 
     Args:
         payloads: ``[W, P]`` uint8, row w from worker w.
         codec: Codec of the payloads.
         dtype: dtype of the sum.
-        room: ``[numel]``, zero: a bucket that was sent. Holds the sum if its dtype is ``dtype`` and it is large enough.
+        scratch: ``[numel]`` zeros; the mean is built in it if dtype and size fit.
 
     Returns:
         ``[shard_size]``, the mean over the W workers.
     """
-    fits = room.dtype == dtype and len(room) >= codec.universe
-    total = room[: codec.universe] if fits else room.new_zeros(codec.universe, dtype=dtype)
+    fits = scratch.dtype == dtype and len(scratch) >= codec.universe
+    total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
     workers = len(payloads)
     exact = workers.bit_count() == 1  # a power of two: dividing first gives the same bits at no cost
     if ops.receive(payloads, Layout(codec.universe), codec.format(), workers if exact else 1, total) is not None:

@@ -1,8 +1,8 @@
 """The lane's side of a rank: runs the exchanges of jobs in order and returns their results.
 
 A :class:`JobRunner` uses the rank's endpoints. During a backward pass only the lane calls it, on CPU from the lane's
-thread. It puts results on a queue, which the caller's side empties between two backward passes. So no two threads write
-the same field, and nothing here calls the side that submits jobs.
+thread. It puts results on a queue, which the thread that runs backward empties between two passes. So no two threads
+write the same field, and nothing here calls the side that submits jobs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class JobRunner:
         self._durations: deque[Duration] = deque()
 
     def finished(self) -> tuple[list[Result], list[Duration]]:
-        """Returns results and durations since the last call; for the caller's side, between two backward passes."""
+        """Returns results and durations since the last call; for the thread that runs backward, between two passes."""
         results = [self._results.popleft() for _ in range(len(self._results))]
         return results, [self._durations.popleft() for _ in range(len(self._durations))]
 

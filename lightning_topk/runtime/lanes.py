@@ -177,12 +177,12 @@ class StreamLane(Lane):
     The exchange has its own NCCL communicators: sharing one with the other collectives of backward, such as
     SyncBatchNorm's, would make them wait for the exchange of the previous bucket. An NCCL kernel occupies the GPU until
     the other ranks have joined it. If the GPU cannot run kernels of two communicators at once, they must start in the
-    same order on all ranks. Their order:
+    same order on all ranks:
 
-    - The host: autograd's single thread issues all of them, in the same order on all ranks that run the same graph.
-    - The side stream waits in :meth:`submit` for backward's stream, and so for all earlier collectives.
-    - Nothing orders an exchange and the later collectives of backward: they run at the same time, each in some
-      channels. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order.
+    - Autograd's single thread issues all of them, in the same order on all ranks that run the same graph.
+    - In :meth:`submit` the side stream waits for backward's stream, and so for all earlier collectives.
+    - An exchange and the later collectives of backward have no order: they run at the same time, each in some channels.
+      With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order;
       :meth:`.TopKState.check_launch_order` says so to users of SyncBatchNorm.
     - With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share a queue, in the host's order too, but a kernel that waits
       holds up all that come after it: nothing hides the exchange.

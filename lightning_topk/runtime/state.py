@@ -38,9 +38,10 @@ _LEFT_OPEN: list[Groups] = []
 
 
 class HookState:
-    """State of one rank for exchanging the gradients of one model. Only the caller's side writes its fields.
+    """State of one rank for exchanging the gradients of one model.
 
-    :func:`lightning_topk.attach` creates it; see there for arguments and errors.
+    Only the thread that runs backward writes its fields. :func:`lightning_topk.attach` creates it; see there for
+    arguments and errors.
     """
 
     shards_per_node = 1

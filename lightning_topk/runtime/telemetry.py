@@ -1,6 +1,6 @@
 """Turns outcomes into reports of one rank's exchanges: bytes, times and compression errors.
 
-Used only by the caller's side, between two backward passes.
+Only the thread that runs backward uses it, between two passes.
 """
 
 from __future__ import annotations

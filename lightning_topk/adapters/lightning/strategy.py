@@ -81,8 +81,8 @@ class TopKStrategy(DDPStrategy):
         adapt_momentum: Whether torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax move an entry of the parameters only
             in steps that deliver its gradient, and then for all the steps that it waited; see
             :mod:`lightning_topk.runtime.momentum`. False leaves optimizers unchanged, as does ``momentum``.
-        clip_norm: Norm to which W workers together clip a bucket's gradient, before
-            compression: each clips to ``clip_norm / sqrt(W)``. None does not clip.
+        clip_norm: Each of W workers clips its bucket's gradient to ``clip_norm / sqrt(W)`` before compression. None
+            does not clip.
         saving: Factor by which to send fewer bytes than a ring all-reduce in every step, 1 or more, instead of
             ``ratio``: each bucket gets the ratio that sends that many bytes, in both directions together. With
             ``topology="hierarchical"`` the bytes between nodes count. Default: 50 without ``ratio``.

@@ -2,8 +2,8 @@
 
 :mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``cuda`` (Triton) are
 faster versions, imported when a tensor needs them. The functions here dispatch to the fastest version for the given
-tensors. ``cpu`` returns the same bits; ``cuda`` does too, unless its threshold, which is estimated from a sample,
-lets too few or too many entries pass. Momentum agrees to rounding.
+tensors. ``cpu`` returns the same bits. So does ``cuda``, unless the threshold that it estimates from a sample is off:
+it may then send fewer entries, or leave out later ones. Momentum agrees to rounding.
 """
 
 from __future__ import annotations
