@@ -38,6 +38,7 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather
 from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.runtime import collectives as drive
+from lightning_topk.runtime.momentum import adapt_momentum
 
 COUNT = torch.cuda.device_count()
 TWO, FOUR = (COUNT if COUNT > 1 else few for few in (2, 4))
@@ -224,6 +225,35 @@ def scaled(rank: int, world: int, device: str = "cuda") -> None:
 
 def test_ranks_skip_a_step_that_overflows_over_nccl(groups):
     groups(TWO, "cuda").run(scaled)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam])
+def test_adapted_momentum_steps_on_a_gpu_as_on_a_cpu(kind, captured):
+    """In one launch for all parameters, also in a CUDA graph; with weight decay."""
+    if captured and kind is torch.optim.SGD:
+        pytest.skip("SGD has no capturable")
+    ends, generator = [], torch.Generator().manual_seed(0)
+    steps = [[torch.randn(n, generator=generator) * (torch.rand(n, generator=generator) < 0.2) for n in (3, 5000)]
+             for _ in range(8)]  # fmt: skip
+    for device in ("cpu", "cuda"):
+        parameters, owner = [nn.Parameter(torch.ones(n, device=device)) for n in (3, 5000)], nn.Module()
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {"capturable": captured and device == "cuda"}
+        optimizer = kind(parameters, lr=0.01, weight_decay=0.1, **options)
+        adapt_momentum([optimizer], owner)
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        graph = None
+        for number, gradients in enumerate(steps):
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad.copy_(gradient)
+            if device == "cuda" and captured and number == 3:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            (graph.replay if graph else optimizer.step)()
+        ends.append([p.detach().cpu() for p in parameters])
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
 def backward(ddp: nn.Module) -> None:

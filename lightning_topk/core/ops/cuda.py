@@ -262,6 +262,8 @@ def _on(like: Tensor, tables: dict[str, Any], name: str, rows: list[Any]) -> Ten
         else:
             made = torch.tensor(rows, dtype=torch.float32 if name == "rules" else torch.int64)
         # An asynchronous copy: the host does not wait for the device.
-        known = rows, (made.pin_memory() if like.is_cuda else made).to(like.device, non_blocking=True)
-        tables[name] = known
+        source = made.pin_memory() if like.is_cuda else made
+        known = tables[name] = rows, source.to(like.device, non_blocking=True)
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            tables.setdefault("captured", []).append((source, known))  # each replay copies it again
     return known[1]
