@@ -146,6 +146,7 @@ def fake(monkeypatch):
     """Fake tensors, which lack pinned memory: code that asks for it is assumed to get it."""
     replace_kernels(monkeypatch.setattr, kernel)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     from lightning_topk.core.ops import cuda
 
     with FakeTensorMode():
