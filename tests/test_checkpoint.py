@@ -105,7 +105,7 @@ class Two(nn.Module):
         return self.b(self.a(x)) if branch else self.a(x)
 
 
-@pytest.mark.parametrize("topology", ["sharded", "single_server", "dense"])
+@pytest.mark.parametrize("topology", ["sharded", "single_server"])
 @on_ranks(2)
 def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, world, topology):
     """Residuals of 10 in every element are delivered when gradients are zero."""
@@ -129,13 +129,28 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     found["seen before a step"] = float(undelivered(state, ddp.module).mean())
     state.close()
     found["after another state was made"] = arrived(made(ddp.module, residuals=state.residuals)[0])
-    if topology != "dense":  # it keeps no residual for later
-        ddp, _ = made(Two(), unused=True)
-        arrived(ddp, False)
-        found["unused at first"] = arrived(ddp)
+    ddp, _ = made(Two(), unused=True)
+    arrived(ddp, False)
+    found["unused at first"] = arrived(ddp)
     frozen.a.weight.requires_grad_(False)
     found["its neighbour frozen"] = arrived(made(frozen)[0])
     assert found == dict.fromkeys(found, 10.0)
+
+
+@pytest.mark.parametrize("settings", [{"topology": "dense"}, {"ratio": 0.1, "error_feedback": False}])
+@on_ranks(2)
+def test_a_run_that_keeps_no_residuals_drops_loaded_ones_and_warns(rank, world, settings):
+    ddp, state = attached(Two(), ratio=0.1)
+    ddp(torch.ones(4, 8)).sum().backward()
+    entry, said = ranks.shared(state.state_dict()), []
+    ddp, state = attached(Two(), announce=said.append, **settings)
+    state.load_state_dict(entry)
+    ddp(torch.zeros(4, 8)).sum().backward()
+    state.close()
+    assert not gradient(ddp.module).any()
+    assert not undelivered(state, ddp.module).any()
+    assert sum("residuals of 2 parameters from an earlier run were dropped" in line for line in said) == (rank == 0)
+    assert not any("Stored residuals are kept" in line for line in said)
 
 
 @on_ranks(2)

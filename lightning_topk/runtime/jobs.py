@@ -116,9 +116,7 @@ class JobRunner:
             yield None  # ends in its turn: until then the next job must not use its groups
             return
         try:
-            end, left = self._residuals.endpoint(job.bucket, job.plan, job.used)
-            if left is not None:
-                g.add_(left if job.scale is None else left * job.scale)
+            end = self._residuals.endpoint(job.bucket, job.plan)
             codecs = job.plan.codecs(job.step, job.epoch, end.uplink.selector)
             path = exchange(end, g, codecs, job.step, job.scale, job.used, job.measure)
             name = f"{self._place}, step {job.step}, {job.name}"

@@ -90,7 +90,7 @@ class HookState:
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._elsewhere: set[str] = set()  # parameters in other ranks' optimizers only
-        self._say_what_was_reset()
+        self._say_what_was_dropped()
         if not self.residuals.steps:  # not for a model that is wrapped again
             self._say.note(start_message(self.config, self.world, self.local))
             for message in (uneven, *startup_warnings(config, self.config, self.world, optimizers is not None)):
@@ -129,7 +129,7 @@ class HookState:
         if self.residuals.steps not in self._compared:
             self._compared = compare_functions(self.config, self.residuals.steps, self._open_groups().all)
         self.telemetry.collect()
-        self._say_what_was_reset()
+        self._say_what_was_dropped()
         self.sync_optimizers()
         self._optimizers.begin_pass()
 
@@ -232,12 +232,18 @@ class HookState:
 
     # -------------------------------------------------------------------------------- between two backward passes
 
-    def _say_what_was_reset(self) -> None:
-        """Warns about dropped residuals of parameters whose size or memory format changed."""
-        count, self.residuals.reset = self.residuals.reset, 0
-        if count:
-            which = "1 parameter has" if count == 1 else f"{count} parameters have"
+    def _say_what_was_dropped(self) -> None:
+        """Warns about dropped residuals: of parameters whose size or format changed, or because settings keep none."""
+        residuals = self.residuals
+        (reset, residuals.reset), (dropped, residuals.dropped) = (residuals.reset, 0), (residuals.dropped, 0)
+        if reset:
+            which = "1 parameter has" if reset == 1 else f"{reset} parameters have"
             self._say(f"lightning_topk: {which} a different size or memory format now; the residuals start at zero.")
+        if dropped:
+            self._say(
+                f"lightning_topk: the residuals of {dropped} parameter{'s' * (dropped > 1)} from an earlier run were "
+                "dropped, since this run keeps none: the gradients in them are lost."
+            )
 
     def report(self) -> Report:
         """Returns the bytes, times and errors since the last call; see :meth:`.Telemetry.report`."""
@@ -294,7 +300,8 @@ class HookState:
         checkpoint.restore(self.residuals, self.names, entry)
         changed = checkpoint.changes(entry, self._given)
         if changed:
-            self._say(f"lightning_topk: resuming with {changed}. Stored residuals are kept.")
+            keeps = self.config.compresses and self.config.error_feedback
+            self._say(f"lightning_topk: resuming with {changed}." + " Stored residuals are kept." * bool(keeps))
 
     def _device(self) -> torch.device:
         return next(iter(self.names)).device
@@ -303,6 +310,7 @@ class HookState:
         """Ends the lane and releases the process groups, but keeps the residuals."""
         idle = self._lane is None or self._lane.close()
         self.telemetry.collect()
+        self._say_what_was_dropped()
         self._optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
             self.groups.destroy(failed=self._lane is not None and self._lane.error is not None)
