@@ -197,6 +197,10 @@ class Residuals:
             found[p] = worker, self._whole(mine[name], p) if name in mine else nothing
         return found
 
+    def __contains__(self, parameter: Tensor) -> bool:
+        """Whether a parameter was exchanged or restored."""
+        return parameter in self._by_parameter
+
     def form(self, parameter: Tensor) -> Form:
         """The form of a parameter's residuals."""
         return self._forms[parameter] if parameter in self._forms else form_of(parameter)

@@ -214,7 +214,9 @@ class ShardState(HookState):
         Returns:
             On every rank, the entry that :mod:`lightning_topk.adapters.fsdp.checkpoint` describes.
         """
-        return sharded_checkpoint.collect(self.residuals, self._param_groups, self._given, self._replicas)
+        return sharded_checkpoint.collect(
+            self.residuals, self._param_groups, self._given, self._device(), self._replicas
+        )
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns residuals for a single file. Every rank must call it between two backward passes.
@@ -222,7 +224,7 @@ class ShardState(HookState):
         Returns:
             On rank 0, what :meth:`.HookState.state_dict` returns for the unsharded model; elsewhere, no tensors.
         """
-        return sharded_checkpoint.whole(self.state_dict())
+        return sharded_checkpoint.joined(self.state_dict())
 
     @override
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
