@@ -45,6 +45,7 @@ SETTINGS = ("ratio", "saving", "wire", "topology", "error_feedback")
 
 def collect(
     residuals: Residuals,
+    steps: int,
     names: Mapping[Tensor, str],
     config: TopKConfig,
     device: torch.device,
@@ -56,7 +57,7 @@ def collect(
         The entry on the group's rank 0; the same without tensors on other ranks.
     """
     root = 0 if group is None else dist.get_global_rank(group, 0)
-    entry = {**without_parameters(residuals, config, dist.get_world_size(group)), "parameters": {}}
+    entry = {**without_parameters(steps, config, dist.get_world_size(group)), "parameters": {}}
     exchanged = [parameter for parameter in names if parameter in residuals]
     sum_to_root = partial(dist.reduce, dst=root, group=group)
     for kind, parameter, total in undelivered(residuals, exchanged, config, device, group, sum_to_root):
@@ -123,9 +124,9 @@ def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int)
     return total.add_(worker, alpha=1 / world).add_(server.to(worker.device))
 
 
-def without_parameters(residuals: Residuals, config: TopKConfig, world: int) -> dict[str, Any]:
+def without_parameters(steps: int, config: TopKConfig, world: int) -> dict[str, Any]:
     """The entry of a rank without residuals."""
-    return {**EMPTY, "world_size": world, "steps": residuals.steps, "settings": settings_of(config)}
+    return {**EMPTY, "world_size": world, "steps": steps, "settings": settings_of(config)}
 
 
 def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
@@ -161,7 +162,7 @@ def absent(reason: str, steps: int = 0) -> dict[str, Any]:
 
 
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
-    """Replaces this rank's residuals with an entry's.
+    """Replaces this rank's residuals with those of an entry.
 
     If it is damaged or belongs to another model, a ValueError says how to start with zero residuals.
     """
@@ -176,7 +177,6 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
             for name, kept in entry["parameters"].items()
         }
     )
-    residuals.steps = entry["steps"]
 
 
 @contextmanager

@@ -61,10 +61,6 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        """Number of exchanged gradients, for schedules and selectors. Written between two backward passes."""
-        self.buckets: tuple[tuple[Tensor, ...], ...] = ()
-        """The parameters that were exchanged together in the last backward pass. Written between two of them."""
         self.rank = 0
         """This rank."""
         self.counts: dict[Tensor, int] = {}
@@ -145,14 +141,10 @@ class Residuals:
             kept.update({name: part.cpu() for name, part in kept.items()})
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
-        """Forgets all parameters but these, so that another model starts without the residuals of the last one."""
-        keep = set(parameters)
-        known = {*self._by_parameter, *self._forms, *(parameter for bucket in self.buckets for parameter in bucket)}
-        if known and keep.isdisjoint(known):
-            self.steps = 0
-        self.drop_endpoints(known - keep)
-        self.buckets = tuple(bucket for bucket in self.buckets if keep.issuperset(bucket))
-        for parameter in known - keep:
+        """Forgets all parameters but these, such as those of a layer that was replaced."""
+        gone = {*self._by_parameter, *self._forms} - {*parameters}
+        self.drop_endpoints(gone)
+        for parameter in gone:
             self._forget(parameter)
 
     def forget_changed(self, parameters: Iterable[Tensor] | None = None) -> None:

@@ -52,7 +52,7 @@ class HookState:
         config: TopKConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-        residuals: Residuals | None = None,
+        earlier: HookState | None = None,
         epoch: Callable[[], int] | None = None,
         optimizers: Callable[[], Sequence[Optimizer]] | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -63,7 +63,7 @@ class HookState:
     ) -> None:
         self._given = config = one_config(type(self), config, settings)
         _check_arguments(config, epoch, optimizers, local_world_size)
-        residuals = residuals or Residuals()
+        residuals = Residuals() if earlier is None else earlier.residuals
         residuals.offload_to_cpu()  # their endpoints may come from other settings
         residuals.forget_changed()
         timeout = timeout or timeout_of(process_group)
@@ -71,7 +71,13 @@ class HookState:
         self.groups: Groups | None = groups
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         residuals.rank = self.rank
-        self.residuals, self._epoch = residuals, epoch or (lambda: 0)
+        self.residuals: Residuals = residuals
+        self._epoch = epoch or (lambda: 0)
+        self.steps: int = 0 if earlier is None else earlier.steps
+        """Backward passes of the run that were exchanged, for schedules and selectors."""
+        self.last_buckets: tuple[Bucket, ...] = ()
+        """The buckets of the last backward pass."""
+        self._parent = process_group
         # Every rank of the first node is rank 0 of the replicas of its shard.
         self._say = WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank(), note)
         self.buckets = Buckets(self.config, self.world, groups.local)
@@ -89,9 +95,10 @@ class HookState:
         self._as_adapted: frozenset[Tensor] = frozenset()  # the same, as computed in the last pass
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
+        self._closed_on: torch.device | None = None
         self._elsewhere: set[str] = set()  # parameters in other ranks' optimizers only
         self._say_what_was_dropped()
-        if not self.residuals.steps:  # not for a model that is wrapped again
+        if not self.steps:  # not for a model that is wrapped again
             self._say.note(start_message(self.config, self.world, self.local))
             for message in (uneven, *startup_warnings(config, self.config, self.world, optimizers is not None)):
                 self._say(message)
@@ -120,14 +127,14 @@ class HookState:
         """The process groups."""
         if self.groups is None:
             raise RuntimeError(
-                f"this {type(self).__name__} was closed. Save residuals before closing it; to continue, attach again."
+                f"this {type(self).__name__} was closed. To continue, attach the model again, with earlier= this state."
             )
         return self.groups
 
     def begin_pass(self) -> None:
         """Begins a backward pass, when its first gradients are ready."""
-        if self.residuals.steps not in self._compared:
-            self._compared = compare_functions(self.config, self.residuals.steps, self._open_groups().all)
+        if self.steps not in self._compared:
+            self._compared = compare_functions(self.config, self.steps, self._open_groups().all)
         self.telemetry.collect()
         self._say_what_was_dropped()
         self.sync_optimizers()
@@ -146,7 +153,7 @@ class HookState:
             self.buckets.plan_of(bucket),
             name,
             used,
-            step=self.residuals.steps,
+            step=self.steps,
             epoch=self._epoch(),
             scale=self._optimizers.scale,
             measure=Measure(self.telemetry.measure, self.telemetry.measure and self.telemetry.measure_layers),
@@ -165,20 +172,19 @@ class HookState:
 
         Unlimited where unused parameters leave their entries to others.
         """
-        for bucket in () if self.voting else self.residuals.buckets:
+        for bucket in () if self.voting else self.last_buckets:
             parameters = {self.parameter_of(member) for member in bucket}
             if parameter in parameters:
                 plan = self.buckets.plan_of(bucket)
-                reply = plan.codecs(self.residuals.steps - 1, self._epoch()).reply
+                reply = plan.codecs(self.steps - 1, self._epoch()).reply
                 return parameters, reply.k * plan.layout.shards / plan.layout.numel * plan.numel
         return {parameter}, math.inf
 
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
-        residuals = self.residuals
-        same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in residuals.buckets]
+        same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        now = residuals.steps, self._epoch()
+        now = self.steps, self._epoch()
         whole = frozenset(m for bucket in buckets if self.buckets.delivers_everything(bucket, *now) for m in bucket)
         compressed = self.buckets.compressed
         adapted = self.parameters_of(compressed - whole if whole else compressed)
@@ -186,7 +192,7 @@ class HookState:
             self._as_adapted = adapted
             self._adapted.clear()  # optimizers keep the set
             self._adapted |= adapted
-        residuals.steps, residuals.buckets = residuals.steps + 1, tuple(buckets)
+        self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
@@ -259,8 +265,8 @@ class HookState:
 
         The bytes that FSDP2 sends inside a node are not included.
         """
-        residuals, mine = self.residuals, self.rank if rank is None else rank
-        total = volume_of(self.buckets, residuals.buckets, mine, residuals.steps, self._epoch(), self.voting)
+        mine = self.rank if rank is None else rank
+        total = volume_of(self.buckets, self.last_buckets, mine, self.steps, self._epoch(), self.voting)
         return total.of_shards(self.shards_per_node)
 
     def measure_link(self) -> None:
@@ -276,15 +282,14 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.
 
+        A closed state has its residuals too.
+
         Returns:
             On rank 0, numbers, strings and CPU tensors, see :mod:`lightning_topk.runtime.checkpoint`. On other
             ranks the same without tensors.
-
-        Raises:
-            RuntimeError: The state was closed.
         """
-        group = self._open_groups().all
-        return checkpoint.collect(self.residuals, self.names, self._given, self._device(), group)
+        group = self._parent if self.groups is None else self.groups.all
+        return checkpoint.collect(self.residuals, self.steps, self.names, self._given, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
@@ -298,16 +303,19 @@ class HookState:
         """
         self._open_groups()
         checkpoint.restore(self.residuals, self.names, entry)
+        self.steps = entry["steps"]
         changed = checkpoint.changes(entry, self._given)
         if changed:
             keeps = self.config.compresses and self.config.error_feedback
             self._say(f"lightning_topk: resuming with {changed}." + " Stored residuals are kept." * bool(keeps))
 
     def _device(self) -> torch.device:
-        return next(iter(self.names)).device
+        """The device of the parameters; of a closed state, when it was closed: the Trainer then moves the model."""
+        return self._closed_on or next(iter(self.names)).device
 
     def close(self) -> None:
         """Ends the lane and releases the process groups, but keeps the residuals."""
+        self._closed_on = self._device() if self.names else None
         idle = self._lane is None or self._lane.close()
         self.telemetry.collect()
         self._say_what_was_dropped()

@@ -30,6 +30,7 @@ from lightning_topk.runtime.residuals import Residuals
 
 def collect(
     residuals: Residuals,
+    steps: int,
     groups: Sequence[ParamGroup],
     config: TopKConfig,
     device: torch.device,
@@ -46,7 +47,7 @@ def collect(
     for kind, member, total in undelivered(residuals, group_of, config, device, replicas, sum_):
         group, total = group_of[member], total / group_of[member].later_divided_by(member)
         found.setdefault(kind, {})[group.names[member]] = _like_parameter(total, group.sharded(member))
-    return {**found, "about": json.dumps(without_parameters(residuals, config, dist.get_world_size(replicas)))}
+    return {**found, "about": json.dumps(without_parameters(steps, config, dist.get_world_size(replicas)))}
 
 
 def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.bucket import Bucket, names_of
-from lightning_topk.runtime.residuals import Residuals
-
-_PROXIES: WeakKeyDictionary[Residuals, dict[str, Tensor]] = WeakKeyDictionary()
-
-
-def proxies_of(residuals: Residuals) -> dict[str, Tensor]:
-    """Proxies by name for these residuals, so that a model that is attached again finds its own."""
-    return _PROXIES.setdefault(residuals, {})
 
 
 class ParamGroup:

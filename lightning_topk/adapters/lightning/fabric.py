@@ -115,7 +115,7 @@ class TopKStrategy(DDPStrategy):
             ddp,
             self.config,
             timeout=self._timeout,
-            residuals=before[0].residuals if len(before) == 1 else None,
+            earlier=before[0] if len(before) == 1 else None,
             epoch=lambda: self.epoch,
             optimizer=lambda: [
                 each
