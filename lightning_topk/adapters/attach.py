@@ -56,7 +56,7 @@ def attach(
             there; the state then exchanges nothing.
         config: The settings; or pass them as keywords.
         timeout: Timeout of collectives. Default: the timeout of the model's process group.
-        earlier: A closed state of the same model, whose residuals and number of steps the new one continues.
+        earlier: An earlier state of the same model, whose residuals and steps the new one continues.
         epoch: Function that returns the epoch, for schedules by epoch.
         broadcast_weights: For FSDP2 only: whether to broadcast the first replica's weights to the others now. DDP
             broadcasts weights when it wraps a model.

@@ -70,7 +70,7 @@ class Residuals:
         self.dropped = 0
         """Number of parameters whose residual was dropped because their endpoint keeps none."""
         self._by_parameter: Memories = {}  # views of an endpoint's memory, while a parameter has an endpoint
-        self._loaded: set[Tensor] = set()  # parameters whose whole memory every rank has, from a checkpoint
+        self._loaded: set[Tensor] = set()  # parameters whose memory every rank has in full, from a checkpoint
         self._forms: dict[Tensor, Form] = {}
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
 
@@ -122,9 +122,9 @@ class Residuals:
                         "load_state_dict, which converts them."
                     )
                 for name, part in kept.items():
-                    whole = self._whole(part, p)
+                    spread = self._spread(part, p)
                     # Without slices, each rank is its own worker, one of `was` times as many.
-                    kept[name] = whole * was if count == 1 else reference.split_parts(whole, parts)[self.rank % count]
+                    kept[name] = spread * was if count == 1 else reference.split_parts(spread, parts)[self.rank % count]
             self.counts[p] = count
             self._loaded.discard(p)
 
@@ -184,9 +184,9 @@ class Residuals:
         found = {}
         for p, kept in self._by_parameter.items():
             count, nothing = self.counts.get(p, 1), torch.zeros((), device=p.device).expand(p.numel())
-            worker = self._whole(kept[name], p) * count if name in kept and count > 1 else kept.get(name, nothing)
+            worker = self._spread(kept[name], p) * count if name in kept and count > 1 else kept.get(name, nothing)
             mine = server.get(p, {})
-            found[p] = worker, self._whole(mine[name], p) if name in mine else nothing
+            found[p] = worker, self._spread(mine[name], p) if name in mine else nothing
         return found
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -213,7 +213,7 @@ class Residuals:
 
     # -------------------------------------------------------------------------------- slices
 
-    def _whole(self, part: Tensor, parameter: Tensor) -> Tensor:
+    def _spread(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Places a slice of a parameter in a tensor ``[numel]`` that is zero elsewhere."""
         count = self.counts.get(parameter, 1)
         if count == 1:

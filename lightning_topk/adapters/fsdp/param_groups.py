@@ -24,7 +24,7 @@ from lightning_topk.bucket import Bucket, names_of
 class ParamGroup:
     """A group of parameters whose gradients FSDP reduces together.
 
-    A sharded parameter has the size of the whole one. So in a bucket a *proxy* takes its place: ``[elements of the
+    A sharded parameter has the size of the full one. So in a bucket a *proxy* takes its place: ``[elements of the
     padded shard]`` in the dtype of the reduced gradient, without memory of its own.
 
     Args:
@@ -76,11 +76,11 @@ class ParamGroup:
         for parameter in self.proxies.values():
             # Weak references: the garbage collector does not see a tensor's hooks, and would never free the model.
             note = partial(_note, ref(self), ref(parameter))
-            whole = parameter._unsharded_param
-            if whole.is_floating_point():  # others never get a gradient
-                trained = whole.requires_grad
-                self._watches.append(whole.requires_grad_().register_post_accumulate_grad_hook(note))
-                whole.requires_grad_(trained)
+            unsharded = parameter._unsharded_param
+            if unsharded.is_floating_point():  # others never get a gradient
+                trained = unsharded.requires_grad
+                self._watches.append(unsharded.requires_grad_().register_post_accumulate_grad_hook(note))
+                unsharded.requires_grad_(trained)
         self.module.reshard()
 
     def stop(self) -> None:
@@ -150,7 +150,7 @@ class ParamGroup:
         return self._group._all_reduce_hook
 
     def set_hook(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
-        """Makes FSDP call a hook with each reduced gradient, on the given stream."""
+        """Makes FSDP call a hook with each reduced gradient, on a stream."""
         self.module.set_all_reduce_hook(hook, stream=stream)
 
     def later_divided_by(self, proxy: Tensor) -> float:
