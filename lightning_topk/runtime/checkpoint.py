@@ -60,10 +60,11 @@ def collect(
     entry = {**without_parameters(steps, config, dist.get_world_size(group)), "parameters": {}}
     exchanged = [parameter for parameter in names if parameter in residuals]
     sum_to_root = partial(dist.reduce, dst=root, group=group)
+    on_root = dist.get_rank(group) == 0
     for kind, parameter, total in undelivered(residuals, exchanged, config, device, group, sum_to_root):
-        if dist.get_rank(group) == 0:
+        if on_root:
             entry["parameters"].setdefault(names[parameter], {})[kind] = total.cpu()
-    return entry if dist.get_rank(group) == 0 else {**entry, "mode": ELSEWHERE, "residuals": _OnRank0()}
+    return entry if on_root else {**entry, "mode": ELSEWHERE, "residuals": _OnRank0()}
 
 
 def undelivered(

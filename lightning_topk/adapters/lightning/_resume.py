@@ -14,11 +14,6 @@ from lightning_topk.runtime.state import HookState
 
 State = TypeVar("State", bound=HookState)
 
-INTERRUPTED = "it was saved while an exception or a signal was handled, when collectives could hang"
-"""Why a checkpoint that not all ranks may save has no residuals."""
-LEFT_OUT = "it was saved with residual_checkpoint=False"
-"""Why another checkpoint has none."""
-
 
 def entry_to_save(
     state: State | None, save: Callable[[State], dict[str, Any]], residual_checkpoint: bool, module: Any, filepath: Any
@@ -31,11 +26,11 @@ def entry_to_save(
     trainer = None if module is None else module._trainer
     status = None if trainer is None else trainer.state.status
     if not residual_checkpoint:
-        return absent(LEFT_OUT, steps)
+        return absent("it was saved with residual_checkpoint=False", steps)
     if not (dist.is_available() and dist.is_initialized()):
         return absent("it was saved after the worker processes, which held them, had ended")
     if status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt"):
-        return absent(INTERRUPTED, steps)
+        return absent("it was saved while an exception or a signal was handled, when collectives could hang", steps)
     return dict(EMPTY) if state is None else save(state)
 
 

@@ -183,11 +183,12 @@ class TopKStrategy(DDPStrategy):
         # DDPStrategy (lightning 2.6) registers hooks on CUDA only and silently skips CPU.
         assert isinstance(self.model, DistributedDataParallel)
         last, parameters = self._last, {*self.model.module.parameters()}
+        exchanged = {parameter for parameter in last.names if parameter in last.residuals} if last else set()
         self.topk_state = self._last = attach(
             self.model,
             self.config,
             timeout=self._timeout,
-            earlier=last if last and not parameters.isdisjoint(last.names) else None,  # another model starts anew
+            earlier=None if exchanged and parameters.isdisjoint(exchanged) else last,  # another model starts anew
             epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
