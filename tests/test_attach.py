@@ -242,7 +242,7 @@ def test_functions_of_the_step_are_refused_before_they_differ_between_ranks(rank
 
     for ratio, start in ((Uneven(), 0), (uneven(6), 0), (uneven(103), 100)):
         model, state = attached(four_layers(), ratio=ratio)
-        state.residuals.steps = start
+        state.steps = start
         with mock.patch.object(agreement, "AHEAD", 5):
             found = ((step, refusal(loss_of(model, rank, step).backward)) for step in range(7))
             said.append(next((step, message) for step, message in found if message))
@@ -326,7 +326,7 @@ def test_a_small_bucket_of_another_dtype_learns_like_the_rest(rank, world):
             loss.backward()
             optimizer.step()
         ends[name] = float(mean_over_ranks(loss.detach().reshape(1)))
-    heads = [bucket for bucket in state.residuals.buckets if sum(p.numel() for p in bucket) == 65]
+    heads = [bucket for bucket in state.last_buckets if sum(p.numel() for p in bucket) == 65]
     assert [state.buckets.plan_of(bucket).ratio for bucket in heads] == [1.0]
     assert ends["two dtypes"] < 1.5 * max(ends["DDP"], ends["one dtype"]), ends
 
@@ -588,7 +588,7 @@ def test_a_model_is_attached_again_whether_its_state_is_open_or_closed(rank, wor
             assert "this TopKState was closed. " in refusal(loss_of(model, rank, 1).backward)
         before = open_now()
         whole = {"ratio": 1.0, "wire": "fp32", "optimizer": SGD(net.parameters(), lr=0.1)}
-        again = attach(model, residuals=first.residuals, **whole)
+        again = attach(model, earlier=first, **whole)
         first.close()  # changes nothing
         net.zero_grad()
         loss_of(model, rank, 1).backward()
@@ -634,6 +634,6 @@ def test_resuming_with_other_settings_is_announced(rank, world):
         assert first == "ratio=0.2 (was 0.1), wire='bf16' (was 'int4'). Stored residuals are kept."
         assert second == (
             "saving=50 (checkpoint: ratio=0.1), wire='bf16' (was 'int4'), topology='single_server' (was None), "
-            "error_feedback=False (was True). Stored residuals are kept."
+            "error_feedback=False (was True)."
         )
         assert third.startswith("ratio=[0.1, ")

@@ -105,7 +105,7 @@ class Two(nn.Module):
         return self.b(self.a(x)) if branch else self.a(x)
 
 
-@pytest.mark.parametrize("topology", ["sharded", "single_server", "dense"])
+@pytest.mark.parametrize("topology", ["sharded", "single_server"])
 @on_ranks(2)
 def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, world, topology):
     """Residuals of 10 in every element are delivered when gradients are zero."""
@@ -115,7 +115,7 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     def made(net: nn.Module, unused: bool = False, **options: Any):
         options |= {"topology": topology, "ratio": 1.0, "wire": "fp32"}
         ddp, state = attached(net, {"find_unused_parameters": unused}, **options)
-        if "residuals" not in options:
+        if "earlier" not in options:
             state.load_state_dict(entry)
         return ddp, state
 
@@ -128,14 +128,29 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     ddp, state = made(Two())
     found["seen before a step"] = float(undelivered(state, ddp.module).mean())
     state.close()
-    found["after another state was made"] = arrived(made(ddp.module, residuals=state.residuals)[0])
-    if topology != "dense":  # it keeps no residual for later
-        ddp, _ = made(Two(), unused=True)
-        arrived(ddp, False)
-        found["unused at first"] = arrived(ddp)
+    found["after another state was made"] = arrived(made(ddp.module, earlier=state)[0])
+    ddp, _ = made(Two(), unused=True)
+    arrived(ddp, False)
+    found["unused at first"] = arrived(ddp)
     frozen.a.weight.requires_grad_(False)
     found["its neighbour frozen"] = arrived(made(frozen)[0])
     assert found == dict.fromkeys(found, 10.0)
+
+
+@pytest.mark.parametrize("settings", [{"topology": "dense"}, {"ratio": 0.1, "error_feedback": False}])
+@on_ranks(2)
+def test_a_run_that_keeps_no_residuals_drops_loaded_ones_and_warns(rank, world, settings):
+    ddp, state = attached(Two(), ratio=0.1)
+    ddp(torch.ones(4, 8)).sum().backward()
+    entry, said = ranks.shared(state.state_dict()), []
+    ddp, state = attached(Two(), announce=said.append, **settings)
+    state.load_state_dict(entry)
+    ddp(torch.zeros(4, 8)).sum().backward()
+    state.close()
+    assert not gradient(ddp.module).any()
+    assert not undelivered(state, ddp.module).any()
+    assert sum("residuals of 2 parameters from an earlier run were dropped" in line for line in said) == (rank == 0)
+    assert not any("Stored residuals are kept" in line for line in said)
 
 
 @on_ranks(2)
@@ -176,7 +191,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("from a rank other than 0", changed(mode="on rank 0", parameters={})),
     ]
     said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases]
-    untouched = (state.residuals.steps, state.residuals.held()) == (0, {})
+    untouched = (state.steps, state.residuals.held()) == (0, {})
     state.load_state_dict(good)
     assert ranks.unsaid(said) == []
     assert all("residual_checkpoint=False" in found for _, found in said)
@@ -191,6 +206,19 @@ def test_a_state_dict_on_rank_0_alone_says_that_every_rank_must_call_it(rank, wo
     said = "" if rank else refusal(state.state_dict)
     dist.barrier()
     assert rank or "Call state_dict(), or the Trainer's save_checkpoint, on every rank at the same point" in said
+
+
+@on_ranks(2)
+def test_a_closed_state_has_its_residuals(rank, world):
+    """As a Trainer saves them after fit."""
+    model, state = attached(four_layers(), ratio=0.05)
+    loss_of(model, rank, 0).backward()
+    found = []
+    for _ in range(2):
+        found.append(ranks.shared(state.state_dict()))
+        state.close()
+    assert found[0]["steps"] == 1
+    torch.testing.assert_close(*(each["parameters"] for each in found), rtol=1e-5, atol=1e-7)
 
 
 @on_ranks(2)
@@ -237,15 +265,15 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(rank
         loss.backward()
         state.close()
         others = nn.ParameterList([*net[0].parameters(), net[1].bias])
-        residuals, expected = state.residuals, undelivered(state, others)
-        del ddp, state, loss
+        expected = undelivered(state, others)
+        del ddp, loss
         gc.collect()  # autograd remembers a parameter's size as long as DDP's reducer does
         net.zero_grad()
         if kind == "format":
             net[1].to(memory_format=torch.channels_last)
         else:
             net[1].weight.data = torch.randn(8, 8, 2, 2)
-        ddp, _ = attached(net, ratio=1.0, wire="fp32", residuals=residuals, announce=said.append)
+        ddp, _ = attached(net, ratio=1.0, wire="fp32", earlier=state, announce=said.append)
         (0 * ddp(torch.zeros(8, 1, 9, 9))).sum().backward()
         assert not net[1].weight.grad.any()
         torch.testing.assert_close(gradient(others).double(), expected)

@@ -54,7 +54,7 @@ def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
     fabric = fabric_of(rank, world, ratio=1.0, wire="fp32")
     pairs = nets(fabric)
     train(fabric, pairs, rank, range(4))
-    exchanged = [state.residuals.steps for state in fabric.strategy.topk_states]
+    exchanged = [state.steps for state in fabric.strategy.topk_states]
     for number, (model, _) in enumerate(pairs):
         alone = four_layers()
         optimizer = SGD(alone.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_residuals_are_saved_and_loaded_under_the_users_keys(rank, world, tmp_pa
     assert all(each.any() for each in kept[0])
     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-6)
     assert torch.equal(rows[0], rows[1])
-    assert [each.residuals.steps for each in fabric.strategy.topk_states] == [6, 6]
+    assert [each.steps for each in fabric.strategy.topk_states] == [6, 6]
 
 
 @on_ranks(2)
@@ -120,7 +120,7 @@ def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, wo
         model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
         kept.append(model)  # as a notebook keeps earlier models
         state = fabric.strategy.state_of(model)
-        assert state.residuals.steps == 2 * turn, "the residuals of the previous turn"
+        assert state.steps == 2 * turn, "the residuals of the previous turn"
         assert fabric.strategy.topk_states == [state]
         train(fabric, [(model, optimizer)], rank, range(2))
         open_groups.append(len(dist.distributed_c10d._world.pg_map))
@@ -139,7 +139,7 @@ def test_modules_that_share_a_part_are_exchanged_side_by_side(rank, world):
         net = nn.Sequential(trunk, nn.Linear(20, 20))
         pairs.append(fabric.setup(net, SGD(net[1].parameters(), lr=0.1)))
     train(fabric, pairs, rank, range(3))
-    assert [state.residuals.steps for state in fabric.strategy.topk_states] == [3, 3]
+    assert [state.steps for state in fabric.strategy.topk_states] == [3, 3]
     rows = every_rank(torch.stack([weights(model) for model, _ in pairs]))
     assert torch.equal(rows[0], rows[1])
 

@@ -283,7 +283,7 @@ def test_a_static_graph_is_exchanged_after_every_rebuild_in_manual_optimization(
     trainer.fit(model)
     rows = every_rank(weights(model))
     assert torch.equal(rows[0], rows[1])
-    assert trainer.strategy._residuals.steps == 2 * 3 * 4  # two passes a step, three epochs of four steps
+    assert trainer.strategy._last.steps == 2 * 3 * 4  # two passes a step, three epochs of four steps
 
 
 class Thawing(Module):

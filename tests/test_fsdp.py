@@ -128,7 +128,7 @@ def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, A
     schedule = every <= 4 or isinstance(settings.get("ratio"), ExponentialWarmup)
     settled = None if schedule else int("saving" in settings)  # small groups are sent whole once all are known
     laws.check(torch.stack(computed), rows, left, sent, planned, exact, settled)
-    assert (state.residuals.steps, {*state.names.values()}) == (4, {*names})
+    assert (state.steps, {*state.names.values()}) == (4, {*names})
     assert rows.any()
     assert left.any() == (nodes > 1)
 
@@ -175,7 +175,7 @@ def test_nothing_is_lost_whatever_the_dtypes_of_parameters_and_reductions(rank, 
         net(batch(rank, step).to(dtype)).square().mean().backward()
         kinds |= {p.grad.dtype for p in net.parameters()}
     watched.check(1e-4)
-    members = {member.dtype for bucket in state.residuals.buckets for member in bucket}
+    members = {member.dtype for bucket in state.last_buckets for member in bucket}
     assert (kinds, members) == ({dtype}, {policy.get("reduce_dtype", dtype)})
 
 
@@ -228,7 +228,7 @@ def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world
         return net
 
     state = as_hybrid(make, partial(learned, rank=rank, clip=clip, kind=kind))
-    assert state.residuals.steps == 6, "accumulated gradients are exchanged once"
+    assert state.steps == 6, "accumulated gradients are exchanged once"
 
 
 @on_ranks(4)
@@ -315,7 +315,7 @@ def test_a_pass_ends_with_fsdps_root_outside_the_model(rank, world):
     for step in range(6):
         net[0].requires_grad_(step % 2 == 0)
         loss_of(outer, rank, step).backward()
-        assert state.residuals.steps == step + 1
+        assert state.steps == step + 1
     watched.check()
 
 
@@ -329,7 +329,7 @@ def test_two_models_may_share_a_frozen_module_that_stays_frozen(rank, world):
     states = [attach(net, process_group=mesh["replicate"], ratio=0.1) for net in nets]
     for net in nets:
         loss_of(net, rank, 0).backward()
-    assert [state.residuals.steps for state in states] == [1, 1]
+    assert [state.steps for state in states] == [1, 1]
     nets[0][0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"'0\.\w+' \(one of 2\) was unfrozen, but its gradient is not reduced"):
         loss_of(nets[0], rank, 1).backward()
@@ -414,7 +414,7 @@ def test_training_continues_after_a_failed_backward_pass(rank, world):
         net.reset_iter_state()
         ranks.train(net, rank, (1, 2))
         watched.check()
-        assert state.residuals.steps == 4
+        assert state.steps == 4
 
 
 AROUND = {"checkpoint": checkpoint_wrapper, "compile": partial(torch.compile, backend="aot_eager")}
@@ -442,7 +442,7 @@ def blocks(rank: int, kind: str) -> Tensor:
         x = batch(rank, step).requires_grad_()
         (checkpoint(net, x, use_reentrant=True) if kind == "reentrant" else net(x)).square().mean().backward()
         optimizer.step()
-    assert state.residuals.steps == 3
+    assert state.steps == 3
     return weights(net)
 
 
@@ -505,7 +505,7 @@ def test_a_closed_state_raises_in_backward_and_a_new_state_takes_over(rank, worl
     with pytest.raises(RuntimeError, match="this ShardState was closed"):
         loss_of(net, rank, 1).backward()
     getattr(net, "reset_iter_state", lambda: None)()
-    again = attach(net, process_group=mesh_of(2, 2)["replicate"], ratio=0.1, residuals=state.residuals)
+    again = attach(net, process_group=mesh_of(2, 2)["replicate"], ratio=0.1, earlier=state)
     assert torch.equal(undelivered(again, net), kept)
 
 
@@ -588,7 +588,7 @@ def loaded(
     else:
         dcp.load({"model": (model := net.state_dict()), "topk": state}, checkpoint_id=folder)
         net.load_state_dict(model)
-    found, steps = state.full_state_dict()["parameters"], state.residuals.steps
+    found, steps = state.full_state_dict()["parameters"], state.steps
     loss_of(net, rank, 9).backward()
     assert steps == 3
     if rank == 0:
@@ -612,15 +612,17 @@ def test_residuals_of_shards_resume_on_other_nodes_and_with_layers_frozen(groups
 @on_ranks(4)
 def test_a_consolidated_checkpoint_resumes_with_zero_residuals(rank, world, tmp_path):
     """Lightning consolidates a distributed checkpoint into one file, without the residuals' folder."""
-    from lightning_topk.adapters.lightning._nodes import IN_SHARDS, resume, save_shards
+    from lightning_topk.adapters.lightning._nodes import in_shards, resume, save_shards
 
     _, state, _ = trained(rank)
     save_shards(state, tmp_path)
     one = tmp_path / "consolidated"
     one.touch()
-    for path, steps in ((tmp_path, 3), (one, 0)):
-        resume(state, IN_SHARDS, path)
-        assert state.residuals.steps == steps
+    entry = in_shards(state)
+    for path, steps in ((tmp_path, 3), (one, 3)):
+        state.steps = 0
+        resume(state, entry, path)
+        assert state.steps == steps
 
 
 @on_ranks(4)
@@ -628,7 +630,7 @@ def test_a_resumed_run_keeps_its_saving_and_residuals_in_the_reduce_dtype(rank, 
     """FSDP may reduce in another dtype than the parameters'."""
 
     def ratios(state: Any) -> list[float]:
-        return [state.buckets.plan_of(bucket).ratio for bucket in state.residuals.buckets]
+        return [state.buckets.plan_of(bucket).ratio for bucket in state.last_buckets]
 
     for dtype in (torch.bfloat16, torch.float16):
         settings = {"ratio": None, "saving": 4, "options": {"mp_policy": MixedPrecisionPolicy(dtype, dtype)}}

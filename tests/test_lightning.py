@@ -282,7 +282,7 @@ def test_the_learning_rate_finder_leaves_no_bytes_and_no_residuals(rank, world, 
 
     def look(trainer, *_):
         state = trainer.strategy.topk_state
-        found.append((state.residuals.steps, len(state.residuals.held())))
+        found.append((state.steps, len(state.residuals.held())))
 
     finder = LearningRateFinder(num_training_steps=8, early_stop_threshold=None, update_attr=False)
     callbacks = [finder, LambdaCallback(on_train_start=look, on_train_end=look)]
@@ -354,7 +354,7 @@ import lightning as L, lightning_topk, sys, trainers
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 def norms(strategy):
-    held = strategy._residuals.held()
+    held = strategy._last.residuals.held()
     return {id(p): float(sum(part.norm() for part in parts)) for p, parts in held.items()}
 
 class First(L.Callback):
@@ -374,7 +374,7 @@ if __name__ == "__main__":
     assert trainer.world_size == 2 and trainer.global_step == 6, trainer.global_step
     # The same parameters keep their residuals; another model starts without, and at step 0.
     assert first.at_start == ({} if "--other" in sys.argv else left), (first.at_start, left)
-    assert strategy._residuals.steps == (3 if "--other" in sys.argv else 6)
+    assert strategy._last.steps == (3 if "--other" in sys.argv else 6)
     print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
 """
 

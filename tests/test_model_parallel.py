@@ -73,7 +73,7 @@ def test_with_everything_sent_nodes_learn_as_one_process(rank, world, options, o
         optimizer.step()
     rows = seen[:, :4].reshape(-1, 12)
     assert len(rows.unique(dim=0)) == len(rows) == 64, "every row is seen once an epoch"
-    assert trainer.strategy._last.residuals.steps == 4, "accumulated gradients are exchanged once"
+    assert trainer.strategy._last.steps == 4, "accumulated gradients are exchanged once"
     torch.testing.assert_close(found, weights(alone), atol=1e-5, rtol=1e-4)
 
 
@@ -83,15 +83,15 @@ def test_a_fit_is_monitored_and_a_second_fit_continues_unless_of_another_model(r
     trainer, model = fit(rank, world, callbacks=[monitor], log_every_n_steps=2)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
     strategy = trainer.strategy
-    before, steps = strategy._last.full_state_dict(), strategy._last.residuals.steps
+    before, steps = strategy._last.full_state_dict(), strategy._last.steps
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(model)
-    after, predicted = strategy._last.residuals.steps, strategy._last.predicted()
+    after, predicted = strategy._last.steps, strategy._last.predicted()
     copies = every_rank(torch.cat([p.to_local().detach().flatten() for p in model.parameters()])[:200])
     trainer.fit_loop.epoch_loop.max_steps = 8
     trainer.fit(Model())
     assert strategy.topk_state is None
-    assert (steps, after, strategy._last.residuals.steps) == (4, 6, 2)
+    assert (steps, after, strategy._last.steps) == (4, 6, 2)
     assert torch.equal(copies[:2], copies[2:])
     assert rank or sum(float(each["residual"].norm()) for each in before["parameters"].values())
     assert logged["topk/uplink_bytes"] == predicted.uplink
@@ -164,7 +164,7 @@ def test_fabric_trains_a_sharded_model_by_attach(rank, world):
         fabric.backward(loss_of(model, rank, step))
         optimizer.step()
     rows = every_rank(torch.cat([p.to_local().detach().flatten() for p in model.parameters()])[:100])
-    assert state.residuals.steps == 3
+    assert state.steps == 3
     assert torch.equal(rows[0], rows[2])
 
 

@@ -26,7 +26,7 @@ def test_buckets_are_those_that_ddp_builds(rank, world):
     ddp, state = attached(net, {"bucket_cap_mb": 1}, ratio=0.01)
     for _ in range(3):
         ddp(torch.randn(2, 300)).sum().backward()
-    found = [[p.numel() for p in bucket] for bucket in state.residuals.buckets]
+    found = [[p.numel() for p in bucket] for bucket in state.last_buckets]
     expected = ddp_buckets([p.numel() for p in net.parameters()], cap_mb=1)
     assert len(found) > 3
     # DDP takes gradients in their order of arrival: a layer's bias may come before its weight.

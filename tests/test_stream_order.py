@@ -190,7 +190,7 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     fake = FakeTensorMode()
     with fake:
         units: list[Any] = [Shards(gpu, 0), Shards(gpu, 2)]
-    given = dict.fromkeys(("timeout", "residuals", "epoch", "optimizers", "scaler", "announce"))
+    given = dict.fromkeys(("timeout", "earlier", "epoch", "optimizers", "scaler", "announce"))
     state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
         state.learn_names()

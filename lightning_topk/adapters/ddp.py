@@ -192,6 +192,7 @@ def attach(
     try:
         state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
+        state.residuals.keep_only(exchanged)
         trained = [p.numel() for p in exchanged if p.requires_grad]
         # DDP's first bucket holds the whole model, unless parameters may be unused.
         state.buckets.check_size(max(trained, default=0) if model.find_unused_parameters else sum(trained))

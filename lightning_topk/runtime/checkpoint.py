@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import reprlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ SETTINGS = ("ratio", "saving", "wire", "topology", "error_feedback")
 
 def collect(
     residuals: Residuals,
+    steps: int,
     names: Mapping[Tensor, str],
     config: TopKConfig,
     device: torch.device,
@@ -54,35 +56,45 @@ def collect(
     Returns:
         The entry on the group's rank 0; the same without tensors on other ranks.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
     root = 0 if group is None else dist.get_global_rank(group, 0)
-    parameters: dict[str, dict[str, Tensor]] = {}
-    for kind in memory_names(config):
+    entry = {**without_parameters(steps, config, dist.get_world_size(group)), "parameters": {}}
+    exchanged = [parameter for parameter in names if parameter in residuals]
+    sum_to_root = partial(dist.reduce, dst=root, group=group)
+    on_root = dist.get_rank(group) == 0
+    for kind, parameter, total in undelivered(residuals, exchanged, config, device, group, sum_to_root):
+        if on_root:
+            entry["parameters"].setdefault(names[parameter], {})[kind] = total.cpu()
+    return entry if on_root else {**entry, "mode": ELSEWHERE, "residuals": _OnRank0()}
+
+
+def undelivered(
+    residuals: Residuals,
+    parameters: Collection[Tensor],
+    config: TopKConfig,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    sum_: Callable[[Tensor], Any],
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields what a checkpoint keeps: ``residual`` or ``velocity``, a parameter, and ``[numel]`` in index order.
+
+    A collective: ``sum_`` adds the shares of the group's ranks in place, on all of them or on one.
+    """
+    world = dist.get_world_size(group)
+    for kind in ("residual", "velocity") if config.momentum else ("residual",):
         held = residuals.held(kind)
-        for parameter, name in names.items():
-            if parameter not in held:
-                continue
-            total = still_to_deliver(held[parameter], parameter, world).to(device)
-            total = by_index(total, residuals.form(parameter)).contiguous()
-            with all_ranks_take_part():
-                dist.reduce(total, dst=root, group=group)
-            if rank == 0:
-                parameters.setdefault(name, {})[kind] = total.cpu()
-    entry = {**without_parameters(residuals, config, world), "parameters": parameters}
-    return entry if rank == 0 else {**entry, "mode": ELSEWHERE, "residuals": _OnRank0()}
-
-
-@contextmanager
-def all_ranks_take_part() -> Iterator[None]:
-    """Context for a collective that saves residuals: if it fails, the error says that every rank must save."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            "collecting the residuals for a checkpoint failed: some rank did not take part. Call state_dict(), or the "
-            "Trainer's save_checkpoint, on every rank at the same point, between two backward passes; not on rank 0 "
-            "only."
-        ) from error
+        for parameter in parameters:
+            nothing = torch.zeros(()).expand(parameter.numel())
+            mine = still_to_deliver(held.get(parameter, (nothing, nothing)), parameter, world).to(device)
+            total = by_index(mine, residuals.form(parameter)).contiguous()
+            try:
+                sum_(total)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "collecting the residuals for a checkpoint failed: some rank did not take part. Call state_dict(), "
+                    "or the Trainer's save_checkpoint, on every rank at the same point, between two backward passes; "
+                    "not on rank 0 only."
+                ) from error
+            yield kind, parameter, total
 
 
 class _OnRank0:
@@ -102,11 +114,6 @@ class _OnRank0:
         return OrderedDict, ()  # torch.load(weights_only=True) reads it
 
 
-def memory_names(config: TopKConfig) -> tuple[str, ...]:
-    """Names of a worker's memories of a parameter."""
-    return ("residual", "velocity") if config.momentum else ("residual",)
-
-
 def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int) -> Tensor:
     """This rank's share ``[numel]`` of the gradient not yet delivered; the shares of ``world`` ranks add up to it.
 
@@ -118,9 +125,9 @@ def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int)
     return total.add_(worker, alpha=1 / world).add_(server.to(worker.device))
 
 
-def without_parameters(residuals: Residuals, config: TopKConfig, world: int) -> dict[str, Any]:
+def without_parameters(steps: int, config: TopKConfig, world: int) -> dict[str, Any]:
     """The entry of a rank without residuals."""
-    return {**EMPTY, "world_size": world, "steps": residuals.steps, "settings": settings_of(config)}
+    return {**EMPTY, "world_size": world, "steps": steps, "settings": settings_of(config)}
 
 
 def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
@@ -156,7 +163,7 @@ def absent(reason: str, steps: int = 0) -> dict[str, Any]:
 
 
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
-    """Replaces this rank's residuals with an entry's.
+    """Replaces this rank's residuals with those of an entry.
 
     If it is damaged or belongs to another model, a ValueError says how to start with zero residuals.
     """
@@ -171,7 +178,6 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
             for name, kept in entry["parameters"].items()
         }
     )
-    residuals.steps = entry["steps"]
 
 
 @contextmanager

@@ -103,9 +103,7 @@ class JobRunner:
 
     def begin(self, g: Tensor, job: Job) -> tuple[Exchange, Codecs]:
         """Begins the exchange of a gradient ``[numel]``."""
-        end, left = self._residuals.endpoint(job.bucket, job.plan, job.used)
-        if left is not None:
-            g.add_(left if job.scale is None else left * job.scale)
+        end = self._residuals.endpoint(job.bucket, job.plan)
         codecs = job.plan.codecs(job.step, job.epoch, end.uplink.selector)
         return exchange(end, g, codecs, job.step, job.scale, job.used, job.measure), codecs
 

@@ -61,51 +61,30 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        """Number of exchanged gradients, for schedules and selectors. Written between two backward passes."""
-        self.buckets: tuple[tuple[Tensor, ...], ...] = ()
-        """The parameters that were exchanged together in the last backward pass. Written between two of them."""
         self.rank = 0
         """This rank."""
         self.counts: dict[Tensor, int] = {}
         """Slices of a parameter among the ranks of a node; this rank holds slice ``rank % count``. 1 if missing."""
         self.reset = 0
         """Number of parameters whose residual was dropped because their size or memory format changed."""
+        self.dropped = 0
+        """Number of parameters whose residual was dropped because their endpoint keeps none."""
         self._by_parameter: Memories = {}  # views of an endpoint's memory, while a parameter has an endpoint
-        self._left: set[Tensor] = set()  # parameters whose endpoint has no room for the memory that they still have
-        self._loaded: set[Tensor] = set()  # parameters whose whole memory every rank has, from a checkpoint
+        self._loaded: set[Tensor] = set()  # parameters whose memory every rank has in full, from a checkpoint
         self._forms: dict[Tensor, Form] = {}
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
 
     # -------------------------------------------------------------------------------- endpoints
 
-    def endpoint(
-        self, parameters: tuple[Tensor, ...], plan: BucketPlan, used: Tensor | None = None
-    ) -> tuple[Endpoint, Tensor | None]:
-        """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters.
-
-        If the endpoint keeps no residual, the second result is what earlier settings left undelivered, ``[numel]``, to
-        add to the gradient once; else None. It is zero for parameters that this rank has not ``used``, ``[parameters]``
-        bool, since nothing may be delivered for them: theirs follows when the rank uses them.
-        """
+    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan) -> Endpoint:
+        """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters."""
         end = self._live.get(parameters)
         if end is None or end.plan is not plan:
             self.drop_endpoints(set(parameters))
             end = plan.endpoint(self.rank, parameters[0].dtype, parameters[0].device)
             self._fill(end, parameters)
             self._live[parameters] = end
-        return end, self._take_left(end, parameters, used) if self._left else None
-
-    def _take_left(self, end: Endpoint, parameters: tuple[Tensor, ...], used: Tensor | None) -> Tensor | None:
-        """Takes the memories that the endpoint does not keep; see :meth:`endpoint`."""
-        usable = [True] * len(parameters) if used is None else used.tolist()
-        due = {p: self._by_parameter[p] for p, use in zip(parameters, usable, strict=True) if use and p in self._left}
-        if not due:
-            return None
-        like = torch.empty(0, dtype=end.dtype, device=end.sizes.device)
-        self._left.difference_update(due)
-        self._by_parameter.update({p: {} for p in due})
-        return _gather(due, parameters, [p.numel() for p in parameters], "residual", like)
+        return end
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
@@ -119,17 +98,16 @@ class Residuals:
                 end.uplink.memory.tensors()[name] += served * end.plan.world
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
-        """Moves the memories of the parameters into their new endpoint, if it keeps any."""
+        """Moves the memories of the parameters into their new endpoint; drops those that it does not keep."""
         self.forget_changed(parameters)
-        mine = end.uplink.memory.tensors()
-        self._cut(parameters, end.plan.parts.count if mine else 1)
-        self._left.difference_update(parameters)
+        mine, nothing = end.uplink.memory.tensors(), {parameter: dict[str, Tensor]() for parameter in parameters}
         if not mine:
-            self._left.update(filter(self._is_kept, parameters))
+            self.dropped += sum(map(self._is_kept, parameters))
+            self._by_parameter.update(nothing)
+        self._cut(parameters, end.plan.parts.count)
         for name, flat in mine.items():
             flat.copy_(_gather(self._by_parameter, parameters, end.plan.parts.slices, name, flat))
-        for parameter in set(parameters) - self._left:
-            self._by_parameter[parameter] = {}  # memories that the new settings do not keep would be stale
+        self._by_parameter.update(nothing)
         _scatter(self._by_parameter, parameters, end, mine)
 
     def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
@@ -144,9 +122,9 @@ class Residuals:
                         "load_state_dict, which converts them."
                     )
                 for name, part in kept.items():
-                    whole = self._whole(part, p)
+                    spread = self._spread(part, p)
                     # Without slices, each rank is its own worker, one of `was` times as many.
-                    kept[name] = whole * was if count == 1 else reference.split_parts(whole, parts)[self.rank % count]
+                    kept[name] = spread * was if count == 1 else reference.split_parts(spread, parts)[self.rank % count]
             self.counts[p] = count
             self._loaded.discard(p)
 
@@ -163,14 +141,10 @@ class Residuals:
             kept.update({name: part.cpu() for name, part in kept.items()})
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
-        """Forgets all parameters but these, so that another model starts without the residuals of the last one."""
-        keep = set(parameters)
-        known = {*self._by_parameter, *self._forms, *(parameter for bucket in self.buckets for parameter in bucket)}
-        if known and keep.isdisjoint(known):
-            self.steps = 0
-        self.drop_endpoints(known - keep)
-        self.buckets = tuple(bucket for bucket in self.buckets if keep.issuperset(bucket))
-        for parameter in known - keep:
+        """Forgets all parameters but these, such as those of a layer that was replaced."""
+        gone = {*self._by_parameter, *self._forms} - {*parameters}
+        self.drop_endpoints(gone)
+        for parameter in gone:
             self._forget(parameter)
 
     def forget_changed(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -184,14 +158,12 @@ class Residuals:
 
     def _forget(self, parameter: Tensor) -> None:
         self._loaded.discard(parameter)
-        self._left.discard(parameter)
         for known in (self._by_parameter, self._forms, self.counts):
             known.pop(parameter, None)
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank."""
         self._live.clear()
-        self._left.clear()
         self.counts.clear()
         self._by_parameter = {parameter: dict(kept) for parameter, kept in memories.items()}
         self._forms = {parameter: form_of(parameter) for parameter in memories}
@@ -212,10 +184,14 @@ class Residuals:
         found = {}
         for p, kept in self._by_parameter.items():
             count, nothing = self.counts.get(p, 1), torch.zeros((), device=p.device).expand(p.numel())
-            worker = self._whole(kept[name], p) * count if name in kept and count > 1 else kept.get(name, nothing)
+            worker = self._spread(kept[name], p) * count if name in kept and count > 1 else kept.get(name, nothing)
             mine = server.get(p, {})
-            found[p] = worker, self._whole(mine[name], p) if name in mine else nothing
+            found[p] = worker, self._spread(mine[name], p) if name in mine else nothing
         return found
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        """Whether a parameter was exchanged or restored."""
+        return parameter in self._by_parameter
 
     def form(self, parameter: Tensor) -> Form:
         """The form of a parameter's residuals."""
@@ -237,7 +213,7 @@ class Residuals:
 
     # -------------------------------------------------------------------------------- slices
 
-    def _whole(self, part: Tensor, parameter: Tensor) -> Tensor:
+    def _spread(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Places a slice of a parameter in a tensor ``[numel]`` that is zero elsewhere."""
         count = self.counts.get(parameter, 1)
         if count == 1:

@@ -52,7 +52,7 @@ class HookState:
         config: TopKConfig | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-        residuals: Residuals | None = None,
+        earlier: HookState | None = None,
         epoch: Callable[[], int] | None = None,
         optimizers: Callable[[], Sequence[Optimizer]] | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -63,7 +63,7 @@ class HookState:
     ) -> None:
         self._given = config = one_config(type(self), config, settings)
         _check_arguments(config, epoch, optimizers, local_world_size)
-        residuals = residuals or Residuals()
+        residuals = Residuals() if earlier is None else earlier.residuals
         residuals.offload_to_cpu()  # their endpoints may come from other settings
         residuals.forget_changed()
         timeout = timeout or timeout_of(process_group)
@@ -71,7 +71,13 @@ class HookState:
         self.groups: Groups | None = groups
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         residuals.rank = self.rank
-        self.residuals, self._epoch = residuals, epoch or (lambda: 0)
+        self.residuals: Residuals = residuals
+        self._epoch = epoch or (lambda: 0)
+        self.steps: int = 0 if earlier is None else earlier.steps
+        """Backward passes of the run that were exchanged, for schedules and selectors."""
+        self.last_buckets: tuple[Bucket, ...] = ()
+        """The buckets of the last backward pass."""
+        self._parent = process_group
         # Every rank of the first node is rank 0 of the replicas of its shard.
         self._say = WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank(), note)
         self.buckets = Buckets(self.config, self.world, groups.local)
@@ -86,8 +92,9 @@ class HookState:
         self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._compared = range(0)  # steps for which functions of the step agree on all ranks
-        self._say_what_was_reset()
-        if not self.residuals.steps:  # not for a model that is wrapped again
+        self._closed_on: torch.device | None = None
+        self._say_what_was_dropped()
+        if not self.steps:  # not for a model that is wrapped again
             self._say.note(start_message(self.config, self.world, self.local))
             for message in (uneven, *startup_warnings(config, self.config, self.world, optimizers is not None)):
                 self._say(message)
@@ -116,16 +123,16 @@ class HookState:
         """The process groups."""
         if self.groups is None:
             raise RuntimeError(
-                f"this {type(self).__name__} was closed. Save residuals before closing it; to continue, attach again."
+                f"this {type(self).__name__} was closed. To continue, attach the model again, with earlier= this state."
             )
         return self.groups
 
     def begin_pass(self) -> None:
         """Begins a backward pass, when its first gradients are ready."""
-        if self.residuals.steps not in self._compared:
-            self._compared = compare_functions(self.config, self.residuals.steps, self.open_groups().all)
+        if self.steps not in self._compared:
+            self._compared = compare_functions(self.config, self.steps, self.open_groups().all)
         self.telemetry.collect()
-        self._say_what_was_reset()
+        self._say_what_was_dropped()
         self.optimizers.sync()
         self.optimizers.watch.begin_pass()
 
@@ -159,7 +166,7 @@ class HookState:
             self.buckets.plan_of(bucket),
             name,
             used,
-            step=self.residuals.steps,
+            step=self.steps,
             epoch=self._epoch(),
             scale=self.optimizers.scale,
             measure=Measure(self.telemetry.measure, self.telemetry.measure and self.telemetry.measure_layers),
@@ -175,21 +182,20 @@ class HookState:
 
         Unlimited where unused parameters leave their entries to others.
         """
-        for bucket in () if self.voting else self.residuals.buckets:
+        for bucket in () if self.voting else self.last_buckets:
             parameters = set(self.parameters_of(bucket))
             if parameter in parameters:
                 plan = self.buckets.plan_of(bucket)
-                reply = plan.codecs(self.residuals.steps - 1, self._epoch()).reply
+                reply = plan.codecs(self.steps - 1, self._epoch()).reply
                 return parameters, reply.k * plan.layout.shards / plan.layout.numel * plan.numel
         return {parameter}, math.inf
 
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
-        residuals = self.residuals
-        same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in residuals.buckets]
+        same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        self.optimizers.end_pass(buckets, residuals.steps, self._epoch())
-        residuals.steps, residuals.buckets = residuals.steps + 1, tuple(buckets)
+        self.optimizers.end_pass(buckets, self.steps, self._epoch())
+        self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
@@ -198,12 +204,18 @@ class HookState:
 
     # -------------------------------------------------------------------------------- between two backward passes
 
-    def _say_what_was_reset(self) -> None:
-        """Warns about dropped residuals of parameters whose size or memory format changed."""
-        count, self.residuals.reset = self.residuals.reset, 0
-        if count:
-            which = "1 parameter has" if count == 1 else f"{count} parameters have"
+    def _say_what_was_dropped(self) -> None:
+        """Warns about dropped residuals: of parameters whose size or format changed, or because settings keep none."""
+        residuals = self.residuals
+        (reset, residuals.reset), (dropped, residuals.dropped) = (residuals.reset, 0), (residuals.dropped, 0)
+        if reset:
+            which = "1 parameter has" if reset == 1 else f"{reset} parameters have"
             self._say(f"lightning_topk: {which} a different size or memory format now; the residuals start at zero.")
+        if dropped:
+            self._say(
+                f"lightning_topk: the residuals of {dropped} parameter{'s' * (dropped > 1)} from an earlier run were "
+                "dropped, since this run keeps none: the gradients in them are lost."
+            )
 
     def report(self) -> Report:
         """Returns the bytes, times and errors since the last call; see :meth:`.Telemetry.report`."""
@@ -219,8 +231,8 @@ class HookState:
 
         The bytes that FSDP2 sends inside a node are not included.
         """
-        residuals, mine = self.residuals, self.rank if rank is None else rank
-        total = volume_of(self.buckets, residuals.buckets, mine, residuals.steps, self._epoch(), self.voting)
+        mine = self.rank if rank is None else rank
+        total = volume_of(self.buckets, self.last_buckets, mine, self.steps, self._epoch(), self.voting)
         return total.of_shards(self.shards_per_node)
 
     def measure_link(self) -> None:
@@ -236,15 +248,14 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.
 
+        A closed state has its residuals too.
+
         Returns:
             On rank 0, numbers, strings and CPU tensors, see :mod:`lightning_topk.runtime.checkpoint`. On other
             ranks the same without tensors.
-
-        Raises:
-            RuntimeError: The state was closed.
         """
-        group = self.open_groups().all
-        return checkpoint.collect(self.residuals, self.names, self._given, self._device(), group)
+        group = self._parent if self.groups is None else self.groups.all
+        return checkpoint.collect(self.residuals, self.steps, self.names, self._given, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
@@ -258,17 +269,22 @@ class HookState:
         """
         self.open_groups()
         checkpoint.restore(self.residuals, self.names, entry)
+        self.steps = entry["steps"]
         changed = checkpoint.changes(entry, self._given)
         if changed:
-            self._say(f"lightning_topk: resuming with {changed}. Stored residuals are kept.")
+            keeps = self.config.compresses and self.config.error_feedback
+            self._say(f"lightning_topk: resuming with {changed}." + " Stored residuals are kept." * bool(keeps))
 
     def _device(self) -> torch.device:
-        return next(iter(self.names)).device
+        """The device of the parameters; of a closed state, when it was closed: the Trainer then moves the model."""
+        return self._closed_on or next(iter(self.names)).device
 
     def close(self) -> None:
         """Ends the lane and releases the process groups, but keeps the residuals."""
+        self._closed_on = self._device() if self.names else None
         idle = self._lane is None or self._lane.close()
         self.telemetry.collect()
+        self._say_what_was_dropped()
         self.optimizers.release()
         if self.groups is not None and idle and dist.is_initialized():
             self.groups.destroy(failed=self._lane is not None and self._lane.error is not None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,38 +24,30 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checkpoint import (
-    all_ranks_take_part,
-    memory_names,
-    still_to_deliver,
-    unusable_if_it_fails,
-    without_parameters,
-)
+from lightning_topk.runtime.checkpoint import undelivered, unusable_if_it_fails, without_parameters
 from lightning_topk.runtime.residuals import Residuals
 
 
 def collect(
-    residuals: Residuals, groups: Sequence[ParamGroup], config: TopKConfig, replicas: dist.ProcessGroup
+    residuals: Residuals,
+    steps: int,
+    groups: Sequence[ParamGroup],
+    config: TopKConfig,
+    device: torch.device,
+    replicas: dist.ProcessGroup,
 ) -> dict[str, Any]:
     """Creates the entry of sharded residuals. A collective: every rank calls it, between two backward passes.
 
     Returns:
         The entry, with tensors on the CPU; the same on all replicas.
     """
-    found: dict[str, Any] = {kind: {} for kind in memory_names(config)}
-    world = dist.get_world_size(replicas)
-    for kind, parts in found.items():
-        held = residuals.held(kind)
-        for group in groups:
-            for member in group.trained:
-                nothing = torch.zeros(()).expand(member.numel())
-                total = still_to_deliver(held.get(member, (nothing, nothing)), member, world).to(member.device)
-                if world > 1:
-                    with all_ranks_take_part():
-                        dist.all_reduce(total, group=replicas)
-                total = total / group.later_divided_by(member)
-                parts[group.names[member]] = _like_parameter(total, group.sharded(member))
-    return {**found, "about": json.dumps(without_parameters(residuals, config, world))}
+    group_of = {member: group for group in groups for member in group.trained}
+    found: dict[str, Any] = {"residual": {}}
+    sum_ = partial(dist.all_reduce, group=replicas)
+    for kind, member, total in undelivered(residuals, group_of, config, device, replicas, sum_):
+        group, total = group_of[member], total / group_of[member].later_divided_by(member)
+        found.setdefault(kind, {})[group.names[member]] = _like_parameter(total, group.sharded(member))
+    return {**found, "about": json.dumps(without_parameters(steps, config, dist.get_world_size(replicas)))}
 
 
 def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
@@ -65,17 +58,17 @@ def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
     return like.to("cpu")
 
 
-def whole(sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins an entry of sharded residuals. A collective of the node.
+def joined(sharded: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins the shards of an entry of sharded residuals. A collective of the node.
 
     Returns:
         On rank 0, an entry of :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same without tensors.
     """
     parameters: dict[str, Any] = {}
     for name in sharded["residual"]:
-        joined = {kind: _join(parts[name]) for kind, parts in sharded.items() if kind != "about"}
+        full = {kind: _join(parts[name]) for kind, parts in sharded.items() if kind != "about"}
         if dist.get_rank() == 0:
-            parameters[name] = joined
+            parameters[name] = full
     return {**json.loads(sharded["about"]), "parameters": parameters}
 
 
@@ -87,7 +80,7 @@ def _join(shards: DTensor) -> Tensor:
 
 @unusable_if_it_fails()
 def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[str] = ()) -> Any:
-    """Returns this rank's part of an entry, sharded or whole, without the residuals of ``frozen`` parameters.
+    """Returns this rank's part of an entry (of any wrapper), without the residuals of ``frozen`` parameters.
 
     A damaged entry may be returned unchanged; one too damaged to split raises a ValueError.
     """
@@ -109,18 +102,18 @@ def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[st
     return {**entry, "parameters": mine}
 
 
-def _shard_of(given: Tensor, parameter: DTensor, size: int) -> Tensor:
+def _shard_of(saved: Tensor, parameter: DTensor, size: int) -> Tensor:
     """A rank's padded shard ``[size]`` of a parameter's saved tensor.
 
-    ``given`` is a DTensor that is sharded like the parameter, or the full tensor ``[..., elements of the parameter]``.
+    ``saved`` is a DTensor that is sharded like the parameter, or the full tensor ``[..., elements of the parameter]``.
     """
-    if isinstance(given, DTensor):
-        mine = given.to_local().reshape(-1)
-    elif given.shape[-1:] != (parameter.numel(),):
-        return given  # of another model: the caller refuses it
+    if isinstance(saved, DTensor):
+        mine = saved.to_local().reshape(-1)
+    elif saved.shape[-1:] != (parameter.numel(),):
+        return saved  # of another model: the caller refuses it
     else:
         placed = parameter.shape, parameter.device_mesh, parameter.placements
         shape, begin = compute_local_shape_and_global_offset(*placed)
-        cut = [slice(None)] * (given.ndim - 1) + [slice(b, b + n) for b, n in zip(begin, shape, strict=True)]
-        mine = given.unflatten(-1, parameter.shape)[tuple(cut)].flatten(given.ndim - 1)
+        cut = [slice(None)] * (saved.ndim - 1) + [slice(b, b + n) for b, n in zip(begin, shape, strict=True)]
+        mine = saved.unflatten(-1, parameter.shape)[tuple(cut)].flatten(saved.ndim - 1)
     return torch.nn.functional.pad(mine, (0, size - mine.shape[-1]))

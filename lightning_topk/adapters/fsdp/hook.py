@@ -37,12 +37,11 @@ from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_parameters, check_same_model
 from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
-from lightning_topk.adapters.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of, proxies_of
+from lightning_topk.adapters.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
-from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.state import HookState
 from lightning_topk.volume import Volume
 
@@ -181,7 +180,7 @@ class ShardState(HookState):
         if not self._buckets:
             return
         buckets, self._buckets = self._buckets, []
-        if set(buckets) != set(self.residuals.buckets):
+        if set(buckets) != set(self.last_buckets):
             self._agree_on("none, since the backward pass has ended")
         lane = self._lane
         if self.telemetry.timing and lane is not None and lane.stream is not None:
@@ -206,7 +205,9 @@ class ShardState(HookState):
         Returns:
             On every rank, the entry that :mod:`lightning_topk.adapters.fsdp.checkpoint` describes.
         """
-        return sharded_checkpoint.collect(self.residuals, self._param_groups, self._given, self._replicas)
+        return sharded_checkpoint.collect(
+            self.residuals, self.steps, self._param_groups, self._given, self._device(), self._replicas
+        )
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns residuals for a single file. Every rank must call it between two backward passes.
@@ -214,7 +215,7 @@ class ShardState(HookState):
         Returns:
             On rank 0, what :meth:`.HookState.state_dict` returns for the unsharded model; elsewhere, no tensors.
         """
-        return sharded_checkpoint.whole(self.state_dict())
+        return sharded_checkpoint.joined(self.state_dict())
 
     @override
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
@@ -256,9 +257,10 @@ def attach(
         )
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
-    residuals = arguments["residuals"] = arguments.get("residuals") or Residuals()
+    earlier = arguments.get("earlier")
+    proxies = {name: member for member, name in earlier.names.items()} if isinstance(earlier, ShardState) else {}
     # A frozen module may belong to two models. The first one keeps it.
-    groups = [group for group in param_groups_of(model, proxies_of(residuals)) if group.trained or not has_hook(group)]
+    groups = [group for group in param_groups_of(model, proxies) if group.trained or not has_hook(group)]
     check_group(groups, replicas)
     with device_of(model.parameters()):
         state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.bucket import Bucket, names_of
-from lightning_topk.runtime.residuals import Residuals
-
-_PROXIES: WeakKeyDictionary[Residuals, dict[str, Tensor]] = WeakKeyDictionary()
-
-
-def proxies_of(residuals: Residuals) -> dict[str, Tensor]:
-    """Proxies by name for these residuals, so that a model that is attached again finds its own."""
-    return _PROXIES.setdefault(residuals, {})
 
 
 class ParamGroup:
     """A group of parameters whose gradients FSDP reduces together.
 
-    A sharded parameter has the size of the whole one. So in a bucket a *proxy* takes its place: ``[elements of the
+    A sharded parameter has the size of the full one. So in a bucket a *proxy* takes its place: ``[elements of the
     padded shard]`` in the dtype of the reduced gradient, without memory of its own.
 
     Args:
@@ -84,11 +76,11 @@ class ParamGroup:
         for parameter in self.proxies.values():
             # Weak references: the garbage collector does not see a tensor's hooks, and would never free the model.
             note = partial(_note, ref(self), ref(parameter))
-            whole = parameter._unsharded_param
-            if whole.is_floating_point():  # others never get a gradient
-                trained = whole.requires_grad
-                self._watches.append(whole.requires_grad_().register_post_accumulate_grad_hook(note))
-                whole.requires_grad_(trained)
+            unsharded = parameter._unsharded_param
+            if unsharded.is_floating_point():  # others never get a gradient
+                trained = unsharded.requires_grad
+                self._watches.append(unsharded.requires_grad_().register_post_accumulate_grad_hook(note))
+                unsharded.requires_grad_(trained)
         self.module.reshard()
 
     def stop(self) -> None:
@@ -158,7 +150,7 @@ class ParamGroup:
         return self._group._all_reduce_hook
 
     def set_hook(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
-        """Makes FSDP call a hook with each reduced gradient, on the given stream."""
+        """Makes FSDP call a hook with each reduced gradient, on a stream."""
         self.module.set_all_reduce_hook(hook, stream=stream)
 
     def later_divided_by(self, proxy: Tensor) -> float:

@@ -67,8 +67,9 @@ def meshes(device: str, world: int, local: int, data: Size, tensor: Size) -> tup
     return mesh["data_parallel", "tensor_parallel"], mesh["replicate"]
 
 
-IN_SHARDS = {"version": VERSION, "mode": SHARDED}
-"""Entry in a distributed checkpoint's metadata file: the residuals are in a folder beside it."""
+def in_shards(state: ShardState) -> dict[str, Any]:
+    """The entry in a distributed checkpoint's metadata file: the residuals are in a folder beside it."""
+    return {"version": VERSION, "mode": SHARDED, "steps": state.steps}
 
 
 def save_shards(state: ShardState, checkpoint: Path) -> None:

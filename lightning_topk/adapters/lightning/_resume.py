@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from lightning_topk.adapters.lightning._compat import TrainerStatus, rank_zero_info
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
+from lightning_topk.runtime.state import HookState
 
-INTERRUPTED = "it was saved while an exception or a signal was handled, when collectives could hang"
-"""Why a checkpoint that not all ranks may save has no residuals."""
-LEFT_OUT = "it was saved with residual_checkpoint=False"
-"""Why another checkpoint has none."""
+State = TypeVar("State", bound=HookState)
 
 
-def interrupted(module: Any, filepath: Any) -> bool:
-    """Whether other ranks might not save this checkpoint, so that a collective could hang."""
+def entry_to_save(
+    state: State | None, save: Callable[[State], dict[str, Any]], residual_checkpoint: bool, module: Any, filepath: Any
+) -> dict[str, Any]:
+    """Returns what ``save`` makes of the strategy's last state, or an entry that says why it has no residuals.
+
+    A collective, unless other ranks might not save this checkpoint, so that it could hang.
+    """
+    steps = 0 if state is None else state.steps
     trainer = None if module is None else module._trainer
     status = None if trainer is None else trainer.state.status
-    return status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt")
+    if not residual_checkpoint:
+        return absent("it was saved with residual_checkpoint=False", steps)
+    if not (dist.is_available() and dist.is_initialized()):
+        return absent("it was saved after the worker processes, which held them, had ended")
+    if status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt"):
+        return absent("it was saved while an exception or a signal was handled, when collectives could hang", steps)
+    return dict(EMPTY) if state is None else save(state)
 
 
 def entry_to_resume(checkpoint: Mapping[str, Any], residual_checkpoint: bool) -> Any:
     """Returns the entry to resume with: the checkpoint's, or one of zeros after as many steps, with a message."""
     entry = checkpoint.get(KEY)
     if entry is None:
-        whole = "lr_schedulers" in checkpoint  # sharded checkpoints keep optimizer states elsewhere
-        entry = absent("it was saved by another strategy" if whole else "it is weights-only")
+        resumable = "lr_schedulers" in checkpoint  # sharded checkpoints keep optimizer states elsewhere
+        entry = absent("it was saved by another strategy" if resumable else "it is weights-only")
     if isinstance(entry, dict) and entry.get("mode") == "none":
         said = f"the checkpoint has no residuals ({entry.get('reason', 'no reason given')})"
     elif not residual_checkpoint:

@@ -115,7 +115,7 @@ class TopKStrategy(DDPStrategy):
             ddp,
             self.config,
             timeout=self._timeout,
-            residuals=before[0].residuals if len(before) == 1 else None,
+            earlier=before[0] if len(before) == 1 else None,
             epoch=lambda: self.epoch,
             optimizer=lambda: [
                 each
@@ -134,14 +134,14 @@ class TopKStrategy(DDPStrategy):
 
         Returns the closed states that exchanged any of the parameters. A collective.
         """
-        given_up = []
+        closed = []
         everyones = gathered([ddp() is None for ddp, _ in self._states]) if self._states else []
         for (_, state), *gone in zip(self._states, *everyones, strict=True):
             if all(gone) or parameters == state.names.keys():
                 state.close()
-                given_up.append(state)
-        self._states = [each for each in self._states if each[1] not in given_up]
-        before = [state for state in given_up if parameters & state.names.keys()]
+                closed.append(state)
+        self._states = [each for each in self._states if each[1] not in closed]
+        before = [state for state in closed if parameters & state.names.keys()]
         if len(before) > 1:
             rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules were merged into one.")
         return before

@@ -15,12 +15,11 @@ from typing_extensions import Unpack, override
 
 from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
 from lightning_topk.adapters.lightning._compat import ModelParallelStrategy, TrainerFn, rank_zero_info
-from lightning_topk.adapters.lightning._nodes import IN_SHARDS, check_size, meshes, resume, save_shards
-from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
+from lightning_topk.adapters.lightning._nodes import check_size, in_shards, meshes, resume, save_shards
+from lightning_topk.adapters.lightning._resume import entry_to_resume, entry_to_save
 from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
-from lightning_topk.runtime.checkpoint import KEY, absent
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.checkpoint import KEY, SHARDED
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
@@ -88,13 +87,12 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         )
         if timeout is not None:
             self._timeout = timeout
-        self._given_timeout = timeout
+        self._timeout_or_none = timeout
         self.topk_state: ShardState | None = None
         """The state of FSDP's hooks; None outside ``fit``."""
         self._last: ShardState | None = None  # the same, also after fit
         self._replicas: DeviceMesh | None = None
-        self._residuals = Residuals()
-        self._trained: Callable[[], Any] = lambda: None  # the module that the residuals belong to
+        self._trained: Callable[[], Any] = lambda: None  # its module
 
     @override
     def setup_environment(self) -> None:
@@ -129,13 +127,13 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.model is not None
-        if self._trained() is not trainer.lightning_module:  # another model needs new residuals
-            self._residuals, self._trained = Residuals(), weakref.ref(trainer.lightning_module)
+        if self._trained() is not trainer.lightning_module:  # another model starts without residuals
+            self._last, self._trained = None, weakref.ref(trainer.lightning_module)
         self.topk_state = self._last = attach(
             self.model,
             self.config,
-            timeout=self._given_timeout,
-            residuals=self._residuals,
+            timeout=self._timeout_or_none,
+            earlier=self._last,
             epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
@@ -161,18 +159,13 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals, unless it is weights-only; every rank must call it."""
-        state, shards = self._last, False
+        state, entry = self._last, dict[str, Any]()
         if state is not None and "optimizer_states" in checkpoint:
-            steps = state.residuals.steps
-            if not self._residual_checkpoint:
-                checkpoint[KEY] = absent(LEFT_OUT, steps)
-            elif interrupted(self.lightning_module, filepath):
-                checkpoint[KEY] = absent(INTERRUPTED, steps)
-            else:
-                shards = self._save_distributed_checkpoint
-                checkpoint[KEY] = {**IN_SHARDS, "steps": steps} if shards else state.full_state_dict()
+            save = in_shards if self._save_distributed_checkpoint else ShardState.full_state_dict
+            entry = entry_to_save(state, save, self._residual_checkpoint, self.lightning_module, filepath)
+            checkpoint[KEY] = entry
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if state is not None and shards:
+        if state is not None and entry.get("mode") == SHARDED:
             save_shards(state, Path(self.broadcast(filepath)))
 
     @override
@@ -190,7 +183,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         try:
             if self.topk_state is not None:
                 self.topk_state.close()
+                self.topk_state.residuals.offload_to_cpu()
                 self.topk_state = None
-                self._residuals.offload_to_cpu()
         finally:
             super().teardown()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -18,7 +17,7 @@ from lightning_topk.adapters.lightning._compat import (
     TrainerFn,
     rank_zero_info,
 )
-from lightning_topk.adapters.lightning._resume import INTERRUPTED, LEFT_OUT, entry_to_resume, interrupted
+from lightning_topk.adapters.lightning._resume import entry_to_resume, entry_to_save
 from lightning_topk.adapters.workarounds import (
     connect_after_restart,
     name_this_strategy,
@@ -30,8 +29,7 @@ from lightning_topk.config import TopKConfig, check_bool, check_count, check_kno
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
-from lightning_topk.runtime.checkpoint import KEY, absent, collect
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.checkpoint import KEY
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
@@ -128,8 +126,7 @@ class TopKStrategy(DDPStrategy):
         super().__init__(start_method=start_method, **ddp_kwargs)
         self.topk_state: TopKState | None = None
         """The state of the communication hook; None outside ``fit``."""
-        self._residuals = Residuals()
-        self._names: Mapping[Tensor, str] = {}  # names when the model was wrapped: pruning changes them later
+        self._last: TopKState | None = None  # the same, also after ``fit``
         self._resumed: dict[str, Any] | None = None
         self._frozen: list[Tensor] = []
 
@@ -185,19 +182,19 @@ class TopKStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy (lightning 2.6) registers hooks on CUDA only and silently skips CPU.
         assert isinstance(self.model, DistributedDataParallel)
-        self._residuals.keep_only(self.model.module.parameters())
-        self.topk_state = attach(
+        last, parameters = self._last, {*self.model.module.parameters()}
+        exchanged = {parameter for parameter in last.names if parameter in last.residuals} if last else set()
+        self.topk_state = self._last = attach(
             self.model,
             self.config,
             timeout=self._timeout,
-            residuals=self._residuals,
+            earlier=None if exchanged and parameters.isdisjoint(exchanged) else last,  # another model starts anew
             epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
             optimizer=lambda: self.optimizers,
             scaler=getattr(self.precision_plugin, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             note=rank_zero_info,
         )
-        self._names = self.topk_state.names
         if self._resumed is not None:
             self.topk_state.load_state_dict(self._resumed)
             self._resumed = None
@@ -205,16 +202,9 @@ class TopKStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks, unless it is weights-only; every rank must call it."""
-        module, steps = self.lightning_module, self._residuals.steps
+        state, save, module = self._last, TopKState.state_dict, self.lightning_module
         if "optimizer_states" in checkpoint and module is not None:
-            if not self._residual_checkpoint:
-                checkpoint[KEY] = absent(LEFT_OUT, steps)
-            elif not (dist.is_available() and dist.is_initialized()):
-                checkpoint[KEY] = absent("it was saved after the worker processes, which held them, had ended")
-            elif interrupted(module, filepath):
-                checkpoint[KEY] = absent(INTERRUPTED, steps)
-            else:
-                checkpoint[KEY] = collect(self._residuals, self._names, self.config, self.root_device)
+            checkpoint[KEY] = entry_to_save(state, save, self._residual_checkpoint, module, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -251,8 +241,8 @@ class TopKStrategy(DDPStrategy):
         try:
             if self.topk_state is not None:
                 self.topk_state.close()
+                self.topk_state.residuals.offload_to_cpu()
                 self.topk_state = None
-                self._residuals.offload_to_cpu()
         finally:
             super().teardown()
 
