@@ -588,7 +588,7 @@ def test_a_model_is_attached_again_whether_its_state_is_open_or_closed(rank, wor
             assert "this TopKState was closed. " in refusal(loss_of(model, rank, 1).backward)
         before = open_now()
         whole = {"ratio": 1.0, "wire": "fp32", "optimizer": SGD(net.parameters(), lr=0.1)}
-        again = attach(model, earlier=first, **whole)
+        again = attach(model, residuals=first.residuals, **whole)
         first.close()  # changes nothing
         net.zero_grad()
         loss_of(model, rank, 1).backward()

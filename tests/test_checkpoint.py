@@ -128,7 +128,7 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     ddp, state = made(Two())
     found["seen before a step"] = float(undelivered(state, ddp.module).mean())
     state.close()
-    found["after another state was made"] = arrived(made(ddp.module, earlier=state)[0])
+    found["after another state was made"] = arrived(made(ddp.module, residuals=state.residuals)[0])
     ddp, _ = made(Two(), unused=True)
     arrived(ddp, False)
     found["unused at first"] = arrived(ddp)
@@ -273,7 +273,7 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(rank
             net[1].to(memory_format=torch.channels_last)
         else:
             net[1].weight.data = torch.randn(8, 8, 2, 2)
-        ddp, _ = attached(net, ratio=1.0, wire="fp32", earlier=state, announce=said.append)
+        ddp, _ = attached(net, ratio=1.0, wire="fp32", residuals=state.residuals, announce=said.append)
         (0 * ddp(torch.zeros(8, 1, 9, 9))).sum().backward()
         assert not net[1].weight.grad.any()
         torch.testing.assert_close(gradient(others).double(), expected)

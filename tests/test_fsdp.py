@@ -505,7 +505,7 @@ def test_a_closed_state_raises_in_backward_and_a_new_state_takes_over(rank, worl
     with pytest.raises(RuntimeError, match="this ShardState was closed"):
         loss_of(net, rank, 1).backward()
     getattr(net, "reset_iter_state", lambda: None)()
-    again = attach(net, process_group=mesh_of(2, 2)["replicate"], ratio=0.1, earlier=state)
+    again = attach(net, process_group=mesh_of(2, 2)["replicate"], ratio=0.1, residuals=state.residuals)
     assert torch.equal(undelivered(again, net), kept)
 
 

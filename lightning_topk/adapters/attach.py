@@ -30,7 +30,7 @@ def attach(
     model: torch.nn.Module,
     config: TopKConfig | None = None,
     timeout: timedelta | None = None,
-    earlier: TopKState | ShardState | Alone | None = None,
+    residuals: Residuals | None = None,
     epoch: Callable[[], int] | None = None,
     broadcast_weights: bool = True,
     optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
@@ -56,7 +56,7 @@ def attach(
             there; the state then exchanges nothing.
         config: The settings; or pass them as keywords.
         timeout: Timeout of collectives. Default: the timeout of the model's process group.
-        earlier: An earlier state of the same model, whose residuals and steps the new one continues.
+        residuals: Residuals of an earlier state of the same model, which the new one continues, steps included.
         epoch: Function that returns the epoch, for schedules by epoch.
         broadcast_weights: For FSDP2 only: whether to broadcast the first replica's weights to the others now. DDP
             broadcasts weights when it wraps a model.
@@ -82,6 +82,7 @@ def attach(
         RuntimeError: The model already has another communication hook, or torch.distributed is not initialised.
     """
     config = one_config(attach, config, settings)
+    earlier = None if residuals is None else residuals.state
     given = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler, "announce": announce}
     if _is_sharded(model):
         # FSDP2 is slow to import; a sharded model has imported it already.

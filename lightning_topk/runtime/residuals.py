@@ -13,6 +13,7 @@ the parameter is in (:class:`lightning_topk.core.layout.NodeShards`), and W is t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,10 +58,12 @@ def by_memory(flat: Tensor, form: Form) -> Tensor:
 class Residuals:
     """The memories of one rank: by parameter, and in the endpoints of the buckets in use.
 
-    During an exchange only the lane uses them; between two backward passes, the caller's side does.
+    During an exchange only the lane uses them; between two backward passes, the thread that runs backward does.
     """
 
     def __init__(self) -> None:
+        self.state: Any = None
+        """The state that uses them, or the last one that did."""
         self.rank = 0
         """This rank."""
         self.counts: dict[Tensor, int] = {}

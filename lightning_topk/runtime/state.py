@@ -72,6 +72,7 @@ class HookState:
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         residuals.rank = self.rank
         self.residuals: Residuals = residuals
+        residuals.state = self
         self._epoch = epoch or (lambda: 0)
         self.steps: int = 0 if earlier is None else earlier.steps
         """Backward passes of the run that were exchanged, for schedules and selectors."""
@@ -123,7 +124,8 @@ class HookState:
         """The process groups."""
         if self.groups is None:
             raise RuntimeError(
-                f"this {type(self).__name__} was closed. To continue, attach the model again, with earlier= this state."
+                f"this {type(self).__name__} was closed. To continue, attach the model again, with "
+                "residuals=state.residuals."
             )
         return self.groups
 
