@@ -623,7 +623,7 @@ def test_a_resumed_run_keeps_its_saving_and_residuals_in_the_reduce_dtype(rank, 
     """FSDP may reduce in another dtype than the parameters'."""
 
     def ratios(state: Any) -> list[float]:
-        return [state.buckets.plan_of(bucket).ratio for bucket in state.residuals.buckets]
+        return [state.buckets.plan_of(bucket).density() for bucket in state.residuals.buckets]
 
     for dtype in (torch.bfloat16, torch.float16):
         settings = {"ratio": None, "saving": 4, "options": {"mp_policy": MixedPrecisionPolicy(dtype, dtype)}}
