@@ -44,7 +44,7 @@ class Warmup(Schedule):
         epochs: Length in epochs, at least 1; the ratio then changes between epochs only.
 
     Raises:
-        ValueError: A ratio or a length is out of range, or not exactly one length is given.
+        ValueError: A ratio or a length is out of range, or not exactly one length is set.
     """
 
     ratio: float

@@ -140,7 +140,7 @@ def test_if_one_rank_fails_the_others_end_in_time_and_name_the_bucket(blow):
         assert "timeout of 0:00:04" in message
         assert took < 4 + 6
         assert seconds < 3
-    assert blow != "damages" or any("payload from rank 1 was damaged" in message for message, *_ in answers)
+    assert blow != "damages" or any("payload from rank 1 is damaged" in message for message, *_ in answers)
 
 
 @pytest.mark.trainer

@@ -91,7 +91,7 @@ class NodeShards:
         return sum(self.slices)
 
 
-DAMAGED = "was damaged in transit, or is of other parameters than this rank's, or of another ratio"
+DAMAGED = "is damaged, or was sent for a different bucket or ratio than this rank expects"
 """What is known of a payload whose words have another sum than they should."""
 
 

@@ -51,16 +51,16 @@ def start_message(config: TopKConfig, world: int, local: int) -> str:
     return f"lightning_topk: topology={config.topology!r} on {ranks}, {amount}."
 
 
-def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
+def startup_warnings(requested: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
     """Returns the warnings about the settings of a run."""
     if not config.compresses:
-        idle = [name for name in given.changed if name not in ("topology", "clip_norm")]
-        if not given.compresses and not idle:
+        idle = [name for name in requested.changed if name not in ("topology", "clip_norm")]
+        if not requested.compresses and not idle:
             return []
         if world == 1:
             return ["lightning_topk: a single rank exchanges no gradients, so nothing is compressed."]
-        where = f"topology={given.topology!r}" + " on one node" * given.compresses
-        return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
+        where = f"topology={requested.topology!r}" + " on one node" * requested.compresses
+        return [f"lightning_topk: {where} all-reduces all gradients. Without effect: {', '.join(idle) or 'saving'}."]
     if config.adapts_momentum and not has_optimizers:
         return [
             "lightning_topk: attach was called without optimizer=, so its momentum is not adapted to compression, and "

@@ -208,7 +208,7 @@ def check(payloads: Tensor, expected: int) -> None:
     """Rejects payloads ``[R, P]`` uint8 whose words do not have the ``expected`` sum.
 
     Raises:
-        ValueError: A payload was damaged in transit, or has another tag or k. On a GPU, a device-side assertion fails
+        ValueError: A payload is damaged, or has another tag or k. On a GPU, a device-side assertion fails
             instead, which needs no host synchronisation.
     """
     whole = payloads.view(torch.int32).sum(dim=1, dtype=torch.int32) == expected
