@@ -1,13 +1,12 @@
-"""From settings and sizes to the plan of each bucket: its ratio, its uncompressed parameters, its bytes.
+"""From settings and sizes to the plan of each bucket: its k, its uncompressed parameters, its bytes.
 
-``ratio=`` is used as given. ``saving=50`` requests a fiftieth of the bytes of a ring all-reduce. The bytes of a bucket
-at a given ratio depend only on integers (its size, the topology, the ranks, positions, values and headers), so this
-module finds the matching ratio before anything is sent. It is the same in every step.
+``ratio=`` becomes a k directly. ``saving=50`` requests a fiftieth of the bytes of a ring all-reduce. The bytes of a
+bucket depend only on k and other integers (its size, the topology, the ranks, positions, values and headers), so this
+module finds the matching k before anything is sent. It is the same in every step; only schedules change it.
 """
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import math
 import re
@@ -21,13 +20,14 @@ from torch import Tensor
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.exchange import TOPOLOGIES
-from lightning_topk.core.layout import Layout, NodeShards
-from lightning_topk.core.requests import AllReduce, Request, placeholder
-from lightning_topk.core.select import SELECTORS, Selector
+from lightning_topk.core.layout import Layout, NodeShards, k_of
+from lightning_topk.core.requests import AllReduce, Volume, placeholder, request_volume
+from lightning_topk.core.select import SELECTORS
 from lightning_topk.core.wire import WIRES
+from lightning_topk.schedule import Ratio, Varying
 
 TOLERANCE = 0.02
-"""Relative shortfall from the requested saving that gives no warning."""
+"""Largest relative shortfall from ``saving=`` that is accepted without a warning."""
 LARGEST = 2**31 - 1
 """Maximum number of elements in a shard: positions have 32 bits."""
 
@@ -49,10 +49,11 @@ def plan_bucket(
     uncompressed: Sequence[int] = (),
     tag: int = 0,
 ) -> BucketPlan:
-    """Resolves the settings for one bucket.
+    """Plans the exchange of one bucket.
 
     Args:
-        config: The settings. With ``dense_parameters``, those for the compressed part, see :func:`for_compressed`.
+        config: The settings, resolved for these ranks (:meth:`TopKConfig.resolve`); with ``dense_parameters``, those
+            for the compressed part (:func:`for_compressed`).
         sizes: Elements of each parameter in the bucket. An empty bucket is not exchanged.
         world: Number of ranks.
         local: Ranks per node.
@@ -61,27 +62,23 @@ def plan_bucket(
         tag: Identifies the bucket on the wire.
 
     Returns:
-        The plan. With ``saving``, its ratio gives the bytes nearest to the requested ones. A single rank, which sends
-        nothing, gets the ratio for two ranks.
+        The plan. With ``saving``, its k gives the bytes nearest to the requested ones. A single rank, which sends
+        nothing, selects as many entries as each of two ranks.
     """
-    config, skipped = config.resolve(world, local), sum(sizes[number] for number in uncompressed)
+    skipped = sum(sizes[number] for number in uncompressed)
     if skipped == sum(sizes):
         config, uncompressed = config.dense, ()
-    if config.ratio is None:
-        config = _with_ratio(config, sizes, max(2, world), local, itemsize, skipped)
-    assert config.topology is not None
-    topology = TOPOLOGIES[config.topology]
+    topology = TOPOLOGIES[config.topology or "sharded"]
     parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among, feedback = world // parts.count, {True: ("worker", "server"), "worker": ("worker",), False: ()}
     layout = Layout(max(1, parts.numel), topology.shards(among))
-    if config.compresses and layout.shard_size > LARGEST:
+    if topology.compresses and layout.shard_size > LARGEST:
         raise TooLargeError(
             f"a bucket of {sum(sizes):,} elements is too large: a server's shard of it would have "
             f"{layout.shard_size:,}, and positions have 32 bits. DDP puts the whole model into its first bucket unless "
             "find_unused_parameters=True; pass that, split a larger parameter, or use more ranks."
         )
-    assert config.ratio is not None
-    return BucketPlan(
+    plan = BucketPlan(
         topology=topology,
         parts=parts,
         layout=layout,
@@ -89,53 +86,101 @@ def plan_bucket(
         workers=world,
         local=local,
         itemsize=itemsize,
-        ratio=config.ratio,
-        server_ratio=None if not config.bidirectional else config.server_ratio or config.ratio,
+        k=_k_of_ratio(layout, config.ratio),
+        server_k=_k_of_ratio(layout, config.server_ratio or config.ratio) if config.bidirectional else None,
         wire=WIRES[config.wire_name],
-        selector=_selector(config.selector),
-        feedback=feedback[config.error_feedback] if config.compresses else (),
+        selector=SELECTORS[config.selector]() if isinstance(config.selector, str) else config.selector,
+        feedback=feedback[config.error_feedback] if topology.compresses else (),
         momentum=config.momentum,
         clip_norm=None if config.clip_norm is None else config.clip_norm / math.sqrt(world),
-        uncompressed=tuple(uncompressed) if config.compresses else (),
+        uncompressed=tuple(uncompressed) if topology.compresses else (),
         tag=tag,
     )
+    if config.saving is None or not topology.compresses:
+        return plan
+    pair = plan if world > 1 else replace(plan, layout=Layout(plan.numel, topology.shards(2)), world=2, workers=2)
+    dense = AllReduce(placeholder(plan.numel * itemsize), "uplink").sent_bytes(0, pair.workers)
+    k = k_for_saving(replace(pair, uncompressed=()), dense * (1 - skipped / plan.numel) / config.saving)
+    return _sending(plan, k * pair.layout.shards)
+
+
+def _k_of_ratio(layout: Layout, ratio: Ratio | None) -> int | Varying:
+    """Entries of each shard at a constant ratio; with ``saving``, where it is None, all entries until k is known."""
+    if ratio is None or isinstance(ratio, int | float):
+        return layout.k_per_shard(k_of(layout.numel, ratio or 1.0))
+    return ratio
+
+
+def _sending(plan: BucketPlan, entries: int) -> BucketPlan:
+    """The plan of the same bucket if a worker, and the servers together, send a number of its entries."""
+    k = plan.layout.k_per_shard(entries)
+    return replace(plan, k=k, server_k=None if plan.server_k is None else k)
+
+
+def k_for_saving(plan: BucketPlan, budget: float) -> int:
+    """The entries of each shard whose bytes are nearest to a budget, in bytes that ``saving`` counts."""
+    size, shards = plan.layout.shard_size, plan.layout.shards
+
+    def sent(k: int) -> int:
+        return counted_bytes(_sending(plan, k * shards))
+
+    # Bytes grow with the number of entries, except at two points where positions are no longer sent: when a server
+    # that does not compress sends all entries, and when all ranks do. For equal bytes, prefer more entries.
+    starts = sorted({1, size if plan.server_k is not None else -(-size // plan.world), size})
+    low = max((start for start in starts if sent(start) <= budget), default=1)
+    high = min((start for start in starts if start > low), default=low + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sent(middle) <= budget else (low, middle)
+    return min({low, min(high, size)}, key=lambda k: abs(math.log(sent(k) / budget)))
+
+
+def counted_bytes(plan: BucketPlan) -> int:
+    """Bytes of the first step that ``saving`` counts, of rank 0: the busiest."""
+    asked = (request_volume(request, 0, plan.workers, plan.local) for request in plan.requests())
+    return sum(asked, Volume()).counted(plan.topology.by_node)
 
 
 BucketSizes = tuple[Sequence[int], int, Sequence[int], int]
 """A bucket: elements of each parameter, bytes per element, indices of the uncompressed parameters, and its tag."""
 
 
-def plan_step(config: TopKConfig, buckets: Sequence[BucketSizes], world: int, local: int = 1) -> list[BucketPlan]:
-    """Resolves the settings for all buckets of a step.
+def plan_step(
+    config: TopKConfig, buckets: Sequence[BucketSizes], world: int, local: int = 1, model: tuple[int, int] | None = None
+) -> list[BucketPlan]:
+    """Plans the exchange of all buckets of a step.
 
-    ``saving`` gives each bucket its share of the bytes. A small one would pay its fixed bytes out of a few dozen, and
-    deliver next to nothing. So the smallest buckets are sent whole, without positions, as long as together they add no
-    more than :data:`TOLERANCE` to the step; and no other bucket gets less density than a large one.
+    ``saving`` gives each bucket its share of the bytes. In a small bucket, headers would use most of its share. So the
+    smallest buckets send all entries, without positions, as long as together they add no more than :data:`TOLERANCE` to
+    the step; and no other bucket gets less density than a large one.
 
     Args:
-        config: The settings, see :func:`plan_bucket`.
+        config: The settings, resolved for these ranks.
         buckets: All buckets that are exchanged in a step.
         world: Number of ranks.
         local: Ranks per node.
+        model: Elements of all parameters, and of the uncompressed ones, if the model has others than the buckets.
+
+    Raises:
+        ValueError: The uncompressed elements use up the bytes that ``saving`` requests.
     """
-    plans = [plan_bucket(config, sizes, world, local, size, whole, tag) for sizes, size, whole, tag in buckets]
+    config = for_compressed(config, *(model or elements(buckets)))
+    plans = [plan_bucket(config, sizes, world, local, size, numbers, tag) for sizes, size, numbers, tag in buckets]
     if config.saving is None or len(plans) < 2 or world < 2:
         return plans
-    room = TOLERANCE * sum(map(busiest_bytes, plans))
+    spare = TOLERANCE * sum(map(counted_bytes, plans))
     for number in sorted(range(len(plans)), key=lambda number: plans[number].numel):
         plan = plans[number]
         if not plan.topology.compresses or not plan.numel:
             continue
-        whole = _at_ratio(plan, 1.0)
-        room -= busiest_bytes(whole) - busiest_bytes(plan)
-        if room >= 0:
-            plans[number] = whole
+        full = _sending(plan, plan.layout.numel)
+        spare -= counted_bytes(full) - counted_bytes(plan)
+        if spare >= 0:
+            plans[number] = full
             continue
-        least = plan_bucket(config, [LARGE], world, local, plan.itemsize).ratio
-        assert isinstance(plan.ratio, float)
-        assert isinstance(least, float)
-        if plan.ratio < least:
-            plans[number] = _at_ratio(plan, least)
+        least = plan_bucket(config, [LARGE], world, local, plan.itemsize).density()
+        if plan.density() < least:
+            plans[number] = _sending(plan, k_of(plan.layout.numel, least))
     return plans
 
 
@@ -143,26 +188,13 @@ LARGE = 1 << 22
 """Elements of a bucket whose fixed bytes do not matter."""
 
 
-def _at_ratio(plan: BucketPlan, ratio: float) -> BucketPlan:
-    """The plan of the same bucket at another ratio."""
-    return replace(plan, ratio=ratio, server_ratio=None if plan.server_ratio is None else ratio)
-
-
-def busiest_bytes(plan: BucketPlan) -> int:
-    """Bytes of a step that ``saving`` counts: the busiest rank's or, if a node is one worker, those that leave it."""
-    asked = plan.requests()
-    if plan.parts.count > 1:
-        return sum(request.node_bytes(0, plan.workers, plan.local)[1] for request in asked)
-    return sum(request.sent_bytes(0, plan.workers) for request in asked)
-
-
-def _selector(given: str | Selector) -> Selector:
-    """A selector with its own step count."""
-    return SELECTORS[given]() if isinstance(given, str) else copy.deepcopy(given)
+def elements(buckets: Sequence[BucketSizes]) -> tuple[int, int]:
+    """Elements of all parameters of some buckets, and of the uncompressed ones."""
+    return sum(sum(sizes) for sizes, *_ in buckets), sum(sizes[n] for sizes, _, numbers, _ in buckets for n in numbers)
 
 
 def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
-    """Returns the settings for the compressed part of a gradient, whose higher saving makes the whole meet ``saving``.
+    """Returns the settings for the compressed part of a gradient, whose higher saving makes all of it meet ``saving``.
 
     Raises:
         ValueError: The uncompressed elements use up the requested bytes.
@@ -179,46 +211,6 @@ def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKCon
             f"{saving:g} of the bytes. Pass {remedy}, or fewer dense_parameters."
         )
     return replace(config, saving=(numel - uncompressed) / rest)
-
-
-def _with_ratio(
-    config: TopKConfig, sizes: Sequence[int], world: int, local: int, itemsize: int, uncompressed: int
-) -> TopKConfig:
-    """Replaces ``saving`` by the ratio whose bytes are nearest to the budget that it leaves for compressed elements.
-
-    It counts the bytes of the busiest rank or, if the ranks of a node exchange as one worker and share the node's
-    network, the bytes that leave the node. Arguments as in :func:`plan_bucket`; ``uncompressed`` counts elements.
-    """
-    assert config.saving is not None
-    plan = plan_bucket(replace(config, ratio=1.0, saving=None), sizes, world, local, itemsize)
-    layout, numel = plan.layout, plan.numel
-
-    def nbytes(request: Request) -> float:
-        if plan.parts.count > 1:
-            return request.node_bytes(0, world, local)[1]
-        return request.sent_bytes(0, world)
-
-    def ratio(k: int) -> float:
-        """The ratio that sends k entries of each shard."""
-        return min(1.0, k * layout.shards / layout.numel)
-
-    def sent(k: int) -> float:
-        server_ratio = None if plan.server_ratio is None else ratio(k)
-        return sum(map(nbytes, replace(plan, ratio=ratio(k), server_ratio=server_ratio).requests()))
-
-    dense = nbytes(AllReduce(placeholder(numel * itemsize), "uplink"))
-    budget = dense * (1 - uncompressed / max(1, numel)) / config.saving
-    # Bytes grow with the number of entries, except at two points where positions are no longer sent: when a server
-    # that does not compress sends all entries, and when all ranks do. For equal bytes, prefer more entries.
-    whole = layout.shard_size if config.bidirectional else -(-layout.shard_size // plan.world)
-    starts = sorted({1, whole, layout.shard_size})
-    low = max((start for start in starts if sent(start) <= budget), default=1)
-    high = min((start for start in starts if start > low), default=low + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if sent(middle) <= budget else (low, middle)
-    nearest = min({low, min(high, layout.shard_size)}, key=lambda k: abs(math.log(sent(k) / budget)))
-    return replace(config, ratio=ratio(nearest), saving=None)
 
 
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
@@ -245,7 +237,7 @@ class Buckets:
 
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self.local = config, world, local
-        self._rest = config  # with the saving of the compressed part
+        self._model = 1, 0  # elements of all parameters, and of the uncompressed ones
         self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
         self.settled = False
         """Whether the plans are those of :func:`plan_step`: only when all buckets of a step are known."""
@@ -257,14 +249,14 @@ class Buckets:
         """The parameters that may be compressed."""
         self._uncompressed: set[Tensor] = set()
 
-    def learn_names(self, names: Mapping[Tensor, str], whole: Iterable[Tensor] = ()) -> None:
+    def learn_names(self, names: Mapping[Tensor, str], uncompressed: Iterable[Tensor] = ()) -> None:
         """Sets the parameters' names, and finds those that ``dense_parameters`` matches.
 
         Raises:
             ValueError: A pattern of ``dense_parameters`` matches no parameter, or they match too many for ``saving``.
         """
         self.names = names
-        self._uncompressed |= set(whole)
+        self._uncompressed |= set(uncompressed)
         for pattern in self.config.dense_parameters:
             found = {p for p, name in names.items() if fnmatch.filter([name, *self.all_names.get(p, ())], pattern)}
             if not found:
@@ -274,36 +266,38 @@ class Buckets:
         self.compressed = frozenset(names.keys() - self._uncompressed)
         numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
-        self._rest = for_compressed(self.config, numel, skipped)
+        self._model = numel, skipped
+        self._planned([])  # refuses too many uncompressed parameters
         self._plans.clear()
         self.settled = False
 
     def check_size(self, numel: int) -> None:
         """Refuses a bucket of ``numel`` elements that is too large, see :func:`plan_bucket`."""
-        plan_bucket(replace(self._rest, saving=None, ratio=1.0), [numel], self._world, self.local)
+        plan_bucket(replace(self.config, saving=None, ratio=1.0), [numel], self._world, self.local)
 
     def delivers_everything(self, bucket: Bucket, step: int, epoch: int) -> bool:
         """Whether a step delivers every entry of a bucket in full precision, as an all-reduce does."""
         plan = self.plan_of(bucket)
         codecs = plan.codecs(step, epoch)
-        whole = all(each.k == each.universe for each in (codecs.uplink, codecs.reply))
-        return plan.topology.compresses and plan.wire.name == "fp32" and whole
+        everything = all(each.k == each.universe for each in (codecs.uplink, codecs.reply))
+        return plan.topology.compresses and plan.wire.name == "fp32" and everything
 
     def plan_of(self, bucket: Bucket) -> BucketPlan:
         """The exchange plan of a bucket."""
         key = bucket, bucket[0].dtype  # a wrapper may change it
         if key not in self._plans:
-            sizes, itemsize, uncompressed, tag = self._sizes_of(bucket)
-            self._plans[key] = plan_bucket(self._rest, sizes, self._world, self.local, itemsize, uncompressed, tag)
+            (self._plans[key],) = self._planned([bucket])
         return self._plans[key]
 
     def settle(self, buckets: Sequence[Bucket]) -> None:
         """Plans all buckets of a step together, see :func:`plan_step`; plans that stay the same keep their identity."""
-        together = plan_step(self._rest, [self._sizes_of(bucket) for bucket in buckets], self._world, self.local)
-        for bucket, plan in zip(buckets, together, strict=True):
-            if self.plan_of(bucket).ratio != plan.ratio:
+        for bucket, plan in zip(buckets, self._planned(buckets), strict=True):
+            if self.plan_of(bucket).k != plan.k:
                 self._plans[bucket, bucket[0].dtype] = plan
         self.settled = True
+
+    def _planned(self, buckets: Sequence[Bucket]) -> list[BucketPlan]:
+        return plan_step(self.config, [*map(self._sizes_of, buckets)], self._world, self.local, self._model)
 
     def _sizes_of(self, bucket: Bucket) -> BucketSizes:
         names = " ".join(self.names.get(parameter, "") for parameter in bucket)

@@ -19,7 +19,7 @@ from lightning_topk.core.endpoint import Topology
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import SELECTORS, Selector
 from lightning_topk.core.wire import WIRES, WireName
-from lightning_topk.schedule import Ratio, Schedule, ratio_at
+from lightning_topk.schedule import Ratio, Schedule, Varying, ratio_at
 
 SAVING: float = 50
 """Default of ``saving`` if neither ``ratio`` nor ``saving`` is given."""
@@ -69,12 +69,12 @@ class TopKConfig:
     saving: float | None = None
 
     def __post_init__(self) -> None:
-        given: Any = self.dense_parameters
-        if isinstance(given, Set):  # a set's order differs between ranks
-            given = sorted(given, key=str)
-        patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+        named: Any = self.dense_parameters
+        if isinstance(named, Set):  # a set's order differs between ranks
+            named = sorted(named, key=str)
+        patterns = tuple(named) if isinstance(named, Iterable) and not isinstance(named, str) else (named,)
         if not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"dense_parameters={given!r} must be a name pattern, or several of them.")
+            raise TypeError(f"dense_parameters={named!r} must be a name pattern, or several of them.")
         object.__setattr__(self, "dense_parameters", patterns)
         if self.ratio is None and self.saving is None:
             object.__setattr__(self, "saving", SAVING)
@@ -233,12 +233,12 @@ def _check_combinations(config: TopKConfig) -> None:
         )
 
 
-def varies(ratio: Ratio | None) -> TypeGuard[Ratio]:
+def varies(ratio: Ratio | None) -> TypeGuard[Varying]:
     """Whether a ratio is a function or a schedule, not a number."""
     return callable(ratio) or isinstance(ratio, Schedule)
 
 
-def value_or_error(ratio: Ratio, step: int) -> float | str:
+def value_or_error(ratio: Varying, step: int) -> float | str:
     """Returns the ratio at a step, or the name of the error if a function fails there: messages contain addresses."""
     try:
         return ratio_at(ratio, step, step // 100)

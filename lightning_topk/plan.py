@@ -36,14 +36,14 @@ def run(
     if world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
     speed, buckets = link(inter)[0] / 8, ddp_buckets(sizes)
-    given = TopKConfig(saving=saving, ratio=ratio)
-    default = given.resolve(world, gpus_per_node, gpus=True).topology
+    settings = TopKConfig(saving=saving, ratio=ratio)
+    default = settings.resolve(world, gpus_per_node, gpus=True).topology
     rows = []
     for topology in ("dense", "sharded", "hierarchical", "single_server", "allgather"):
         if topology == "hierarchical" and not 1 < gpus_per_node < world:
             continue
         row: Row = {"topology": topology + " (DDP)" * (topology == "dense") + " (default)" * (topology == default)}
-        config = replace(given, topology=topology, bidirectional=topology != "allgather")
+        config = replace(settings, topology=topology, bidirectional=topology != "allgather")
         try:
             sent = volume(config, buckets, world, local=gpus_per_node)  # of rank 0, the busiest
         except TooLargeError:
@@ -57,7 +57,7 @@ def run(
         rows.append(row)
     return (
         f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between them; "
-        f"{'saving' if ratio is None else 'ratio'} {ratio or given.saving:g}.\n\n{markdown(rows)}\n\n"
+        f"{'saving' if ratio is None else 'ratio'} {ratio or settings.saving:g}.\n\n{markdown(rows)}\n\n"
         "Bytes are exact. No time is measured: a node's bytes take so long on its link at least, and computing comes "
         "on top. To measure both, run python -m lightning_topk bench under torchrun, on your machines."
         + f" Too large: a server's shard of the model has more than {LARGEST:,} elements."
@@ -67,7 +67,7 @@ def run(
 
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
     """Elements of each trainable parameter of a torchvision model or of a class, or of one large parameter."""
-    if sum(given is not None for given in (model, module, params)) != 1:
+    if sum(each is not None for each in (model, module, params)) != 1:
         raise ValueError("give one of --model, --module and --params.")
     if params is not None:
         if not 1 <= params <= MOST:
@@ -84,7 +84,7 @@ def make_module(model: str | None = None, module: str | None = None) -> nn.Modul
 
 
 def torchvision_model(name: str, **options: Any) -> nn.Module:
-    """Makes an untrained torchvision model with the given options."""
+    """Makes an untrained torchvision model with these options."""
     if importlib.util.find_spec("torchvision") is None:
         raise ValueError("this needs torchvision, which is not installed: pip install torchvision.")
     import torchvision

@@ -44,7 +44,7 @@ class Warmup(Schedule):
         epochs: Length in epochs, at least 1; the ratio then changes between epochs only.
 
     Raises:
-        ValueError: A ratio or a length is out of range, or not exactly one length is given.
+        ValueError: A ratio or a length is out of range, or not exactly one length is set.
     """
 
     ratio: float
@@ -97,7 +97,9 @@ class CosineWarmup(Warmup):
         return self.ratio + (self.start - self.ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
-Ratio = float | Schedule | Callable[[int], float]
+Varying = Schedule | Callable[[int], float]
+"""A ratio as a schedule, or as a function of the step."""
+Ratio = float | Varying
 """A constant, a schedule, or a function of the step."""
 
 
@@ -105,19 +107,13 @@ LATE = 1_000_000_000
 """Step and epoch by which every schedule is assumed to have ended."""
 
 
-def ratio_at(ratio: Ratio, step: int, epoch: int, name: str = "ratio") -> float:
+def ratio_at(ratio: Varying, step: int, epoch: int, name: str = "ratio") -> float:
     """Returns the ratio in force at a step; ``name`` is the setting's.
 
     Raises:
         ValueError: A schedule or function returned a value outside (0, 1].
     """
-    value: Any
-    if isinstance(ratio, Schedule):
-        value = ratio.at(step, epoch)
-    elif callable(ratio):
-        value = ratio(step)
-    else:
-        return ratio
+    value: Any = ratio.at(step, epoch) if isinstance(ratio, Schedule) else ratio(step)
     with suppress(TypeError):  # no number
         if 0 < value <= 1:
             return float(value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_topk.bucket import for_compressed, plan_bucket
+from lightning_topk.bucket import plan_step
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.guards import exchange
@@ -45,10 +45,8 @@ class Cluster:
         measure: Measure = NOTHING,
         device: torch.device = CPU,
     ) -> None:
-        parts = sizes or (numel,)
-        skipped = sum(parts[number] for number in uncompressed)
-        compressed = for_compressed(config, sum(parts), skipped)
-        self.plan = plan_bucket(compressed, parts, world, local, dtype.itemsize, uncompressed)
+        bucket = sizes or (numel,), dtype.itemsize, uncompressed, 0
+        (self.plan,) = plan_step(config.resolve(world, local), [bucket], world, local)
         """The exchange plan of the gradient."""
         self.local, self.measure = local, measure
         self.endpoints = [self.plan.endpoint(rank, dtype, device) for rank in range(world)]

@@ -3,68 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_topk.bucket import BucketSizes, for_compressed, plan_bucket, plan_step
+from lightning_topk.bucket import BucketSizes, elements, plan_step
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import BucketPlan
-from lightning_topk.core.requests import AllReduce, Request, placeholder
+from lightning_topk.core.requests import AllReduce, Volume, placeholder, request_volume
 
-
-@dataclass(frozen=True)
-class Volume:
-    """Bytes sent, predicted or counted.
-
-    Attributes:
-        uplink: Sent by this rank as a worker, to other ranks.
-        downlink: Sent by this rank as a server.
-        dense: Sent by this rank in a ring all-reduce of the same gradients, for comparison.
-        intra_node: Sent between the ranks of this rank's node, in total.
-        inter_node: Sent by these ranks to other nodes, in total: the count of the node's network interface.
-        dense_inter_node: Sent by these ranks to other nodes in a ring all-reduce.
-    """
-
-    uplink: int = 0
-    downlink: int = 0
-    dense: int = 0
-    intra_node: int = 0
-    inter_node: int = 0
-    dense_inter_node: int = 0
-
-    def __add__(self, other: Volume) -> Volume:
-        return Volume(
-            self.uplink + other.uplink,
-            self.downlink + other.downlink,
-            self.dense + other.dense,
-            self.intra_node + other.intra_node,
-            self.inter_node + other.inter_node,
-            self.dense_inter_node + other.dense_inter_node,
-        )
-
-    def __getitem__(self, kind: str) -> int:
-        """The bytes of a kind, by its name."""
-        return int(getattr(self, kind))
-
-    def of_shards(self, count: int) -> Volume:
-        """The same if ``count`` ranks of the node each exchange a shard of the gradients like this one."""
-        kinds = ("intra_node", "inter_node", "dense_inter_node")
-        return replace(self, **{kind: count * self[kind] for kind in kinds})
-
-    @property
-    def sent(self) -> int:
-        """All that this rank sends."""
-        return self.uplink + self.downlink
-
-    @property
-    def saving(self) -> float:
-        """Dense bytes over bytes sent; 1 where nothing is sent."""
-        return self.dense / self.sent if self.sent else 1.0
-
-    @property
-    def node_saving(self) -> float:
-        """The same for the bytes between nodes."""
-        return self.dense_inter_node / self.inter_node if self.inter_node else 1.0
+__all__ = ["Volume", "bucket_volume", "dense_volume", "format_bytes", "request_volume", "volume"]
 
 
 def format_bytes(nbytes: float) -> str:
@@ -112,12 +58,11 @@ def volume(
     """
     sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
     voters: Sequence[int | None] = list(parameters or ()) or [None] * len(sizes)
-    whole = list(uncompressed) or [()] * len(sizes)
-    skipped = sum(each[number] for each, numbers in zip(sizes, whole, strict=True) for number in numbers)
-    config = for_compressed(config, sum(map(sum, sizes)), skipped)
-    given: list[BucketSizes] = [(each, itemsize, numbers, 0) for each, numbers in zip(sizes, whole, strict=True)]
-    alone = (plan_bucket(config, each, world, local, itemsize, numbers) for each, itemsize, numbers, _ in given)
-    plans, total = plan_step(config, given, world, local) if settled else list(alone), Volume()
+    skipped = list(uncompressed) or [()] * len(sizes)
+    known: list[BucketSizes] = [(each, itemsize, numbers, 0) for each, numbers in zip(sizes, skipped, strict=True)]
+    config, model, total = config.resolve(world, local), elements(known), Volume()
+    together = [known] if settled else [[each] for each in known]
+    plans = (plan for each in together for plan in plan_step(config, each, world, local, model))
     for plan, count in zip(plans, voters, strict=True):
         total += bucket_volume(plan, rank, step, epoch, count)
     return total
@@ -137,18 +82,3 @@ def dense_volume(plan: BucketPlan, rank: int) -> Volume:
     ring = AllReduce(placeholder(plan.numel * plan.itemsize), "uplink")
     leaving = ring.node_bytes(rank, plan.workers, plan.local)[1]
     return Volume(dense=ring.sent_bytes(rank, plan.workers), dense_inter_node=leaving)
-
-
-def request_volume(request: Request, rank: int, world: int, local: int) -> Volume:
-    """The bytes of a request.
-
-    Args:
-        request: The request of one rank.
-        rank: This rank.
-        world: Number of all ranks.
-        local: Ranks per node.
-    """
-    among = {"all": (rank, world), "node": (rank % local, local), "peers": (rank // local, world // local)}
-    inside, outside = request.node_bytes(rank, world, local)
-    sent = {request.direction: request.sent_bytes(*among[request.among])}
-    return Volume(**sent, intra_node=inside, inter_node=outside)

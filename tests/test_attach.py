@@ -327,7 +327,7 @@ def test_a_small_bucket_of_another_dtype_learns_like_the_rest(rank, world):
             optimizer.step()
         ends[name] = float(mean_over_ranks(loss.detach().reshape(1)))
     heads = [bucket for bucket in state.last_buckets if sum(p.numel() for p in bucket) == 65]
-    assert [state.buckets.plan_of(bucket).ratio for bucket in heads] == [1.0]
+    assert [state.buckets.plan_of(bucket).density() for bucket in heads] == [1.0]
     assert ends["two dtypes"] < 1.5 * max(ends["DDP"], ends["one dtype"]), ends
 
 

@@ -230,15 +230,14 @@ def test_small_buckets_are_sent_whole_within_the_tolerance_of_the_saving(topolog
         return plan_step(config, [((size,), 4, (), 0) for size in sizes], 4, local)
 
     *heads, body = planned(65, 257, 1_000_000)
-    assert [plan.ratio for plan in heads] == [1.0, 1.0]
+    assert [plan.density() for plan in heads] == [1.0, 1.0]
     assert not any(plan.codecs().uplink.format().index_bytes for plan in heads)
-    sent = volume(config, [(65,), (257,), (1_000_000,)], 4, local=local)
-    assert (sent.node_saving if local > 1 else sent.saving) >= 50 * 0.98
-    assert body.ratio == pytest.approx(large.ratio, rel=1e-3)
+    assert volume(config, [(65,), (257,), (1_000_000,)], 4, local=local).saved(config.by_node) >= 50 * 0.98
+    assert body.density() == pytest.approx(large.density(), rel=1e-3)
     many = planned(*[300] * 100)
-    assert max(plan.ratio for plan in many) < 1
-    assert min(plan.ratio for plan in many) >= 0.99 * large.ratio
-    assert [plan.ratio for plan in plan_step(TopKConfig(ratio=0.01), [((65,), 4, (), 0)] * 2, 4)] == [0.01, 0.01]
+    assert max(plan.density() for plan in many) < 1
+    assert min(plan.density() for plan in many) >= 0.99 * large.density()
+    assert [plan.k for plan in plan_step(TopKConfig(ratio=0.01), [((65,), 4, (), 0)] * 2, 4)] == [1, 1]
 
 
 def test_a_ratio_is_literal_and_changes_no_other_setting():
@@ -289,8 +288,7 @@ def test_annotations_name_all_topologies_and_wires():
 
 
 def saved(config: TopKConfig, buckets: list, world: int, local: int = 1, **others: object) -> float:
-    sent = volume(config, buckets, world, local=local, **others)
-    return sent.node_saving if config.topology == "hierarchical" else sent.saving
+    return volume(config, buckets, world, local=local, **others).saved(config.by_node)
 
 
 @pytest.mark.parametrize(("topology", "bidirectional"), [*laws.ROUTES, *laws.ON_NODES[:2]])
@@ -304,30 +302,31 @@ def test_every_topology_reaches_the_requested_saving(topology, bidirectional, wi
         assert seen == pytest.approx(saving, rel=TOLERANCE), (saving, world, itemsize)
 
 
-def test_a_saving_is_one_literal_ratio():
-    ratio = plan_bucket(TopKConfig(saving=50), [1_000_000], 4).ratio
-    assert 0 < ratio < 1
-    assert codecs_of(TopKConfig(ratio=ratio), 1_000_000, 4) == codecs_of(TopKConfig(saving=50), 1_000_000, 4)
-    assert plan_bucket(TopKConfig(ratio=0.1), [5], 4).ratio == 0.1
+def test_a_constant_amount_is_one_k_and_a_schedule_stays_a_function():
+    plan, varying = plan_bucket(TopKConfig(saving=50), [1_000_000], 4), ExponentialWarmup(0.1, steps=2)
+    assert plan.server_k == plan.k < plan.layout.shard_size
+    assert codecs_of(TopKConfig(ratio=plan.density()), 1_000_000, 4) == plan.codecs(step=9)
+    assert plan_bucket(TopKConfig(ratio=0.1), [5], 4).k == 1
+    assert plan_bucket(TopKConfig(ratio=varying), [5], 4).k is varying
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_a_ratio_is_at_most_1(bidirectional):
-    assert plan_bucket(TopKConfig(saving=1, bidirectional=bidirectional), [1_000_000], 4).ratio == 1.0
+    assert plan_bucket(TopKConfig(saving=1, bidirectional=bidirectional), [1_000_000], 4).density() == 1.0
     # Slightly below, servers that do not compress send everything; positions would cost more.
-    assert plan_bucket(TopKConfig(saving=8, bidirectional=False), [1_000_000], 4).ratio > 0.25
+    assert plan_bucket(TopKConfig(saving=8, bidirectional=False), [1_000_000], 4).density() > 0.25
 
 
 def test_small_buckets_come_as_near_as_whole_words_allow():
     assert saved(TopKConfig(saving=1000), [5000], 8) < 300  # one entry per server and rank
     for numel in range(1, 200, 7):
-        assert plan_bucket(TopKConfig(saving=50), [numel], 8).ratio <= 1.0
+        assert plan_bucket(TopKConfig(saving=50), [numel], 8).density() <= 1.0
 
 
 def test_a_single_rank_has_the_ratio_of_two_ranks():
     """With momentum on the worker it keeps a residual, though it sends nothing."""
     config = TopKConfig(momentum=0.9)
-    assert plan_bucket(config, [100_000], 1).ratio == plan_bucket(config, [100_000], 2).ratio
+    assert plan_bucket(config, [100_000], 1).density() == plan_bucket(config, [100_000], 2).density()
     Cluster(config, 1, 1000).step([torch.ones(1000)])
 
 
@@ -363,8 +362,8 @@ def test_a_missed_saving_warns_with_a_remedy():
 def test_the_saving_of_half_precision_gradients_names_its_baseline():
     """An entry takes twice the share of the bytes, so half as many entries are sent."""
     sizes = [[300_000, 1000], [200_000]]
-    ratios = [plan_bucket(TopKConfig(saving=50), [200_000], 4, itemsize=itemsize).ratio for itemsize in (2, 4)]
-    same = plan_bucket(TopKConfig(saving=25), [200_000], 4, itemsize=2).ratio
+    ratios = [plan_bucket(TopKConfig(saving=50), [200_000], 4, itemsize=itemsize).density() for itemsize in (2, 4)]
+    same = plan_bucket(TopKConfig(saving=25), [200_000], 4, itemsize=2).density()
     assert ratios[0] == pytest.approx(ratios[1] / 2, rel=0.1)
     assert same == pytest.approx(ratios[1], rel=0.01)
     assert warned(50, sizes, torch.bfloat16) == (

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "core": ["schedule"],
     "config": ["core", "schedule"],
     "systems": ["schedule"],
-    "bucket": ["config", "core"],
+    "bucket": ["config", "core", "schedule"],
     "simulate": ["bucket", "config", "core"],
     "plan": ["bucket", "config", "volume"],
     "bench": ["_version", "config", "runtime", "volume", "plan", "adapters.attach"],

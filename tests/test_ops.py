@@ -102,9 +102,7 @@ def test_a_payload_of_the_same_size_but_another_bucket_or_k_is_refused():
     codec.check(payload)
     for other in others:
         assert other.nbytes == codec.nbytes
-        with pytest.raises(
-            ValueError, match="is damaged, or was sent for a different bucket or ratio than this rank expects"
-        ):
+        with pytest.raises(ValueError, match="was sent for a different bucket or ratio"):
             other.check(payload)
 
 

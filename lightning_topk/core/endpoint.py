@@ -19,7 +19,7 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Request, placeholder
 from lightning_topk.core.select import RandK, Selector, TopK
 from lightning_topk.core.wire import WIRES, Codec, Wire
-from lightning_topk.schedule import Ratio, ratio_at
+from lightning_topk.schedule import Varying, ratio_at
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class BucketPlan:
 
     Attributes:
         topology: Who sends what to whom.
-        parts: How the bucket is split among the ranks of a node; one part if each rank exchanges the whole bucket.
+        parts: How the bucket is split among the ranks of a node; one part if each rank exchanges all of it.
         layout: How a part is split among the servers.
         world: Number of ranks that exchange a part; each of them is a worker.
         workers: Number of all ranks.
         local: Ranks per node.
         itemsize: Bytes per gradient element.
-        ratio: Fraction of the entries that a worker sends.
-        server_ratio: Fraction of the entries that the servers send together; None for every nonzero entry.
+        k: Entries that a worker sends to each server; or the ratio of a bucket's entries, as a function of the step.
+        server_k: Entries that each server sends, likewise; None for every nonzero entry.
         wire: Format of the values.
         selector: The selector; each endpoint copies it.
         feedback: The sides that keep a residual: ``worker``, ``server``.
@@ -71,8 +71,8 @@ class BucketPlan:
     workers: int
     local: int
     itemsize: int
-    ratio: Ratio
-    server_ratio: Ratio | None
+    k: int | Varying
+    server_k: int | Varying | None
     wire: Wire
     selector: Selector
     feedback: Collection[str] = ()
@@ -94,7 +94,7 @@ class BucketPlan:
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
 
-        Payloads of a server that does not compress have room for all entries that its workers can send.
+        A payload of a server that does not compress holds all entries that its workers can send.
 
         Args:
             step: Gradients exchanged before this one, for schedules.
@@ -103,16 +103,25 @@ class BucketPlan:
         """
         layout, selector = self.layout, selector or self.selector
         if not self.topology.compresses:
-            whole = Codec(WIRES["fp32"], layout.numel, layout.numel)
-            return Codecs(whole, whole)
+            everything = Codec(WIRES["fp32"], layout.numel, layout.numel)
+            return Codecs(everything, everything)
         shared = selector if isinstance(selector, RandK) else None
-        up = layout.k_per_shard(k_of(layout.numel, ratio_at(self.ratio, step, epoch)))
-        if self.server_ratio is not None:
-            down = layout.k_per_shard(k_of(layout.numel, ratio_at(self.server_ratio, step, epoch, "server_ratio")))
+        up = self._k_at(self.k, step, epoch, "ratio")
+        if self.server_k is not None:
+            down = self._k_at(self.server_k, step, epoch, "server_ratio")
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(layout.shard_size, self.world * up)
         return _codecs(self.wire, layout.shard_size, up, down, shared, self.tag)
+
+    def _k_at(self, k: int | Varying, step: int, epoch: int, name: str) -> int:
+        if isinstance(k, int):
+            return k
+        return self.layout.k_per_shard(k_of(self.layout.numel, ratio_at(k, step, epoch, name)))
+
+    def density(self, step: int = 0, epoch: int = 0) -> float:
+        """Fraction of the elements that fit in a worker's payloads."""
+        return min(1.0, self.codecs(step, epoch).uplink.k * self.layout.shards / self.layout.numel)
 
     def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
         """Predicts the requests of :func:`lightning_topk.core.guards.exchange`: payloads of the right size, no content.
@@ -135,19 +144,19 @@ class BucketPlan:
             device: Device of the residuals.
         """
         layout, selector, rank = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
-        whole = torch.promote_types(dtype, torch.float32)
-        memory = Residual(layout.numel, whole, device) if "worker" in self.feedback else Memory(whole)
+        wide = torch.promote_types(dtype, torch.float32)
+        memory = Residual(layout.numel, wide, device) if "worker" in self.feedback else Memory(wide)
         if self.momentum:
-            memory = MomentumResidual(layout.numel, whole, device, self.momentum)
+            memory = MomentumResidual(layout.numel, wide, device, self.momentum)
         uplink, downlink = Link(layout, selector, memory, sizes=self.parts.slices), None
         if self.topology.has_servers and (layout.shards == self.world or rank == 0):
-            served, lossless = Layout(layout.shard_size), self.server_ratio is None
-            memory = Residual(served.numel, whole, device) if "server" in self.feedback else Memory(whole)
+            served, lossless = Layout(layout.shard_size), self.server_k is None
+            memory = Residual(served.numel, wide, device) if "server" in self.feedback else Memory(wide)
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
             downlink = Link(served, selector, memory, dtype, exact=lossless)
         shard = rank if layout.shards > 1 else 0
-        return Endpoint(self, shard, whole, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
+        return Endpoint(self, shard, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 
 @lru_cache(maxsize=1024)  # asked for every bucket in every step
@@ -204,7 +213,7 @@ class Endpoint:
         return torch.tensor(owner, dtype=torch.int32, device=device), torch.tensor(table, device=device)
 
     def pieces(self) -> tuple[Tensor, Tensor]:
-        """How a GPU deals a bucket to the ranks of its node, kept on the device.
+        """How a GPU splits a bucket among the ranks of its node, kept on the device.
 
         Returns:
             The parameter ``[pieces]`` int32 of each piece of a part, which has at most ``PIECE`` elements of one slice;

@@ -1,6 +1,6 @@
 """The layout of a bucket: its blocks, its shards, and how many entries each shard sends.
 
-A bucket of ``numel`` elements is cut into blocks of 256, and the blocks are dealt to the servers in turn
+A bucket of ``numel`` elements is cut into blocks of 256, and the servers get the blocks in turn
 (block-cyclic), so element ``i`` belongs to shard ``(i // block) % shards``. Layers are contiguous in a bucket, so every
 server gets a sample of every layer. This balances the load well enough for every shard to send the same number of
 entries, and all sizes on the wire follow from integers known in advance.
@@ -28,7 +28,7 @@ PIECE = 2048
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``numel`` elements are dealt to ``shards`` servers, block by block.
+    """How ``numel`` elements are split among ``shards`` servers, block by block.
 
     Args:
         numel: Number of elements in the bucket, at least 1.
@@ -51,7 +51,7 @@ class Layout:
 
     @cached_property
     def rounds(self) -> int:
-        """Number of blocks dealt to each shard; in the last round some shards may get a partial block or none."""
+        """Number of blocks of each shard; in the last round some shards may get a partial block or none."""
         return math.ceil(self.numel / (self.block * self.shards))
 
     @cached_property
@@ -63,9 +63,9 @@ class Layout:
     def k_per_shard(self, k: int) -> int:
         """Entries that each shard sends if the bucket sends ``k``: an equal share, rounded up.
 
-        If ``k == numel``, it is ``shard_size``, so a ratio of 1 sends everything.
+        If ``k`` is ``numel`` or more, it is ``shard_size``, so a ratio of 1 sends everything.
         """
-        return self.shard_size if k == self.numel else math.ceil(k / self.shards)
+        return self.shard_size if k >= self.numel else math.ceil(k / self.shards)
 
 
 @dataclass(frozen=True)

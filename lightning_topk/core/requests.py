@@ -6,8 +6,9 @@ with payloads on the meta device, which have a size but no content.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -115,3 +116,75 @@ class Broadcast(Request):
 def placeholder(*shape: int) -> Tensor:
     """A payload of a size in bytes, without content: uint8 on the meta device."""
     return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes sent, predicted or counted.
+
+    Attributes:
+        uplink: Sent by this rank as a worker, to other ranks.
+        downlink: Sent by this rank as a server.
+        dense: Sent by this rank in a ring all-reduce of the same gradients, for comparison.
+        intra_node: Sent between the ranks of this rank's node, in total.
+        inter_node: Sent by these ranks to other nodes, in total: the count of the node's network interface.
+        dense_inter_node: Sent by these ranks to other nodes in a ring all-reduce.
+    """
+
+    uplink: int = 0
+    downlink: int = 0
+    dense: int = 0
+    intra_node: int = 0
+    inter_node: int = 0
+    dense_inter_node: int = 0
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def __getitem__(self, kind: str) -> int:
+        """The bytes of a kind, by its name."""
+        return int(getattr(self, kind))
+
+    def of_shards(self, count: int) -> Volume:
+        """The same if ``count`` ranks of the node each exchange a shard of the gradients like this one."""
+        kinds = ("intra_node", "inter_node", "dense_inter_node")
+        return replace(self, **{kind: count * self[kind] for kind in kinds})
+
+    @property
+    def sent(self) -> int:
+        """All that this rank sends."""
+        return self.uplink + self.downlink
+
+    def counted(self, by_node: bool) -> int:
+        """The bytes that ``saving`` counts: of a rank or, if a node's ranks exchange as one worker, to other nodes."""
+        return self.inter_node if by_node else self.sent
+
+    def saved(self, by_node: bool) -> float:
+        """Dense bytes, which leave a node once, over the bytes that ``saving`` counts; 1 where nothing is sent."""
+        sent = self.counted(by_node)
+        return self.dense / sent if sent else 1.0
+
+    @property
+    def saving(self) -> float:
+        """Dense bytes over bytes sent; 1 where nothing is sent."""
+        return self.saved(by_node=False)
+
+    @property
+    def node_saving(self) -> float:
+        """The same for the bytes between nodes."""
+        return self.dense_inter_node / self.inter_node if self.inter_node else 1.0
+
+
+def request_volume(request: Request, rank: int, world: int, local: int) -> Volume:
+    """The bytes of a request.
+
+    Args:
+        request: The request of one rank.
+        rank: This rank.
+        world: Number of all ranks.
+        local: Ranks per node.
+    """
+    among = {"all": (rank, world), "node": (rank % local, local), "peers": (rank // local, world // local)}
+    inside, outside = request.node_bytes(rank, world, local)
+    sent = {request.direction: request.sent_bytes(*among[request.among])}
+    return Volume(**sent, intra_node=inside, inter_node=outside)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from lightning_topk.bucket import TOLERANCE, Bucket, Buckets
 from lightning_topk.config import TopKConfig
-from lightning_topk.schedule import ratio_at
 from lightning_topk.volume import Volume, bucket_volume
 
 LOGGER = logging.getLogger("lightning_topk")
@@ -17,7 +16,7 @@ class WarnOnce:
     """Shows each message to the user once, on rank 0.
 
     Args:
-        tell: Shows warnings, and information too unless ``note`` is given. Default: the logger.
+        tell: Shows warnings, and information too unless ``note`` is set. Default: the logger.
         rank: This rank.
         note: Shows information.
     """
@@ -52,16 +51,16 @@ def start_message(config: TopKConfig, world: int, local: int) -> str:
     return f"lightning_topk: topology={config.topology!r} on {ranks}, {amount}."
 
 
-def startup_warnings(given: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
+def startup_warnings(requested: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
     """Returns the warnings about the settings of a run."""
     if not config.compresses:
-        idle = [name for name in given.changed if name not in ("topology", "clip_norm")]
-        if not given.compresses and not idle:
+        idle = [name for name in requested.changed if name not in ("topology", "clip_norm")]
+        if not requested.compresses and not idle:
             return []
         if world == 1:
             return ["lightning_topk: a single rank exchanges no gradients, so nothing is compressed."]
-        where = f"topology={given.topology!r}" + " on one node" * given.compresses
-        return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
+        where = f"topology={requested.topology!r}" + " on one node" * requested.compresses
+        return [f"lightning_topk: {where} all-reduces all gradients. Without effect: {', '.join(idle) or 'saving'}."]
     if config.adapts_momentum and not has_optimizers:
         return [
             "lightning_topk: attach was called without optimizer=, so its momentum is not adapted to compression, and "
@@ -87,12 +86,12 @@ def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) 
 def _missed_saving(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -> str:
     """Warning that the saving is lower than requested, with the reason; empty if it is not."""
     asked, by_node = settings.config.saving or 0, settings.config.by_node
-    seen = sent.node_saving if by_node else sent.saving
+    seen = sent.saved(by_node)
     if seen >= asked * (1 - TOLERANCE):
         return ""
     together = volume_of(settings, [tuple(p for bucket in buckets for p in bucket)], 0, 0, 0, voting=False)
     small, remedy = "this model is", "Use DDP"
-    if len(buckets) > 1 and (together.node_saving if by_node else together.saving) >= asked * (1 - TOLERANCE):
+    if len(buckets) > 1 and together.saved(by_node) >= asked * (1 - TOLERANCE):
         small, remedy = "its buckets are", "Use a larger bucket_cap_mb= or, with fully_shard, larger modules"
     return (
         f"lightning_topk: saving={asked:g} was requested, but {small} too small: each step saves {seen:.3g}x. {remedy}."
@@ -118,7 +117,7 @@ def _narrow(settings: Buckets, buckets: Sequence[Bucket]) -> str:
     plans = [plan for bucket in narrow if (plan := settings.plan_of(bucket)).numel]
     if not plans:
         return ""
-    kept = sum(ratio_at(plan.ratio, 0, 0) * plan.numel for plan in plans) / sum(plan.numel for plan in plans)
+    kept = sum(plan.density() * plan.numel for plan in plans) / sum(plan.numel for plan in plans)
     dtype = str(narrow[0][0].dtype).removeprefix("torch.")
     return (
         f"lightning_topk: saving={asked:g} is relative to the {dtype} gradients that DDP would send: the density "

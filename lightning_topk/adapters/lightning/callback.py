@@ -20,7 +20,7 @@ from lightning_topk.config import check_bool
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.schedule import LATE, Schedule
-from lightning_topk.volume import format_bytes
+from lightning_topk.volume import Volume, format_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -113,10 +113,10 @@ class CompressionMonitor(Callback):
 
     def __init__(self, per_layer: bool | str | Sequence[str] = False, details: bool = False) -> None:
         check_bool("details", details)
-        given = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else per_layer
-        if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in given):
+        patterns = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else per_layer
+        if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"per_layer={per_layer!r} must be True, False, a name pattern, or several of them.")
-        self.per_layer, self.details = [given] if isinstance(given, str) else list(given), details
+        self.per_layer, self.details = [patterns] if isinstance(patterns, str) else list(patterns), details
         self._last = 0.0  # when the last step ended
         self._even = False  # whether an epoch ends at the same step on all ranks
         self._logs = False  # whether the current step is logged; equal on all ranks
@@ -316,11 +316,9 @@ class _Totals:
         self.density = report.k / report.elements
 
     def saving(self, state: HookState | None) -> float:
-        """Dense bytes over the bytes sent, since fit began; between nodes, if their ranks exchange as one worker."""
-        total = self.volume.compute()
-        by_node = state is not None and state.config.by_node
-        sent = total["inter_node_bytes"] if by_node else total["total_bytes"]
-        return float(total["dense_bytes"] / sent) if sent else 1.0  # a ring all-reduce leaves each node once
+        """Dense bytes since fit began over those that ``saving`` counts."""
+        total = {name: int(getattr(self.volume, name)) for name in ("uplink", "downlink", "dense", "inter_node")}
+        return Volume(**total).saved(by_node=state is not None and state.config.by_node)
 
     def summary(self, state: HookState | None = None) -> str:
         """See :meth:`CompressionMonitor.summary`."""
