@@ -313,13 +313,9 @@ def test_times_of_two_streams_are_read_once_both_marks_have_come(gpu):
 
 def test_objects_are_sent_on_the_models_device():
     """The current device of every rank is the first GPU, unless the user sets it."""
-    with mock.patch("torch.cuda.device") as device:
-        groups.device_of([mock.Mock(device=torch.device("cuda", 1))])
-        assert device.call_args == mock.call(torch.device("cuda", 1))
-        device.reset_mock()
-        with groups.device_of(nn.Linear(2, 2).parameters()):
-            pass
-        assert not device.called
+    assert groups.device_of([mock.Mock(device=torch.device("cuda", 1))]).idx == 1
+    with groups.device_of(nn.Linear(2, 2).parameters()):  # without a driver, a GPU's fails here
+        pass
 
 
 def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all(monkeypatch):
