@@ -361,22 +361,6 @@ class Pair(nn.Module):
 
 
 @on_ranks(2)
-def test_a_small_network_that_is_used_alone_may_be_delivered_whole(rank, world):
-    """The unused network leaves its entries to it; nothing changes gradients by hand."""
-    said: list[str] = []
-    net = Pair()
-    optimizers = [Adam(each.parameters(), lr=1e-3) for each in net.nets]
-    ddp = {"find_unused_parameters": True}
-    model, _ = attached(net, ddp, saving=20, optimizer=optimizers, announce=said.append)
-    for step in range(12):
-        net.zero_grad()
-        loss_of(model, rank, step, second=step % 2).backward()
-        optimizers[step % 2].step()
-    assert net.nets[1].weight.grad.count_nonzero() > 0.5 * net.nets[1].weight.numel()
-    assert not any("nonzero" in line for line in said), said
-
-
-@on_ranks(2)
 def test_layers_frozen_before_attach_are_exchanged_once_they_are_trained(rank, world):
     net = four_layers()
     model = ddp(net, find_unused_parameters=True)
@@ -463,23 +447,6 @@ def gan(rank: int, way: str) -> list[str]:
 def test_zeroing_a_gradient_between_its_exchange_and_its_step_warns_once(rank, world):
     found = {way: len(gan(rank, way)) for way in ("toggling", "adding up", "throwing away", "skipping a step")}
     assert found == {"toggling": 0, "adding up": 0, "throwing away": rank == 0, "skipping a step": rank == 0}
-
-
-@on_ranks(2)
-def test_optimizers_that_share_a_part_zero_no_gradient_of_each_other(rank, world):
-    """Each steps after a backward pass of its own."""
-    said: list[str] = []
-    net = Pair()
-    shared = nn.Linear(20, 20)
-    net.nets.insert(0, shared)
-    net.forward = lambda x, second: net.nets[1 + second](shared(x))
-    optimizers = [SGD([*shared.parameters(), *head.parameters()], lr=0.1) for head in net.nets[1:]]
-    model, _ = attached(net, {"find_unused_parameters": True}, saving=10, optimizer=optimizers, announce=said.append)
-    for step in range(8):
-        optimizers[step % 2].zero_grad()
-        loss_of(model, rank, step, second=step % 2).backward()
-        optimizers[step % 2].step()
-    assert not any("zeroed" in line for line in said), said
 
 
 @on_ranks(2)
@@ -584,3 +551,23 @@ def test_resuming_with_other_settings_is_announced(rank, world):
     told = [words for words in said if "resuming with" in words]
     expected = ["ratio=0.2 (was 0.1), wire='bf16' (was 'int4')", "saving=50 (checkpoint: ratio=0.1)", "ratio=[0.1, "]
     assert [words in line for words, line in zip(expected, told, strict=rank == 0)] == [True] * 3 * (rank == 0)
+
+
+@on_ranks(2)
+def test_networks_that_are_used_in_turn_zero_and_change_no_gradient_of_each_other(rank, world):
+    """With a shared part or without; the unused network leaves its entries to the small one."""
+    for part in (True, False):
+        said: list[str] = []
+        net = Pair()
+        shared = nn.Linear(20, 20) if part else nn.Identity()
+        net.nets.insert(0, shared)
+        net.forward = lambda x, second, net=net: net.nets[1 + second](net.nets[0](x))
+        optimizers = [Adam([*shared.parameters(), *head.parameters()], lr=1e-3) for head in net.nets[1:]]
+        options = {"saving": 20, "optimizer": optimizers, "announce": said.append}
+        model, _ = attached(net, {"find_unused_parameters": True}, **options)
+        for step in range(12):
+            net.zero_grad()
+            loss_of(model, rank, step, second=step % 2).backward()
+            optimizers[step % 2].step()
+        assert part or net.nets[2].weight.grad.count_nonzero() > 0.5 * net.nets[2].weight.numel()
+        assert not any("nonzero" in line or "zeroed" in line for line in said), said
