@@ -459,7 +459,6 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
         empty = net()
     cases = {
         "process_group= is missing": (whole, {"ratio": 0.1}),
-        "is a str, not a process group or a device mesh": (whole, {"process_group": "replicate"}),
         "not one dimension": (whole, {"process_group": mesh}),
         "must hold the same shard, each on a different node": (whole, {"process_group": inside}),
         "with a replicate dimension": (sharded(net(), mesh), {"process_group": between}),
@@ -469,7 +468,6 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
         "have no values yet": (sharded(empty, inside), {"process_group": between}),
         "clip every shard by its own norm": (whole, {"process_group": between, "clip_norm": 1.0}),
         "Close the earlier state first": (taken, {"process_group": between}),
-        "unknown argument ratoi": (whole, {"process_group": between, "ratoi": 1}),
         "local_world_size=2 applies only to DDP models": (whole, {"process_group": between, "local_world_size": 2}),
         "process_group= applies only to models wrapped by fully_shard": (net(), {"process_group": between}),
         "the index of the shard is": (whole, {"process_group": crossed["replicate"]}),
