@@ -387,7 +387,7 @@ def test_an_exchange_and_its_step_pass_torchs_sanitizer_of_streams():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_exchanges_overlap_with_backward_on_a_stream_of_their_own(loopback, tmp_path):
+def test_exchanges_begin_before_backward_ends_on_a_stream_of_their_own(loopback, tmp_path):
     _, state, step = trained()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
