@@ -388,7 +388,7 @@ def test_an_exchange_and_its_step_pass_torchs_sanitizer_of_streams():
 
 
 def test_exchanges_begin_before_backward_ends_on_a_stream_of_their_own(loopback, tmp_path):
-    _, state, step = trained()
+    net, state, step = trained()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     with torch.profiler.profile(acc_events=True) as profile:
@@ -408,3 +408,4 @@ def test_exchanges_begin_before_backward_ends_on_a_stream_of_their_own(loopback,
     print(f"\n{len(lane) / buckets:.0f} launches a bucket on the lane; {peak / 1e6:.0f} MB above what is held; {trace}")
     print(f"{before / len(lane):.0%} of the lane's kernels start before backward's last matrix product")
     assert 0 < before < len(lane)
+    assert state.lane(net[0].weight.device).stream.priority < 0, "before the kernels of backward"

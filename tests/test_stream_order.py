@@ -260,10 +260,8 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
 
 
 def lane_of_a_gpu() -> lanes.StreamLane:
-    with mock.patch("torch.cuda.Stream") as stream:
-        lane = lanes.StreamLane(CUDA)
-    assert stream.call_args == mock.call(CUDA, priority=-1), "before the kernels of backward"
-    return lane
+    with mock.patch("torch.cuda.Stream"):
+        return lanes.StreamLane(CUDA)
 
 
 @pytest.mark.parametrize("ends", [True, False, RuntimeError("device-side assert triggered")])
