@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
 import json
 import os
@@ -16,7 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,8 +27,8 @@ from lab.bench import race, select, steps, wire
 from lab.bench.peers import PEERS
 from lab.data import digits
 from lab.models import DIGIT, mlp
-from lab.report import Result, draw
-from lab.training import Optimizer, Runs
+from lab.report import Result
+from lab.training import Optimizer
 from lightning_topk import CompressionMonitor, __main__
 from lightning_topk.plan import link
 from lightning_topk.schedule import ExponentialWarmup
@@ -122,13 +121,9 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
     [
         ("bench hosts --rate fast", "write it like 100mbit or 2.5gbit"),
         ("bench hosts --peers theirs", "'theirs' is unknown"),
-        ("bench hosts --hosts 1", "it takes 2 ranks or more: one exchanges nothing"),
         ("bench wire --json nowhere/r.json", "No such file or directory: 'nowhere/r.json'"),
-        ("bench wire --plot r.txt", r"r.txt must end in .png, .svg, .pdf"),
-        ("bench wire --ratios 0", r"ratio=0\.0 must be in \(0, 1\]"),
         ("bench select --numel 100 --ratios 2", r"ratio=2\.0 must be in \(0, 1\]"),
         ("bench train --model resnet0", "torchvision has no model 'resnet0'"),
-        ("bench train --ratio 3", r"ratio=3\.0 must be in \(0, 1\]"),
         ("reproduce", r"name a claim \(counterexample, saving, .*\) or pass --all"),
     ],
 )
@@ -178,14 +173,6 @@ def test_a_fail_changes_the_exit_status_only_with_strict(monkeypatch, capsys):
     assert "| target " in capsys.readouterr().out
 
 
-@pytest.mark.unit
-def test_missing_extras_are_named_before_work_begins(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for words in (["bench", "wire", "--plot", "x.png"], ["reproduce", "saving"]):
-        with pytest.raises(SystemExit, match=r"this needs matplotlib, which is not installed: pip install matplotlib"):
-            run(monkeypatch, *words)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("words", "text"),
@@ -205,62 +192,29 @@ def test_help_and_version_come_without_torch_and_say_where_the_benches_are(words
 
 @pytest.mark.unit
 def test_counts_and_rates_are_read_as_people_write_them():
-    assert [*map(__main__.count, ("300", "25e6", "25M", "1.5k"))] == [300, 25_000_000, 25_000_000, 1500]
-    assert [*map(link, ("100mbit", "2.5gbit", "64Kbit/20ms"))] == [(1e8, 0), (2.5e9, 0), (64e3, 0.02)]
-    for wrong in ("0", "-1", "2.5", "many", "1e-3", "nan"):
+    assert [*map(__main__.count, ("300", "25e6", "1.5k"))] == [300, 25_000_000, 1500]
+    assert [*map(link, ("2.5gbit", "64Kbit/20ms"))] == [(2.5e9, 0), (64e3, 0.02)]
+    for wrong in ("0", "2.5", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match="write it like 300, 25e6 or 25M"):
             __main__.count(wrong)
 
 
-class Rehearsed:
-    """Stands for emulated hosts: the racer's name decides how long a run takes."""
-
-    runs: ClassVar[list[tuple[str, str]]] = []
-
-    def run(self, function, options, timeout):
-        assert function is race.race
-        assert timeout > options["budget"]
-        self.runs.append((options["racer"], options.get("aim", "no aim")))
-        seconds = {"saving 50": 2.0, "fp16 hook": 1.0}.get(options["racer"], 10.0)
-        ends = options["racer"] != "PowerSGD 4"
-        curve = [[seconds / 2, 5, 3.0], [seconds, 10, 2.0 if ends else 3.0]]
-        if options["racer"] == "fp16 hook" and options["budget"] < 1:
-            ends, curve = False, curve[:1]
-        return [{"curve": curve, "reached": "aim" in options and ends, "sent": 1000}]
+def finished(function: Callable, options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    """What an emulated race returns: DDP takes ten seconds, others two."""
+    assert function is race.race
+    seconds = 10.0 if options["racer"] == "DDP" else 2.0
+    curve = [[seconds / 2, 5, 3.0], [seconds, 10, 2.0]]
+    return [{"curve": curve, "reached": "aim" in options, "sent": 1000}]
 
 
-@pytest.fixture
-def rehearsed(monkeypatch, tmp_path):
-    """A race without hosts."""
+def test_race_reports_speedups_and_repeats_no_run(monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "available", lambda: True)
-    monkeypatch.setattr(hosts, "emulate", lambda count, rate: nullcontext(Rehearsed()))
-    monkeypatch.setattr(hosts, "local", lambda count: Rehearsed())
-    monkeypatch.setattr(Rehearsed, "runs", [])
-    return partial(race.run, out=tmp_path / "race.jsonl")
-
-
-def test_race_reports_speedups_and_resumes_where_it_stopped(rehearsed):
-    racers = ["saving 50", "DDP", "fp16 hook", "PowerSGD 4"]
-    again = partial(rehearsed, rates=["300mbit"], racers=racers)
-    result = again()
-    assert Rehearsed.runs == [("DDP", "no aim"), *((racer, pytest.approx(2.5025)) for racer in racers)]
-    (rows,) = result.tables.values()
-    assert [row["300mbit"] for row in rows] == ["2, 5.00x", "10", "1, 10.00x", "> 10"]
-    assert [check.holds for check in result.checks] == [True, False, True]  # fp16 is ahead
-    assert again().tables == result.tables
-    assert len(Rehearsed.runs) == 5, "a run was repeated"
-    for message, wrong in {"racer": {"racers": ["nobody"]}, "2 hosts": {"hosts": 1}}.items():
-        with pytest.raises(ValueError, match=message):
-            race.run(**wrong)
-
-
-def test_a_run_that_stopped_early_takes_as_many_steps_as_on_another_link(rehearsed):
-    racers = ["DDP", "fp16 hook"]
-    rehearsed(rates=["1gbit"], racers=racers, seeds=2)
-    rehearsed(rates=["100mbit"], racers=racers[1:], budget=0.5)
-    rows = race.table(race.by_racer(Runs(rehearsed.keywords["out"])), ["100mbit", "1gbit"], racers)
-    assert [row["100mbit"] for row in rows] == ["", "~ 1"]  # 0.5 s for 5 steps, and as much for 5 more
-    assert [row["1gbit"] for row in rows] == ["10 (10 to 10)", "1 (1 to 1), 10.00x"]
+    again = partial(race.run, rates=["300mbit"], racers=["saving 50", "DDP"], out=tmp_path / "race.jsonl")
+    for run in (finished, None):
+        monkeypatch.setattr(hosts, "local", lambda *_, run=run: SimpleNamespace(run=run))
+        monkeypatch.setattr(hosts, "emulate", lambda *_: nullcontext(hosts.local()))
+        (rows,) = again().tables.values()
+        assert [row["300mbit"] for row in rows] == ["2, 5.00x", "10"]
 
 
 def raced(rank: int, world: int) -> list[dict[str, object]]:
@@ -272,36 +226,17 @@ def raced(rank: int, world: int) -> list[dict[str, object]]:
             ("ratio 0.001", {"aim": 3.0}),
             ("PowerSGD 2", {"aim": 0.0, "budget": 0.2}),
             ("local 10", {"steps": 60}),
-            ("no exchange", {"steps": 20}),
         ):
             found.append(race.race({"racer": racer, "seed": 0, "budget": 60, **more}, rank, world))
     return found
 
 
-def test_the_loss_is_smoothed_before_it_is_compared_and_may_miss_the_aim_by_a_thousandth():
-    curve = [(1, 1, 4.0), (2, 2, 2.0), (3, 3, 3.0), (4, 4, 1.0)]
-    assert race.smooth(curve) == [4.0, 3.0, 3.0, 2.0]
-    assert race.aim_of({"curve": curve}) == pytest.approx(2.002)
-    assert race.until(curve, 3.0) == curve[:2]
-    assert race.until(curve, 1.9) == []
-
-
-def test_what_is_extrapolated_is_drawn_dashed(rehearsed, tmp_path):
-    rehearsed(rates=["1gbit"], racers=["DDP", "fp16 hook"])
-    rehearsed(rates=["100mbit"], racers=["DDP", "fp16 hook"], budget=0.5)
-    runs = race.by_racer(Runs(rehearsed.keywords["out"]))
-    (panel,) = race.panels(runs, ["100mbit"], ["DDP", "fp16 hook"])
-    assert panel.measured == {"DDP: 10 s": 2, "fp16 hook: ~ 1 s": 1}
-    draw([panel], tmp_path / "race.svg")
-    assert "stroke-dasharray" in (tmp_path / "race.svg").read_text()
-
-
 def test_a_training_of_the_race_ends_at_its_steps_its_aim_or_its_budget(groups):
-    dense, sparse, rest, local, apart = groups(2).run(raced)[0]
+    dense, sparse, rest, local = groups(2).run(raced)[0]
     assert [step for _, step, _ in dense["curve"]] == [10, 20]
     assert not dense["reached"]
     assert sparse["reached"]
     assert sparse["curve"][-1][2] <= 3.0
     assert not rest["reached"]
     assert rest["curve"][-1][0] >= 0.2
-    assert [run["curve"][-1][1] for run in (local, apart)] == [60, 20]
+    assert local["curve"][-1][1] == 60

@@ -120,14 +120,15 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
     return usage.stdout + usage.stderr, subprocess.run([TOOLS / "cuobjdump", "-sass", binary], **run).stdout
 
 
-@pytest.mark.parametrize(("arch", "aligned"), [(80, False), (90, True)])
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    ("name", "arch", "aligned"),
+    [(name, *way) for name in LAUNCHES for way in ((80, False), (90, True))[name.split()[1] in ("bf16", "int4") :]],
+)  # other wires have the code of fp32 and int8 but for a rounding
 def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(tmp_path, name, arch, aligned):
     usage, code = assembled(name, arch, aligned, tmp_path)
-    # Triton 3.5 (torch 2.9) allocates more for one kernel on sm_80, 3.6 and 3.8 (torch 2.14) 215 for `move fp32` on
-    # sm_90, where it reaches 4 TB/s on an H200.
-    many = triton.__version__.startswith(("3.5", "3.6", "3.8"))
-    assert int(re.search(r"REG:(\d+)", usage)[1]) <= (255 if many else 128), usage
+    # 16 warps fit into a multiprocessor. `move` keeps a thread's elements in flight instead: with 215 registers two
+    # blocks fit, and reach 4 TB/s on an H200.
+    assert int(re.search(r"REG:(\d+)", usage)[1]) <= (224 if name.startswith("move") else 128), usage
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 8, usage  # Triton 3.8 spills one value of one kernel, once
     assert re.search(r"LOCAL:0\b", usage), usage
     if not name.startswith("write") and "scaled" not in name:  # these round quotients as IEEE 754 does

@@ -285,8 +285,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("with_triton", [True, False])
+@pytest.mark.parametrize(
+    ("name", "with_triton"),
+    [*((name, True) for name in STEPS), ("SGD, decay", False), ("AdamW, capturable", False)],
+)
 def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_parameters(
     fake, monkeypatch, name, with_triton
 ):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -211,10 +211,8 @@ def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimi
 @pytest.mark.parametrize(
     ("options", "clip", "kind", "factor"),
     [
-        ({}, False, torch.optim.SGD, None),
         ({}, False, torch.optim.SGD, 3.0),  # such as a number of tokens
-        ({}, True, torch.optim.AdamW, None),
-        ({"reshard_after_forward": False}, False, torch.optim.AdamW, None),
+        ({"reshard_after_forward": False}, True, torch.optim.AdamW, None),
         ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, True, torch.optim.SGD, None),
     ],
 )
@@ -382,11 +380,10 @@ def test_gradients_of_different_modules_of_equal_size_are_not_mixed_up():
         assert all("was sent for a different bucket or ratio" in message for message in group.run(other_modules))
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this FSDP2 cannot")
 @on_ranks(4)
 def test_ranks_may_use_different_parameters_if_fsdp_reduces_unused_ones(rank, world):
     net, state = made(2, 2)
-    if not hasattr(net, "set_reduce_scatter_unused_params"):
-        return
     net.set_reduce_scatter_unused_params(True)
     watched = Watched(state)
     for step in range(6):
@@ -396,6 +393,7 @@ def test_ranks_may_use_different_parameters_if_fsdp_reduces_unused_ones(rank, wo
     assert len(watched.given) == len(list(net.parameters()))
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this FSDP2 cannot continue")
 @on_ranks(4)
 def test_training_continues_after_a_failed_backward_pass(rank, world):
     """The pass fails on every rank, after some exchanges."""
@@ -410,11 +408,10 @@ def test_training_continues_after_a_failed_backward_pass(rank, world):
     h.register_hook(fail)
     with pytest.raises(KeyError):
         net.branch(h).square().mean().backward()
-    if hasattr(net, "reset_iter_state"):
-        net.reset_iter_state()
-        ranks.train(net, rank, (1, 2))
-        watched.check()
-        assert state.steps == 4
+    net.reset_iter_state()
+    ranks.train(net, rank, (1, 2))
+    watched.check()
+    assert state.steps == 4, "the failed pass counts, since it delivered something"
 
 
 AROUND = {"checkpoint": checkpoint_wrapper, "compile": partial(torch.compile, backend="aot_eager")}
@@ -467,7 +464,6 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
         empty = net()
     cases = {
         "process_group= is missing": (whole, {"ratio": 0.1}),
-        "is a str, not a process group or a device mesh": (whole, {"process_group": "replicate"}),
         "not one dimension": (whole, {"process_group": mesh}),
         "must hold the same shard, each on a different node": (whole, {"process_group": inside}),
         "with a replicate dimension": (sharded(net(), mesh), {"process_group": between}),
@@ -477,7 +473,6 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
         "have no values yet": (sharded(empty, inside), {"process_group": between}),
         "clip every shard by its own norm": (whole, {"process_group": between, "clip_norm": 1.0}),
         "Close the earlier state first": (taken, {"process_group": between}),
-        "unknown argument ratoi": (whole, {"process_group": between, "ratoi": 1}),
         "local_world_size=2 applies only to DDP models": (whole, {"process_group": between, "local_world_size": 2}),
         "process_group= applies only to models wrapped by fully_shard": (net(), {"process_group": between}),
         "the index of the shard is": (whole, {"process_group": crossed["replicate"]}),
@@ -510,7 +505,7 @@ def test_a_closed_state_raises_in_backward_and_a_new_state_takes_over(rank, worl
 
 
 @on_ranks(4)
-def test_a_skipped_step_moves_no_weight_and_leaves_finite_residuals(rank, world):
+def test_shards_skip_a_step_together(rank, world):
     """The gradient is infinite on one rank."""
     scaler = torch.amp.GradScaler("cpu")
     net, state = made(2, 2, optimizer=lambda: [optimizer], scaler=scaler)

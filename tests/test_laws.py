@@ -128,7 +128,7 @@ def spotted(few, seed, dtype, world, numel, step):
 
 
 @given(systems())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_laws_hold_for_random_settings_shapes_and_values(system):
     config, workers, numel, dtype, few, seed = system
     eps, largest = torch.finfo(torch.promote_types(dtype, torch.float32)).eps, max(map(abs, (*few, 5.0)))
@@ -171,8 +171,7 @@ def test_non_finite_gradients_reach_everyone_and_no_residual(
     ("topology", "bidirectional", "selector", "momentum", "wire"),
     [(*case, WIRES[i % 4]) for i, case in enumerate(in_turn([0.0, 0.9], [*ROUTES, *ON_NODES[:2]], SELECTED))],
 )
-@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
-@pytest.mark.parametrize("count", [2, 60])
+@pytest.mark.parametrize(("dtype", "large", "count"), [(torch.float32, 3e38, 2), (torch.float64, 1.7e308, 60)])
 def test_sums_beyond_the_range_of_floats_leave_finite_residuals(
     topology, bidirectional, selector, momentum, wire, dtype, large, count
 ):
@@ -210,7 +209,7 @@ def same_as(oracle, cluster: Cluster, world: int, numel: int, steps: int = 30, r
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])  # the oracle supports these two
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("world", [2, 5])
 def test_one_server_is_the_algorithm_of_the_thesis(world, bidirectional, wire):
     numel, k, k_server = 2000, 20, 60
     server_ratio = k_server / numel if bidirectional else None

@@ -53,7 +53,7 @@ def fit(rank: int, world: int, model=None, ckpt=None, callbacks=(), local: int =
 
 @pytest.mark.parametrize(
     ("options", "offloaded"),
-    [({}, False), ({"gradient_clip_val": 0.05}, False), ({"accumulate_grad_batches": 2}, False), ({}, True)],
+    [({"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, False), ({}, True)],
 )
 @on_ranks(4)
 def test_with_everything_sent_nodes_learn_as_one_process(rank, world, options, offloaded):

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from laws import codecs_of, residual_and_gradient, vector
+from laws import codecs_of, in_turn, residual_and_gradient, vector
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
@@ -174,11 +174,10 @@ def test_topk_selects_the_largest_in_order_and_the_first_of_equal_ones():
     assert reference.topk_index(rows, 3).tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 4]]
 
 
-@pytest.mark.parametrize(
-    "name", ["normal", "heavy", "equal", "zero", "spike", "ties", "denormal", "not sampled", "sorted", "ascending"]
-)
-@pytest.mark.parametrize("size", [1 << 16, 300_001])
-@pytest.mark.parametrize("ratio", [0.0001, 0.001, 0.01, 0.1, 0.5])
+NAMES = ["normal", "heavy", "equal", "zero", "spike", "ties", "denormal", "not sampled", "sorted", "ascending"]
+
+
+@pytest.mark.parametrize(("name", "ratio", "size"), in_turn([1 << 16, 300_001], NAMES, [0.0001, 0.001, 0.01, 0.1, 0.5]))
 def test_the_fast_top_k_is_the_reference(name, size, ratio):
     rows = torch.stack([vector(name, size), vector(name, size).flip(0)])
     k = k_of(size, ratio)
@@ -203,15 +202,12 @@ def test_zeros_do_not_reach_the_least_threshold_if_denormals_are_flushed():
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["normal", "ties", "equal", "zero", "spike", "denormal", "sparse", "one shard", "overflowing", "ascending"]
-)
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(
-    ("numel", "shards", "ratio"),
-    [(3, 1, 0.4), (64, 3, 0.2), (300, 4, 0.9), (1_000, 3, 0.1), (5_000, 2, 0.05), (70_001, 1, 0.001),
-     (70_001, 3, 0.001), (70_001, 7, 0.12), (200_000, 3, 0.01), (300_007, 7, 0.001)],
-)  # fmt: skip
+SENT = ["normal", "ties", "equal", "zero", "spike", "denormal", "sparse", "one shard", "overflowing", "ascending"]
+SHAPES = [(3, 1, 0.4), (64, 3, 0.2), (300, 4, 0.9), (1_000, 3, 0.1), (5_000, 2, 0.05), (70_001, 1, 0.001),
+          (70_001, 3, 0.001), (70_001, 7, 0.12), (200_000, 3, 0.01), (300_007, 7, 0.001)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "numel", "shards", "ratio", "wire"), in_turn([*WIRES], SENT, SHAPES))
 def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wire, numel, shards, ratio):
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))

@@ -257,10 +257,8 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
 
 
 def lane_of_a_gpu() -> lanes.StreamLane:
-    with mock.patch("torch.cuda.Stream") as stream:
-        lane = lanes.StreamLane(CUDA)
-    assert stream.call_args == mock.call(CUDA, priority=-1), "before the kernels of backward"
-    return lane
+    with mock.patch("torch.cuda.Stream"):
+        return lanes.StreamLane(CUDA)
 
 
 @pytest.mark.parametrize("ends", [True, False, RuntimeError("device-side assert triggered")])
@@ -297,22 +295,23 @@ def test_a_gpu_lane_takes_no_job_after_a_failed_one(monkeypatch):
     assert ran == ["first", "second"]
 
 
-def test_times_of_two_streams_are_read_once_both_marks_have_come():
-    begun, ended = mock.Mock(elapsed_time=mock.Mock(return_value=1000.0)), mock.Mock()
-    assert lanes.StreamLane.seconds(mock.Mock(), begun, ended) == 1.0
-    assert begun.synchronize.called
-    assert ended.synchronize.called
+def test_times_of_two_streams_are_read_once_both_marks_have_come(gpu):
+    """Neither stream waits for the other."""
+    lane = lanes.StreamLane(CUDA)
+    with FakeTensorMode(), gpu:
+        marks = []
+        for stream in (lane.stream, gpu.current):
+            with gpu.on(stream):
+                torch.zeros(1, device=CUDA)
+                marks.append(lane.mark())
+    assert lane.seconds(*marks) == 1.0
 
 
 def test_objects_are_sent_on_the_models_device():
     """The current device of every rank is the first GPU, unless the user sets it."""
-    with mock.patch("torch.cuda.device") as device:
-        groups.device_of([mock.Mock(device=torch.device("cuda", 1))])
-        assert device.call_args == mock.call(torch.device("cuda", 1))
-        device.reset_mock()
-        with groups.device_of(nn.Linear(2, 2).parameters()):
-            pass
-        assert not device.called
+    assert groups.device_of([mock.Mock(device=torch.device("cuda", 1))]).idx == 1
+    with groups.device_of(nn.Linear(2, 2).parameters()):  # without a driver, a GPU's fails here
+        pass
 
 
 def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all(monkeypatch):
