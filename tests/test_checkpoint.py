@@ -115,7 +115,7 @@ def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, wo
     def made(net: nn.Module, unused: bool = False, **options: Any):
         options |= {"topology": topology, "ratio": 1.0, "wire": "fp32"}
         ddp, state = attached(net, {"find_unused_parameters": unused}, **options)
-        if "earlier" not in options:
+        if "residuals" not in options:
             state.load_state_dict(entry)
         return ddp, state
 
@@ -180,6 +180,14 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("has a NaN or an infinity", holding(unsound)),
         ("it was damaged", changed(parameters=[1, 2])),
         ("its mode is [0, 1", changed(mode=[*range(400)])),
+        ("is a list instead of (", holding([0.0] * 400)),
+        ("is of torch.float32 and torch.sparse_coo", holding(torch.zeros(len(unsound)).to_sparse())),
+        ("torch.strided on meta", holding(torch.zeros(len(unsound), device="meta"))),
+        ("steps=-1", changed(steps=-1)),
+        ("world_size=0", changed(world_size=0)),
+        ("its mode is None", changed(mode=None)),
+        ("its settings are None", changed(settings=None)),
+        ("its settings are {'ratio': [tensor(", changed(settings={"ratio": [torch.ones(2)] * 6})),
         ("from a rank other than 0", changed(mode="on rank 0", parameters={})),
     ]
     said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases]

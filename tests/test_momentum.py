@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import itertools
 from unittest import mock
 
 import pytest
@@ -613,3 +614,40 @@ def test_a_change_of_every_gradient_entry_before_the_step_is_noticed_once(rank, 
         optimizer.step()
     found = [line for line in said if "SGD steps with a gradient of which 100% is nonzero, while exchanges" in line]
     assert len(found) == (rank == 0)
+
+
+class Heads(nn.Module):
+    """A trunk, and sixty smaller heads of which all but one have a gradient of zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(20, 200), nn.ModuleList(nn.Linear(200, 5) for _ in range(60))
+
+    def forward(self, x):
+        return sum(head(self.trunk(x)) * (number == 0) for number, head in enumerate(self.heads))
+
+
+@on_ranks(2)
+def test_a_layer_that_gets_most_of_what_its_bucket_delivers_is_no_change_of_its_gradient(rank, world):
+    said: list[str] = []
+    net = Heads()
+    optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9)
+    model = DistributedDataParallel(net)
+    attach(model, saving=50, optimizer=optimizer, announce=said.append)
+    train(model, rank, range(8), optimizer)
+    assert not any("nonzero" in line for line in said), said
+
+
+def test_the_step_count_takes_one_byte_per_entry_and_goes_with_its_parameter():
+    parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], nn.Module()
+    optimizer = SGD(parameters, lr=0.1, momentum=0.9)
+    adapt_momentum([optimizer], exchange)
+    for gradient, parameter in itertools.product(delivered(steps=3), parameters):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    counts = [each.waited for each in AdaptedMomentum.of(optimizer)._members.values()]
+    assert {each.dtype for each in counts} == {torch.uint8}
+    assert sum(each.nbytes for each in counts) == 2 * SIZE
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+    assert len(AdaptedMomentum.of(optimizer)._members) == 1
