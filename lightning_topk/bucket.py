@@ -93,7 +93,7 @@ def plan_bucket(
         feedback=feedback[config.error_feedback] if topology.compresses else (),
         momentum=config.momentum,
         clip_norm=None if config.clip_norm is None else config.clip_norm / math.sqrt(world),
-        uncompressed=tuple(uncompressed) if topology.compresses else (),
+        uncompressed=tuple(n for n in uncompressed if sizes[n]) if topology.compresses else (),
         tag=tag,
     )
     if config.saving is None or not topology.compresses:

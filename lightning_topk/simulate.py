@@ -57,8 +57,10 @@ class Cluster:
         self.steps = 0
         """Steps so far."""
 
-    def step(self, gradients: Sequence[Tensor], epoch: int = 0) -> list[Tensor]:
+    def step(self, gradients: Sequence[Tensor], epoch: int = 0, scale: Tensor | None = None) -> list[Tensor]:
         """Exchanges one gradient of each worker, W tensors ``[numel]``, after a number of epochs.
+
+        The gradients may contain a scalar loss ``scale``; the delivered ones then do, too.
 
         Returns:
             The gradient delivered to each worker: W tensors ``[numel]``.
@@ -67,7 +69,7 @@ class Cluster:
         exchanges = []
         for end, g in zip(self.endpoints, outputs, strict=True):
             codecs = self.plan.codecs(self.steps, epoch, end.uplink.selector)
-            exchanges.append(exchange(end, g, codecs, self.steps, measure=self.measure))
+            exchanges.append(exchange(end, g, codecs, self.steps, scale, measure=self.measure))
         self.outcomes = self.drive(exchanges)
         self.steps += 1
         return outputs

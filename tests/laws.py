@@ -126,19 +126,22 @@ def undelivered(cluster: Cluster) -> Tensor:
 def simulate(
     config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32, steps: int = 4,
     given: Callable[[int, int, int], list[Tensor]] = gradients, atol: float = 2e-5, rtol: float = 1e-5,
+    scale: float | None = None,
 ) -> Cluster:  # fmt: skip
     """Checks the laws on some steps of a simulated cluster of ranks, or of nodes of two.
 
     Also checks that exchanges make the predicted requests, and select no more entries than payloads have room for.
-    ``given`` makes the gradients from ``(world, numel, step)``.
+    ``given`` makes the gradients from ``(world, numel, step)``; the exchange sees them times the loss ``scale``.
     """
     cluster = cluster_of(config, workers, numel, dtype)
     ranks, before = range(len(cluster.endpoints)), {}
     computed, received, sent, planned = [], [], [], []
     for step in range(steps):
-        mine = [each.to(dtype) for each in given(len(ranks), numel, step)]
-        computed.append(torch.stack(mine).double().mean(0))
-        received.append(torch.stack(cluster.step(mine)))
+        mine = [(each * (scale or 1)).to(dtype) for each in given(len(ranks), numel, step)]
+        computed.append(torch.stack(mine).double().mean(0) / (scale or 1))
+        delivered = torch.stack(cluster.step(mine, scale=None if scale is None else torch.tensor(scale)))
+        assert delivered.dtype == dtype
+        received.append(delivered if scale is None else delivered.double() / scale)
         total = {(rank, way): count for way, counts in cluster.sent_bytes.items() for rank, count in enumerate(counts)}
         sent.append({key: count - before.get(key, 0) for key, count in total.items()})
         before = total
@@ -152,7 +155,6 @@ def simulate(
             for stats, most in zip((outcome.uplink, outcome.downlink), room, strict=True):
                 assert stats is None or stats.selected is None or 0 <= stats.selected <= most
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())
-    assert received[0].dtype == dtype
     everything = config.ratio == 1 and config.wire == "fp32" and config.server_ratio is None
     exact = dtype.itemsize >= 4 and (everything or not cluster.plan.topology.compresses)
     left = undelivered(cluster) if config.error_feedback is True and not config.momentum else None

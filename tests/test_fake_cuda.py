@@ -232,7 +232,8 @@ def counted(row: dict[str, Any], numel: int = 25_000_000, sizes: int = 1) -> dic
     dtype, scaled = getattr(torch, row["dtype"].split(",")[0]), row["dtype"].endswith("scaled")
     plan = plan_bucket(config, [numel // sizes] * sizes, nodes * local, local, dtype.itemsize)
     end = plan.endpoint(0, dtype, CUDA)
-    end.starts, end.pieces()  # made once
+    assert len(end.starts), "made once"
+    assert len(end.pieces)
     scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
     g, reply, moved = torch.empty(plan.numel, device=CUDA, dtype=dtype), None, []
     path = guards.exchange(end, g, plan.codecs(selector=end.uplink.selector), scale=scale)
@@ -257,22 +258,22 @@ def test_an_exchange_takes_the_launches_and_bytes_in_the_guide(fake, monkeypatch
 
 @pytest.mark.parametrize("amount", ["saving=50", "ratio=0.001"])
 @pytest.mark.parametrize("workers", [3, 4, 64])
-def test_a_bucket_takes_48_launches_with_any_number_of_workers(fake, monkeypatch, amount, workers):
+def test_a_bucket_takes_as_many_launches_with_any_number_of_workers(fake, monkeypatch, amount, workers):
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     row = {"topology": "sharded", "nodes x ranks": f"{workers} x 1", "amount": amount, "dtype": "float32"}
-    assert counted(row)["launches"] <= 48
+    assert counted(row)["launches"] == (41 if workers == 3 else 40)  # dividing by 3 takes one more
 
 
 @pytest.mark.parametrize("local", [2, 8])
 @pytest.mark.parametrize("parameters", [1, 300])
-def test_ranks_of_a_node_take_20_more_launches_with_any_number_of_ranks_and_parameters(
+def test_ranks_of_a_node_take_6_more_launches_with_any_number_of_ranks_and_parameters(
     fake, monkeypatch, local, parameters
 ):
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     row = {"topology": "sharded", "nodes x ranks": "4 x 1", "amount": "saving=50", "dtype": "float32"}
     alone = counted(row)["launches"]
     row |= {"topology": "hierarchical", "nodes x ranks": f"4 x {local}"}
-    assert counted(row, sizes=parameters)["launches"] <= alone + 20
+    assert counted(row, sizes=parameters)["launches"] == alone + 6
 
 
 STEPS = {

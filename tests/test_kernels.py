@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from laws import residual_and_gradient, simulate
+from laws import ON_NODES, ROUTES, in_turn, residual_and_gradient, simulate
 
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
@@ -88,7 +88,7 @@ def test_one_pass_selects_like_the_reference(name, numel, shards, k):
         assert (value != 0).all()  # the first ones that have room
     else:
         finite = torch.tensor(True, device=DEVICE)
-        expected, found = reference.add_and_select(total.clone(), torch.zeros_like(total), finite, layout, k)
+        expected, found = add_and_select(total.clone(), torch.zeros_like(total), finite, layout, k)
         found = torch.where(found.abs() >= FLOAT.tiny, found, 0)
         places = reference.flat_index(expected, layout).view(-1)
         assert torch.equal(sent, torch.zeros_like(total).scatter_add_(0, places, found.view(-1)))
@@ -105,17 +105,26 @@ def test_selection_stays_exact_if_a_layers_columns_differ_in_scale(width):
     e *= torch.logspace(-3, 3, width, device=DEVICE).repeat(-(-numel // width))[:numel]
     e[numel // 2 :] *= 100
     for _ in range(3):
-        expected, value = reference.add_and_select(e.clone(), torch.zeros_like(e), finite, layout, k)
+        expected, value = add_and_select(e.clone(), torch.zeros_like(e), finite, layout, k)
         found, sums = selected(e.clone(), torch.zeros_like(e), layout, k)
         assert sums.square().sum() > 0.999 * value.square().sum()
         assert (found == expected).float().mean() > 0.99
+
+
+def add_and_select(e, x, finite, layout, k):
+    """The steps that kernels fuse: adds ``x`` to ``e``, zeroes ``x``, and selects k entries in every shard."""
+    reference.clamp_(e.add_(reference.zero_unless_(x, finite)))
+    x.zero_()
+    rows = reference.shard_rows(e, layout)
+    index = reference.topk_index(rows, k)
+    return index, rows.gather(1, index)
 
 
 def sent_by_the_reference(e, x, finite, layout, codec, delivered):
     """The result of a link's separate steps."""
     memory = Residual(0, e.dtype, e.device)
     memory.residual = e
-    index, value = reference.add_and_select(e, x.to(e.dtype), finite, layout, codec.k)
+    index, value = add_and_select(e, x.to(e.dtype), finite, layout, codec.k)
     payload, sent = codec.encode(index, value, delivered, finite)
     memory.keep(reference.flat_index(index, layout).view(-1), sent.view(-1))
     return payload
@@ -190,16 +199,17 @@ def test_the_fused_send_keeps_residuals_finite(case, wire, given_as):
 @on_a_device
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # in NumPy, which the interpreter uses
 @pytest.mark.parametrize(
-    ("wire", "dtype"), [("fp32", torch.float16), ("bf16", torch.float16), ("int4", torch.bfloat16)]
+    ("wire", "dtype", "scale"),
+    [("fp32", torch.float16, 2.0**16), ("bf16", torch.float16, 6e4), ("int4", torch.bfloat16, 6e4)],
 )
-def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_written(wire, dtype):
+def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_written(wire, dtype, scale):
     """The residual includes the rounding of scaled values, which the receivers' dtype must hold."""
-    layout, scale = Layout(40_001, 3), torch.tensor(2.0**16, device=DEVICE)
+    layout, scale = Layout(40_001, 3), torch.tensor(scale, device=DEVICE)
     codec = Codec(WIRES[wire], layout.shard_size, 200)
     e, x = (1e-6 * each for each in given("normal", layout.numel))
     e[77] = 100.0  # times the scale, more than float16 holds
     scaled, (kept, plain) = (x * scale).to(dtype), (e.clone(), e.clone())
-    x = scaled.float() / scale
+    x = scaled.float() * scale.reciprocal()
     expected = sent_by_the_reference(plain, x.clone(), torch.tensor(True, device=DEVICE), layout, codec, None)
     payload = cuda.send(kept, scaled, layout, codec.format(), None, scale)
     assert torch.equal(payload, expected)
@@ -209,7 +219,7 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     payload = cuda.send(kept, x.clone(), layout, codec.format(dtype), dtype, None, scale)
     assert cuda.receive(payload, layout, codec.format(), 1, out, scale)
     assert out.count_nonzero() > 500
-    assert torch.equal(total - out.float() / scale, kept)
+    assert torch.equal(total - out.float() * scale.reciprocal(), kept)
     link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
     link.memory.residual.copy_(e)
     with mock.patch.object(ops, "fast", return_value=None):
@@ -247,24 +257,32 @@ def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference
     parts, x = end.plan.parts, given("normal", sum(sizes))[0]
     if bad is not None:
         x[10_009] = bad
-    rows, expected = cuda.split_parts(x, parts, end.pieces()), reference.split_parts(x, parts)
+    rows, expected = cuda.split_parts(x, parts, end.pieces), reference.split_parts(x, parts)
     assert rows[:, 0].isnan().all() == (bad is not None)
     if bad is not None:
         expected[:, 0] = torch.nan
     torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
     out = torch.full_like(x, 9)
-    assert cuda.join_parts(reference.split_parts(x, parts), parts, end.pieces(), out)
+    assert cuda.join_parts(reference.split_parts(x, parts), parts, end.pieces, out)
     assert torch.equal(out.nan_to_num(7), x.nan_to_num(7))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_gpu has the laws on a GPU")
 @pytest.mark.parametrize(
-    ("config", "workers", "dtype"),
-    [(TopKConfig(saving=20), 2, torch.float32), (TopKConfig(saving=8, topology="single_server"), 3, torch.bfloat16)],
+    ("topology", "bidirectional", "dtype", "scale", "ratio"),
+    in_turn(
+        [0.02, 0.3], [*ROUTES, *ON_NODES[:2]], [(torch.float32, 3e3), (torch.float16, 3e3), (torch.bfloat16, None)]
+    ),
 )
-def test_the_laws_hold_with_the_kernels(monkeypatch, config, workers, dtype):
+def test_the_laws_hold_with_the_kernels(monkeypatch, topology, bidirectional, dtype, scale, ratio):
+    """On the paths of a GPU: scales and the ranks of a node are left to kernels, also at densities above 1/8."""
     monkeypatch.setattr(ops, "fast", lambda device: cuda)
-    simulate(config, workers, 5_000, dtype, steps=2)
+    monkeypatch.setattr(ops, "on_cpu", lambda x: False)
+    sent = mock.Mock(side_effect=cuda.send)
+    monkeypatch.setattr(cuda, "send", sent)
+    config = TopKConfig(ratio, topology=topology, bidirectional=bidirectional)
+    simulate(config, 2, 2_000, dtype, steps=2, scale=scale)
+    assert sent.called
 
 
 @on_a_device

@@ -23,7 +23,7 @@ from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
 SIZES = [(1, 0.001), (1, 1.0), (257, 0.1), (257, 1.0), (1100, 0.001), (1100, 0.1), (1100, 1.0), (150_001, 0.005)]
-"""Elements and ratios; of the last, links are fused."""
+"""Elements and ratios."""
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_error_feedback_may_be_on_workers_only_or_off(topology, bidirectional):
     assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize("numel", [3000, 150_001])  # of the larger one, links are fused unless they measure
+@pytest.mark.parametrize("numel", [3000, 150_001])  # links are fused unless they measure
 @routes
 def test_the_measured_error_is_the_error_of_the_step_and_measuring_changes_no_bit(topology, bidirectional, numel):
     config, sizes = TopKConfig(ratio=0.01, topology=topology, bidirectional=bidirectional), (numel - 1000, 1000)

@@ -16,7 +16,6 @@ from trainers import Module, fit
 
 from lightning_topk import TopKStrategy
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.guards import exchange
 from lightning_topk.simulate import Cluster
 
 
@@ -120,18 +119,6 @@ def test_nothing_is_lost_after_a_skipped_first_step_of_several_passes(rank, worl
     assert len(run.state.last_buckets) == 4
 
 
-def scaled_step(cluster: Cluster, given: list[torch.Tensor], scale: torch.Tensor) -> list[torch.Tensor]:
-    """Exchanges gradients that a GradScaler has scaled; returns the delivered gradients, with the scale."""
-    outputs = [g.clone() for g in given]
-    exchanges = [
-        exchange(end, g, cluster.plan.codecs(selector=end.uplink.selector), cluster.steps, scale)
-        for end, g in zip(cluster.endpoints, outputs, strict=True)
-    ]
-    cluster.outcomes = cluster.drive(exchanges)
-    cluster.steps += 1
-    return outputs
-
-
 @laws.routes
 def test_residuals_do_not_depend_on_the_scales_history(topology, bidirectional):
     config, ends = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional, clip_norm=1.0), []
@@ -139,7 +126,7 @@ def test_residuals_do_not_depend_on_the_scales_history(topology, bidirectional):
         cluster, received = Cluster(config, 2, 1000), []
         for step, scale in enumerate(scales):
             given = [g * scale for g in laws.gradients(2, 1000, step)]
-            received.append(scaled_step(cluster, given, torch.tensor(scale))[0] / scale)
+            received.append(cluster.step(given, scale=torch.tensor(scale))[0] / scale)
         kept = [part for end in cluster.endpoints for link in end.links for part in link.memory.tensors().values()]
         ends.append([*received, *kept])
     for end in ends[1:]:
@@ -154,7 +141,7 @@ def test_half_precision_gradients_that_vanish_without_the_scale_arrive(topology,
     cluster, scale = laws.cluster_of(config, 2, 1000, torch.float16), torch.tensor(65536.0)
     given = [(g * magnitude * scale).half() for g in laws.gradients(len(cluster.endpoints), 1000, 0)]
     mean = torch.stack(given).double().mean(0)
-    for received in scaled_step(cluster, given, scale):
+    for received in cluster.step(given, scale=scale):
         torch.testing.assert_close(received.double(), mean, rtol=2**-10, atol=2**-22)
 
 
@@ -170,7 +157,7 @@ def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirecti
     for step, scale in enumerate([2.0**24, 2.0**24, 3e7, 2.0**10, *[2.0**24] * 26]):
         given = [(g * 1e-3).clamp(-2e-3, 2e-3) * scale for g in laws.gradients(len(cluster.endpoints), 1000, step % 2)]
         given = [g.to(dtype) for g in given]
-        received = scaled_step(cluster, given, torch.tensor(scale))
+        received = cluster.step(given, scale=torch.tensor(scale))
         assert all(torch.equal(each, received[0]) for each in received)
         assert received[0].isfinite().all()
         assert cluster.outcomes[0].finite
@@ -182,7 +169,7 @@ def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirecti
 def test_a_scaled_sum_that_overflows_without_a_residual_is_not_finite():
     config = TopKConfig(ratio=0.01, wire="fp32", error_feedback="worker")
     cluster, scale = Cluster(config, 2, 1000, torch.float16), torch.tensor(2.0**24)
-    finite = [scaled_step(cluster, [torch.full((1000,), 3e4).half()] * 2, scale)[0].isfinite().all() for _ in range(9)]
+    finite = [cluster.step([torch.full((1000,), 3e4).half()] * 2, scale=scale)[0].isfinite().all() for _ in range(9)]
     assert finite[0]
     assert not finite[-1]
     for end in cluster.endpoints:

@@ -192,6 +192,7 @@ def attach(
     try:
         state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names({p: name for p, name in names_of(model.module).items() if p in exchanged})
+        state.open_groups().connect(model.device)
         state.residuals.keep_only(exchanged)
         trained = [p.numel() for p in exchanged if p.requires_grad]
         # DDP's first bucket holds the whole model, unless parameters may be unused.

@@ -112,7 +112,8 @@ class BucketPlan:
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(layout.shard_size, self.world * up)
-        return _codecs(self.wire, layout.shard_size, up, down, shared, self.tag)
+        make = _codecs if shared is None else _codecs.__wrapped__  # a selector holds tensors: not in a cache
+        return make(self.wire, layout.shard_size, up, down, shared, self.tag)
 
     def _k_at(self, k: int | Varying, step: int, epoch: int, name: str) -> int:
         if isinstance(k, int):
@@ -203,7 +204,13 @@ class Endpoint:
         return torch.tensor(starts, device=self.sizes.device)
 
     @cached_property
-    def _pieces(self) -> tuple[Tensor, Tensor]:
+    def pieces(self) -> tuple[Tensor, Tensor]:
+        """How a GPU splits a bucket among the ranks of its node, kept on the device.
+
+        A piece has at most ``PIECE`` elements of one parameter's slice. ``[pieces]`` int32, the parameter of each; and
+        ``[parameters, 5]`` int64: the first piece, the offset of the slice in a part, the offset of the parameter in
+        the bucket, the parameter's size, and the size of its slice.
+        """
         parts = self.plan.parts
         columns = [-(-size // PIECE) for size in parts.slices], parts.slices, parts.sizes
         begins = [accumulate(column, initial=0) for column in columns]
@@ -211,16 +218,6 @@ class Endpoint:
         table = [*zip(*begins, parts.sizes, parts.slices, strict=False)]
         device = self.sizes.device
         return torch.tensor(owner, dtype=torch.int32, device=device), torch.tensor(table, device=device)
-
-    def pieces(self) -> tuple[Tensor, Tensor]:
-        """How a GPU splits a bucket among the ranks of its node, kept on the device.
-
-        Returns:
-            The parameter ``[pieces]`` int32 of each piece of a part, which has at most ``PIECE`` elements of one slice;
-            and of each parameter ``[parameters, 5]`` int64 the number of its first piece, the offsets of its slice in a
-            part and of itself in the bucket, its size and its slice's.
-        """
-        return self._pieces
 
     def server_memory(self) -> dict[str, Tensor]:
         """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""

@@ -62,7 +62,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> 
     """
     assert end.downlink is not None
     parts = end.plan.parts
-    rows = ops.split_parts(g, parts, end.pieces)
+    rows = ops.split_parts(g, parts, lambda: end.pieces)
     received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
     x = _node_mean(received.view(g.dtype), end.dtype)
     payloads, up = end.uplink.send(x, codecs.uplink, measure, codecs.scale)
@@ -73,7 +73,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> 
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
     finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, codecs.scale)
-    ops.join_parts(rows, parts, end.pieces, out=g)
+    ops.join_parts(rows, parts, lambda: end.pieces, out=g)
     return Outcome(finite, up, down)
 
 
@@ -87,7 +87,7 @@ def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 def _node_mean(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The mean ``[part]`` of the part's gradients of the node's ranks ``[count, part]``, in ``dtype``."""
-    if rows.device.type != "cpu":
+    if not ops.on_cpu(rows):
         return rows.mean(0, dtype=dtype)  # one launch; on a CPU, adding row by row takes less
     mean, *others = rows.to(dtype)
     for other in others:

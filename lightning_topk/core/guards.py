@@ -88,7 +88,7 @@ def _exchange_scaled(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | N
         g.mul_((end.plan.clip_norm / norm(g, codecs)).clamp(max=1))
     path = _exchange_uncompressed if end.plan.uncompressed else end.plan.topology.exchange
     outcome = yield from path(end, g, codecs, measure)
-    if g.is_cuda or not outcome.finite:
+    if not ops.on_cpu(g) or not outcome.finite:
         poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
         g.index_add_(0, end.starts, poison.expand(len(end.starts)))
     return outcome

@@ -104,11 +104,11 @@ class Link:
             The payloads ``[shards, P]`` uint8, and their statistics.
         """
         memory = self.memory
-        if scale is not None and x.device.type == "cpu":
+        if scale is not None and ops.on_cpu(x):
             x, scale = _unscaled(x, memory.dtype, scale), None
         if rescale is not None and (self.delivered or memory.dtype).itemsize >= memory.dtype.itemsize:
             rescale = None  # the product is not rounded; if it overflows, the receivers notice
-        one_pass = self._one_pass and (rescale is None if x.device.type == "cpu" else not self.exact)
+        one_pass = self._one_pass and (rescale is None if ops.on_cpu(x) else not self.exact)
         if one_pass and measure == NOTHING:
             form, e = codec.format(self.delivered), memory.residual  # type: ignore[attr-defined]
             sent = ops.send(e, x, self.layout, form, self.delivered, scale, rescale)
@@ -121,11 +121,11 @@ class Link:
         index, value, selected = self.selector.select(a, self.layout, codec.k)
         if rescale is not None and memory.tensors():
             # The residual keeps the excess. Without a residual, the scaler sees an infinity and backs off.
-            limit = codec.largest(self.delivered) * (1 - 2**-7) / rescale  # a wire rounds up by less
+            limit = codec.largest(self.delivered) * (1 - 2**-7) * rescale.reciprocal()  # a wire rounds up by less
             value = value.clamp(-limit, limit)
         payloads, arrives = codec.encode(index, value, None if rescale is not None else self.delivered, finite)
         if rescale is not None:
-            arrives = (arrives * rescale).to(self.delivered).to(arrives.dtype) / rescale
+            arrives = (arrives * rescale).to(self.delivered).to(arrives.dtype) * rescale.reciprocal()
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
         error = per_layer = None
         if measure.error:
@@ -147,10 +147,13 @@ class Link:
 
 
 def _unscaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Removes a loss scale in ``dtype``: in place, or in a copy, and zeroes ``x``, since 16 bits may underflow."""
+    """Removes a loss scale in ``dtype``, by multiplication as a GradScaler does.
+
+    In place, or in a copy, which zeroes ``x``, since 16 bits may underflow.
+    """
     if x.dtype == dtype:
-        return x.div_(scale)
-    wide = x.to(dtype).div_(scale)
+        return x.mul_(scale.reciprocal())
+    wide = x.to(dtype).mul_(scale.reciprocal())
     x.zero_()
     return wide
 

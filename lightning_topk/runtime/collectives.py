@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
-from lightning_topk.runtime.groups import Groups
+from lightning_topk.runtime.groups import Groups, all_gather
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.volume import Volume, request_volume
 
@@ -87,14 +87,6 @@ def drive(turn: Turn, background: bool = False) -> Steps[Tensor]:
         return turn.end(outcome, sent)
     except Exception as error:
         raise turn.failure(error) from error
-
-
-def all_gather(
-    into: Tensor, payload: Tensor, group: dist.ProcessGroup | None = None, background: bool = False
-) -> dist.Work | None:
-    """Gathers and concatenates the payloads of all ranks; torch has two names for it, and deprecates the older."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(into, payload, group=group, async_op=background)
 
 
 def perform(

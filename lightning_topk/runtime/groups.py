@@ -81,14 +81,17 @@ class Groups:
             made = replace(made, second_groups=cls.make(None, timeout, local, hierarchy))
         return made
 
-    def connect(self) -> None:
-        """Creates NCCL's communicators and connections now, not in the first backward pass. A collective."""
-        for group in (self.all, self.node, self.peers):
-            if group is not None and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
-                world = dist.get_world_size(group)
-                payload = torch.zeros(world, dtype=torch.uint8, device="cuda")
+    def connect(self, device: torch.device) -> None:
+        """Creates NCCL's communicators and connections now, not in the first backward pass. A collective.
+
+        Args:
+            device: The device of this rank's gradients.
+        """
+        for group in (self.all, self.node, self.peers) if device.type == "cuda" else ():
+            if group is not None and "nccl" in dist.get_backend_config(group):
+                payload = torch.zeros(dist.get_world_size(group), dtype=torch.uint8, device=device)
                 dist.all_to_all_single(torch.empty_like(payload), payload, group=group)
-                dist.all_gather_into_tensor(payload, torch.zeros_like(payload[:1]), group=group)
+                all_gather(payload, torch.zeros_like(payload[:1]), group)
 
     def among(self, who: Among) -> dist.ProcessGroup:
         """The group whose ranks take part in a request."""
@@ -163,6 +166,14 @@ def _only_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo runs all collectives of a group on this machine."""
     backends = dist.get_backend_config(group)
     return "cpu:gloo" in backends and not ("nccl" in backends and torch.cuda.is_available())
+
+
+def all_gather(
+    into: Tensor, payload: Tensor, group: dist.ProcessGroup | None = None, background: bool = False
+) -> dist.Work | None:
+    """Gathers and concatenates the payloads of all ranks; torch has two names for it, and deprecates the older."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(into, payload, group=group, async_op=background)
 
 
 def on_gpus(group: dist.ProcessGroup | None) -> bool:
@@ -280,7 +291,6 @@ def connect(
     agreed = config.dense if alone else config.resolve(world, local, gpus)
     by_node = agreed.by_node and 1 < local < world
     groups = Groups.make(process_group, timeout, local, by_node, second=agreed.compresses)
-    groups.connect()
     gathered(None, process_group)  # a rank that closed its groups now would break off connections of the others
     if not (uneven and (gpus or local_world_size) and config.topology is None):
         return groups, agreed, ""

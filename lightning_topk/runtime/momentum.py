@@ -29,8 +29,8 @@ Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays
 
 Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and Adam's with weight decay on a temporary
 gradient, that make it do this; its own buffer is updated, and both are restored afterwards. So all options of the
-optimizers keep working. One launch prepares all parameters. On a CPU, torch's fused Adam takes a third of the time of
-its default; it steps where the user left the choice to torch.
+optimizers keep working. One launch prepares all parameters. On a CPU, torch's fused steps take a third of the time of
+its default ones; they run where the user left the choice to torch.
 
 Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
 2018) zeroes the workers' momentum where an entry is sent.
@@ -65,7 +65,8 @@ class AdaptedMomentum:
 
     It holds one byte per entry: the steps since the entry was delivered, up to 255. An entry that waits longer takes
     255 steps; the rest of the movement, m^255 of it, follows with later deliveries. A resumed run treats all entries as
-    delivered in the step before, which only shifts movement to their next delivery.
+    delivered in the step before, which only shifts movement to their next delivery; ``load_state_dict`` in a running
+    process keeps the bytes.
     """
 
     _known: ClassVar[WeakKeyDictionary[Optimizer, AdaptedMomentum]] = WeakKeyDictionary()
@@ -76,6 +77,7 @@ class AdaptedMomentum:
         self._members: dict[Tensor, _Member] = {}
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # states and groups, names, and the own values
         self._gradients: list[tuple[Tensor, Tensor | None]] = []  # parameters with a lent gradient, and their own
+        self._first: list[tuple[Tensor, _Member]] = []  # parameters in their first step
         self._buffers, self._lent = _Temporary(), _Temporary()
         self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
         self._name = _buffer_name(optimizer) or ""
@@ -103,8 +105,11 @@ class AdaptedMomentum:
     @torch.no_grad()
     def _adapt(self, optimizer: Optimizer) -> None:
         """Prepares a step, once gradients are ready and before parameters change."""
-        self._restore_state()  # if the step before failed; its gradients are obsolete
-        self._gradients.clear()
+        self._restore_state()  # if the step before failed
+        if self._gradients:  # new gradients may have been added into those lent to it: do not free their memory
+            self._gradients.clear()
+            self._lent = _Temporary()
+        self._first.clear()
         wanted = [*self.requests.values()]
         asked = None if None in wanted else set[Tensor]().union(*(each or () for each in wanted))
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
@@ -146,6 +151,8 @@ class AdaptedMomentum:
             if member.state is not None:
                 self._replaced.append((member.state, self._name, member.own))
                 member.state[self._name] = buffer
+            else:
+                self._first.append((p, member))
         ops.catch_up_(several, scale, skipped, self._tables)
 
     def _member(self, p: Tensor, optimizer: Optimizer) -> _Member:
@@ -158,10 +165,8 @@ class AdaptedMomentum:
         if state is None or state.get(name) is None:  # its first step; momentum is zero
             self._members[p] = member = _Member(p, None, name, None)
             return member
-        if state[name].is_sparse:  # SGD's first buffer is a copy of the gradient
+        if state[name].is_sparse:  # of steps before it was adapted
             state[name] = state[name].to_dense()
-        if member is not None and member.state is None:  # SGD's has decay also where there was no gradient
-            local_part(state[name]).masked_fill_(member.waited != 0, 0)
         self._members[p] = member = _Member(p, state, name, member.waited if member else None)
         return member
 
@@ -183,9 +188,16 @@ class AdaptedMomentum:
         self._gradients.append((p, p.grad))
         p.grad = gradient
 
-    def _restore(self, *_: Any) -> None:
+    @_disable_dynamo
+    @torch.no_grad()
+    def _restore(self, optimizer: Optimizer, *_: Any) -> None:
         """Restores the optimizer's state and the gradients."""
         self._restore_state()
+        for p, member in self._first if isinstance(optimizer, SGD) else ():
+            # SGD's first buffer is a copy of the gradient, and has decay also where nothing was delivered.
+            if (buffer := optimizer.state.get(p, {}).get(self._name)) is not None:
+                local_part(buffer).masked_fill_(member.waited != 0, 0)
+        self._first.clear()
         for p, gradient in reversed(self._gradients):
             p.grad = gradient
         self._gradients.clear()
@@ -334,13 +346,13 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer of torch inside a wrapper without torch's hooks, such as Accelerate's or schedule-free's."""
-    while not hasattr(optimizer, "_optimizer_step_post_hooks"):
+    """The optimizer of torch inside a wrapper without hooks of its own: Accelerate's, Lightning's, schedule-free's."""
+    while True:
         inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)
-        if not hasattr(inner, "param_groups"):
-            break
+        hooks, inside = (getattr(each, "_optimizer_step_post_hooks", None) for each in (optimizer, inner))
+        if inner is optimizer or not hasattr(inner, "param_groups") or (hooks is not None and hooks is not inside):
+            return optimizer
         optimizer = inner
-    return optimizer
 
 
 def _buffer_name(optimizer: Optimizer) -> str | None:
@@ -369,7 +381,7 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
     if not sgd:
         return Rule(m, a, sign, decay, waits=True)
     nesterov = group["nesterov"]
-    lr = group["lr"] + 1e-30  # where it is 0, nothing moves
+    lr = group["lr"] + 1e-6  # not 0; the rate hardly depends on so small a one
     rate = (1 - kept(lr, m, a, decay, nesterov)) / lr
     # SGD's own step adds its decay once more, with nesterov 1 + m times, and multiplies the buffer by m.
     settled = (rate - (1 + m) * decay) / m**2 if nesterov else (rate - a * decay) / m

@@ -160,8 +160,9 @@ class Optimizers:
         names = self._names()
         trained = [p for p in names if p.requires_grad and p in compressed]
         idle = [p for p in trained if p not in updated and names[p] not in self._elsewhere]
-        others = Counter(p.shape for p in updated if p not in names)
-        if idle and Counter(p.shape for p in idle) <= others:
+        others, numel = [p for p in updated if p not in names], sum(p.numel() for p in idle)
+        alike = Counter(p.shape for p in idle) <= Counter(p.shape for p in others)
+        if idle and (alike or any(p.dim() == 1 and p.numel() >= numel for p in others)):  # or all in one flat tensor
             self._say(
                 f"lightning_topk: optimizers step copies of {len(idle)} of {len(trained)} trained parameters "
                 f"({names[idle[0]]!r} for one), such as fp32 copies of bf16 parameters. Their momentum is not adapted "

@@ -182,8 +182,8 @@ class Watch:
         """Warns if a GradScaler that the user did not pass takes this step: it is in a frame above the step's hooks."""
         frame = sys._getframe() if self._config.compresses and not self._scaled else None
         while frame is not None:
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+            # f_locals keeps a frame's variables alive: read it only of a scaler's own step.
+            if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
                 self._say(
                     "lightning_topk: a GradScaler scales the loss. Pass the scaler to attach, as scaler=: residuals "
                     "are then unscaled. Without it they count too much or too little whenever the scale changes."
@@ -239,7 +239,7 @@ class _Watched:
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Watch) -> None:
         self.computed = self.delivered = False
-        self._owner, self._parameter = owner, parameter
+        self._owner, self._parameter = ref(owner), parameter  # an optimizer keeps its hooks, but not the owner
         self._warned = False
         self._steps = 0  # stays 0 if the user takes the steps without the optimizer
         self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
@@ -249,14 +249,16 @@ class _Watched:
     def _before_gradient(self, _: Tensor) -> None:
         if self.delivered and self._steps and self._parameter is not None and self._parameter.grad is None:
             self.delivered = False
-            self._warned = self._warned or self._owner.warn_of_loss()
+            owner = self._owner()
+            self._warned = self._warned or (owner is not None and owner.warn_of_loss())
         self.computed = True
 
     @_disable_dynamo
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.computed = self.delivered = False
         self._steps += 1
-        self._owner.after_step(optimizer, self._steps)
+        if (owner := self._owner()) is not None:
+            owner.after_step(optimizer, self._steps)
 
     def forget(self, moved: Collection[Tensor]) -> None:
         """Notes that another optimizer has used the parameter's gradient, if it is among ``moved``."""

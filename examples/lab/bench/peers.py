@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_topk.bench import peers
 from lightning_topk.config import CPU_BUCKET_MB, SAVING, TopKConfig, check_name
 from lightning_topk.core.layout import k_of
-from lightning_topk.runtime.collectives import all_gather
+from lightning_topk.runtime.groups import all_gather
 
 
 def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes

@@ -266,6 +266,7 @@ def attach(
         state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
         try:
             state.learn_names()
+            state.open_groups().connect(groups[0].device)
             state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
             shards = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
             remedy = "process_group= must be the ranks that hold the same shard, one per node."

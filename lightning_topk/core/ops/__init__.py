@@ -70,7 +70,7 @@ def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | N
 
 def _cpu(x: Tensor) -> Any | None:
     """The fast version for a float32 tensor on the CPU; None for other tensors."""
-    return fast(x.device) if x.device.type == "cpu" and x.dtype == torch.float32 else None
+    return fast(x.device) if on_cpu(x) and x.dtype == torch.float32 else None
 
 
 def _of_rows(rows: Tensor, k: int) -> Any:
@@ -78,9 +78,14 @@ def _of_rows(rows: Tensor, k: int) -> Any:
     return (_cpu(rows) if k < rows.shape[1] < 2**31 else None) or reference
 
 
+def on_cpu(x: Tensor) -> bool:
+    """Whether the CPU computes with ``x``; if not, a GPU does, and the host does not wait for it."""
+    return x.device.type == "cpu"
+
+
 def is_finite(x: Tensor) -> Tensor:
     """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
-    if x.device.type == "cuda" and x.is_contiguous() and x.dtype != torch.float64 and fast(x.device) is not None:
+    if not on_cpu(x) and x.is_contiguous() and x.dtype != torch.float64 and fast(x.device) is not None:
         return fast(x.device).is_finite(x)  # type: ignore[union-attr]
     return reference.is_finite(x)
 
@@ -140,7 +145,7 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor,
     If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` are those of
     :class:`lightning_topk.core.endpoint.Endpoint`.
     """
-    version = fast(x.device) if x.device.type == "cuda" else None
+    version = None if on_cpu(x) else fast(x.device)
     rows = version.split_parts(x, parts, pieces()) if version is not None else None
     if rows is None:
         rows = reference.split_parts(x, parts)
@@ -150,7 +155,7 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor,
 
 def join_parts(rows: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]], out: Tensor) -> None:
     """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``."""
-    version = fast(out.device) if out.device.type == "cuda" else None
+    version = None if on_cpu(out) else fast(out.device)
     if version is None or not version.join_parts(rows, parts, pieces(), out):
         reference.join_parts(rows, parts, out)
 
@@ -172,13 +177,13 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
     """Encodes ascending positions ``[R, K]`` below ``universe`` with the Elias-Fano code: uint8 rows of fixed size."""
-    version = (fast(index.device) if index.device.type == "cpu" else None) or reference
+    version = (fast(index.device) if on_cpu(index) else None) or reference
     return version.elias_fano_encode(index, universe, low)
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     """Decodes the result of :func:`elias_fano_encode`: ``[R, k]`` int64, ascending in each row."""
-    version = (fast(code.device) if code.device.type == "cpu" else None) or reference
+    version = (fast(code.device) if on_cpu(code) else None) or reference
     return version.elias_fano_decode(code, universe, k, low)
 
 
@@ -188,13 +193,9 @@ class Kind:
 
     Attributes:
         version: The fast version that steps them.
-        buffer: dtype of the momentum buffers.
-        parameter: dtype of the parameters and their gradients.
     """
 
     version: Any
-    buffer: torch.dtype
-    parameter: torch.dtype
 
 
 @cache
@@ -202,7 +203,7 @@ def _kind(device: torch.device, buffer: torch.dtype, parameter: torch.dtype) -> 
     version = fast(device)
     if version is None or not {buffer, parameter} <= {*version.CATCHES_UP}:
         return None
-    return Kind(version, buffer, parameter)
+    return Kind(version)
 
 
 def kind_of(buffer: Tensor, waited: Tensor, parameter: Tensor) -> Kind | None:

@@ -36,10 +36,10 @@ def sends(e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: 
 
 
 def send(
-    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None, *scales: Tensor | None
-) -> Tensor:
-    """See :func:`lightning_topk.core.ops.send`."""
-    assert scales in ((), (None, None))
+    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
+    scale: None = None, rescale: None = None,
+) -> Tensor:  # fmt: skip
+    """See :func:`lightning_topk.core.ops.send`; links remove loss scales before."""
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
     loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _salt(), payloads.numpy())
     return payloads
@@ -57,7 +57,7 @@ def receive(
         return None
     payloads = payloads.contiguous()
     if (payloads.numpy().view(np.int32).sum(1, dtype=np.int32) != form.check).any():
-        reference.check(payloads, form.check)  # raises
+        reference.check(payloads, form.check)  # raises: it names the rows
     deal, parts = loops.KernelLayout.of(layout), out.view(-1, layout.numel).numpy()
     finite, rows = True, layout.shards
     places, values = np.empty((rows, form.k), np.int32), np.empty((rows, form.k), np.float32)

@@ -423,11 +423,11 @@ def weigh(words, counts, flags, begin, size, width, tiles, rows, GROUP: tl.const
 
 @launched
 def add(
-    payload, counts, ends, out, flags, factor, first, rows, k, universe, numel, shards, scale, check, value_bytes,
+    payload, counts, ends, out, flags, scale, first, rows, k, universe, numel, shards, share, check, value_bytes,
     begin, size, nbytes, tiles, SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, DEALT: tl.constexpr,
     SHARED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds decoded values, times ``scale`` and perhaps ``factor``, to ``out``. Rows from ``first`` on.
+    """Adds decoded values, times their ``share`` and perhaps the loss ``scale``, to ``out``. Rows from ``first`` on.
 
     ``ends`` are the running sums of ``counts``, over all rows. Clears ``flags[0]`` if the words of a row do not sum to
     ``check``, and adds nothing of it; clears ``flags[1]`` if a value is not finite. DEALT: whether row r belongs to
@@ -471,9 +471,9 @@ def add(
     else:
         integer = (tl.load(source + slot // 2, mask=wanted, other=0).to(tl.int32) >> (slot & 1) * 4) & 15
         value = ((integer ^ 8) - 8).to(tl.float32) * _bf16_at(source + (k + 1) // 2, slot // 64, wanted)
-    value *= scale
+    value *= share
     if SCALED:
-        value *= tl.load(factor).to(tl.float32)
+        value *= tl.load(scale).to(tl.float32)
     if out.dtype.element_ty == tl.bfloat16:
         value = tl.where(value == value, _from_bf16(_to_bf16(value)), value)
     value = value.to(out.dtype.element_ty)

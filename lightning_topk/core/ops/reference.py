@@ -152,27 +152,6 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
-def add_and_select(e: Tensor, x: Tensor, finite: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
-    """Adds ``x`` to ``e`` in place, zeroes ``x``, and selects the k entries of largest magnitude in every shard.
-
-    Args:
-        e: ``[numel]``, a floating dtype, finite; becomes the sum, clamped to the range of the dtype.
-        x: ``[numel]`` of the same dtype; becomes zero.
-        finite: Scalar bool, whether ``x`` is finite. If false, ``e`` is unchanged.
-        layout: How the elements are dealt to shards.
-        k: Number of entries to select from each shard, in [1, shard_size].
-
-    Returns:
-        Positions in the shards, ``[shards, k]`` int64, ascending, and the sums there, ``[shards, k]``. Of entries of
-        equal magnitude, the first are selected.
-    """
-    clamp_(e.add_(zero_unless_(x, finite)))
-    x.zero_()
-    rows = shard_rows(e, layout)
-    index = topk_index(rows, k)
-    return index, rows.gather(1, index)
-
-
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
     """Counts the entries of each row whose magnitude reaches a threshold.
 
