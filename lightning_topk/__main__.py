@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--input", type=shape, help="shape of an example (default: 3,224,224)")
     add("--batch-size", type=count, help="examples of a rank and step (default: 32)")
     add("--precision", choices=("32", "bf16"), help="bf16 is autocast (default: 32)")
-    add("--steps", type=count, help="timed steps of each exchange, at most (default: 50)")
+    add("--steps", type=count, help="timed steps of each exchange, about (default: 50)")
     add("--only", nargs="+", metavar="NAME", help='exchanges to time, such as DDP "16-bit hook" PowerSGD saving=50')
     add("--ranks", type=count, help="without torchrun: ranks to start on this machine (default: 2)")
     add("--json", type=Path, metavar="FILE", help="file to write all times to")

@@ -52,27 +52,29 @@ def run(
             row |= {"a rank sends": format_bytes(sent.sent), "a node sends": format_bytes(sent.inter_node)}
             row |= {
                 "saving": f"{sent.node_saving:.1f}x",
-                "ms on the link, at least": f"{1000 * sent.inter_node / speed:,.4g}",
+                "ms on the link, at least": f"{ms:,.0f}" if (ms := 1000 * sent.inter_node / speed) >= 1000 else ms,
             }
         rows.append(row)
     return (
-        f"{sum(sizes):,} parameters, float32; {nodes} nodes of {gpus_per_node} ranks, {inter} between them; "
+        f"{sum(sizes):,} parameters, float32, in DDP's buckets of 25 MiB; {counted(nodes, 'node')} of "
+        f"{counted(gpus_per_node, 'rank')}, {inter} between them; "
         f"{'saving' if ratio is None else 'ratio'} {ratio or settings.saving:g}.\n\n{markdown(rows)}\n\n"
         "Bytes are exact. No time is measured: a node's bytes take so long on its link at least, and computing comes "
         "on top. To measure both, run python -m lightning_topk bench under torchrun, on your machines."
-        + f" Too large: a server's shard of the model has more than {LARGEST:,} elements."
+        + f" Too large: a bucket, or a server's shard of it, has more than {LARGEST:,} elements."
         * any("too large" in row.values() for row in rows)
     )
 
 
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
-    """Elements of each trainable parameter of a torchvision model or of a class, or of one large parameter."""
+    """Elements of each trainable parameter of a torchvision model or of a class, or of up to 1,000 equal ones."""
     if sum(each is not None for each in (model, module, params)) != 1:
         raise ValueError("give one of --model, --module and --params.")
     if params is not None:
         if not 1 <= params <= MOST:
             raise ValueError(f"--params {params:.3g} must be at least 1 and at most {MOST:.0e}.")
-        return [params]
+        each = max(2**20, -(-params // 1000))
+        return [each] * (params // each) + [params % each] * (params % each > 0)
     with torch.device("meta"):  # no memory, no initialisation
         net = make_module(model, module)
     return [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
@@ -121,6 +123,11 @@ def link(rate: str) -> tuple[float, float]:
     if not found or float(found[1]) == 0:
         raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit or 2.5gbit, or 1gbit/20ms with a round trip.")
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]], float(found[3] or 0) / 1000
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number} {what}{'s' * (number > 1)}"
 
 
 def markdown(rows: Sequence[Row]) -> str:

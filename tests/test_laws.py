@@ -1,6 +1,8 @@
 """The laws of the exchange, on every topology, direction, wire, selector, memory and size, in memory."""
 
+import gc
 from functools import partial
+from weakref import ref
 
 import laws
 import numpy as np
@@ -325,3 +327,19 @@ def test_the_residual_of_a_newly_uncompressed_parameter_is_delivered(topology):
     delivered = sum(cluster.step([torch.ones(20)] * 4)[0] for _ in range(9))
     assert torch.equal(delivered[:10], torch.full((10,), 109.0))
     torch.testing.assert_close(delivered + laws.undelivered(cluster), torch.full((20,), 109.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_uncompressed_parameter_may_be_empty(dtype):
+    cluster = Cluster(TopKConfig(0.5), 2, 10, dtype, sizes=(0, 10), uncompressed=(0,))
+    first, second = cluster.step([g.to(dtype) for g in gradients(2, 10, 0)])
+    assert torch.equal(first, second)
+
+
+def test_a_selectors_tensors_are_freed_with_its_exchange():
+    cluster = Cluster(TopKConfig(0.1, selector="randk"), 2, 100)
+    cluster.step(gradients(2, 100, 0))
+    selectors = [ref(end.uplink.selector) for end in cluster.endpoints]
+    del cluster
+    gc.collect()
+    assert [each() for each in selectors] == [None, None]

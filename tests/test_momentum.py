@@ -10,13 +10,14 @@ from weakref import ref
 import pytest
 import torch
 from groups import on_ranks
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from ranks import attach, every_rank, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 import lightning_topk
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, kept
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, kept, unwrapped
 
 SIZE, STEPS = 64, 40
 
@@ -666,6 +667,7 @@ def test_what_only_acts_as_an_optimizer_is_unwrapped_or_warned_about(rank, world
         train(model, rank, range(6), optimizer)
         ends.append(weights(net))
     assert torch.equal(*ends)
+    assert unwrapped(LightningOptimizer(optimizer)) is optimizer
     hollow = NoOptimizer(mock.Mock(param_groups=optimizer.param_groups, spec=["param_groups"]))
     attach(DistributedDataParallel(nn.Linear(3, 3)), saving=20, optimizer=hollow, announce=said.append)
     assert not any("keeps its own momentum" in line for line in said), "none of the model's parameters is its own"

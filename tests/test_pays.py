@@ -133,6 +133,10 @@ def test_the_line_decides_only_what_the_noise_allows():
     told = decide(times(DDP=dense, hook=[0.59, 0.61] * 6, saving_50=[0.6] * 12), "saving=50")
     assert "of DDP's time a step; to hook no difference that this noise can show: 1.00" in told
     assert decide(times(saving_50=fast), "saving=50").startswith("Nothing to decide")
+    noisy = times(DDP=[10.0, 10.2, 9.8], saving_50=[9.9, 10.1, 9.7])
+    assert max(one / other for one, other in zip(noisy["saving=50"], noisy["DDP"], strict=True)) < 1
+    assert decide(noisy, "saving=50").startswith("No difference"), "three turns of equals are in order by chance"
+    assert decide(times(DDP=dense[:3], saving_50=fast[:3]), "saving=50").endswith("use TopKStrategy(saving=50).")
     assert ratio(times(a=[*map(float, range(1, 22))], b=[1.0] * 21), "a", "b") == (11.0, 6.0, 16.0)
 
 
@@ -145,7 +149,7 @@ LAUNCHED["MASTER_ADDR"] = "localhost"
     ("words", "env", "message"),
     [
         ("--params 1M", LAUNCHED, r"only rank.*torchrun --nnodes=2 .* lightning_topk bench --params 1M\. To try it"),
-        ("--params 1M", {"RANK": "0"}, "WORLD_SIZE, .*, MASTER_PORT is not. With srun, set what torchrun"),
+        ("--params 1M", {"RANK": "0"}, "but not WORLD_SIZE, .*, MASTER_PORT. With srun, set what torchrun"),
         ("--params 1M --ranks 2", {**LAUNCHED, "WORLD_SIZE": "2"}, "a launcher has: leave it out"),
         ("--params 1M --only DPP", {}, "'DPP' is unknown; it must be one of 'no exchange', 'DDP'"),
     ],

@@ -68,9 +68,9 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
     run(monkeypatch, "plan", "--params", "25M", "--nodes", "4", "--inter", "100mbit", main=main)
     found = rows(capsys.readouterr().out)
     assert [*found] == ["dense (DDP)", "sharded", "single_server", "allgather"]
-    sent = volume(TopKConfig(saving=50), [25_000_000], 4)
+    sent = volume(TopKConfig(saving=50), ddp_buckets(parameter_sizes(params=25_000_000)), 4)
     assert found["sharded"][:3] == [format_bytes(sent.uplink + sent.downlink), format_bytes(sent.inter_node), "50.0x"]
-    assert found["dense (DDP)"][3] == "1.2e+04"  # 1.5 x 100 MB at 12.5 MB a second
+    assert found["dense (DDP)"][3] == "12,000"  # 1.5 x 100 MB at 12.5 MB a second
     assert float(found["sharded"][3]) == pytest.approx(1000 * sent.inter_node / 12.5e6, rel=1e-3)
     run(monkeypatch, "plan", "--params", "1M", "--nodes", "2", "--gpus-per-node", "2", "--ratio", "0.001", main=main)
     shown = capsys.readouterr().out
@@ -80,16 +80,18 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("params", "large"),
-    [(2_000_000_000, []), (3_000_000_000, ["single_server", "allgather"])],
+    ("sizes", "large"),
+    [(parameter_sizes(params=10**12), []), ([2_000_000_000], []), ([3_000_000_000], ["single_server", "allgather"])],
+    ids=["10^12", "one of 2 x 10^9", "one of 3 x 10^9"],
 )
-def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(params, large):
-    """The first bucket of DDP holds the whole model."""
-    shown = plan(nodes=4, gpus_per_node=8, params=params)
+def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch, sizes, large):
+    """A bucket holds at least one parameter, however large."""
+    monkeypatch.setattr("lightning_topk.plan.parameter_sizes", lambda *_: sizes)
+    shown = plan(nodes=4, gpus_per_node=8, params=1)
     found = rows(shown)
     assert {name for name, cells in found.items() if cells[0] == "too large"} == {*large}
     assert ("more than 2,147,483,647 elements" in shown) == bool(large)
-    dense = volume(TopKConfig(topology="dense"), [params], 32, local=8)
+    dense = volume(TopKConfig(topology="dense"), ddp_buckets(sizes), 32, local=8)
     assert found["dense (DDP)"][:2] == [format_bytes(dense.sent), format_bytes(dense.inter_node)]
 
 

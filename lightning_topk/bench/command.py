@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_topk._version import __version__
 from lightning_topk.bench import loop, peers
 from lightning_topk.bench.loop import Contender, Ranks
-from lightning_topk.bench.verdict import decide, ratio
+from lightning_topk.bench.verdict import SURE, decide, ratio
 from lightning_topk.config import SAVING, TopKConfig, check_name
-from lightning_topk.plan import Row, ddp_buckets, make_module, markdown, parameter_sizes
+from lightning_topk.plan import Row, counted, ddp_buckets, make_module, markdown, parameter_sizes
 from lightning_topk.volume import Volume, volume
 
 SECONDS = 60.0
@@ -165,7 +165,7 @@ def _check_launched(ranks: int | None) -> None:
     missing = [name for name in LAUNCHED if name not in os.environ]
     if missing:
         raise ValueError(
-            f"RANK is set and {', '.join(missing)} is not. With srun, set what torchrun sets: "
+            f"RANK is set, but not {', '.join(missing)}. With srun, set what torchrun sets: "
             f"{', '.join(LAUNCHED)}. Or use torchrun: {COMMAND} --model resnet50"
         )
     if ranks is not None:
@@ -214,7 +214,7 @@ class Bench:
         device: This rank's device.
         saving: The amount that is judged.
         only: Names of the exchanges to time. Default: all.
-        steps: Timed steps of each, at most.
+        steps: Timed steps of each, about; three turns at least.
     """
 
     def __init__(
@@ -317,10 +317,10 @@ def report(bench: Bench, json: Path | None = None) -> str | None:
                 )
         rows.append(row)
     judged, *less = amounts(bench.saving)
-    line = decide(times, judged, less)
+    line = decide(times, judged, [name for name in less if name in sent and sent[name] < sent.get(judged, 0)])
     head = (
-        f"{work.words}: {sum(bench.sizes):,} parameters; {_count(ranks.world // bench.local, 'node')} of "
-        f"{_count(bench.local, 'rank')}, "
+        f"{work.words}: {sum(bench.sizes):,} parameters; {counted(ranks.world // bench.local, 'node')} of "
+        f"{counted(bench.local, 'rank')}, "
         f"{dist.get_backend()}, torch {torch.__version__}, {hosts[0].partition(', ')[2]}"
     )
     notes = [f"{name}: {reason}" for name, reason in bench.failed.items()]
@@ -330,6 +330,8 @@ def report(bench: Bench, json: Path | None = None) -> str | None:
         notes.append(f"PowerSGD: rank {rank}, whose bytes are nearest to those of {judged}{own}.")
     if bench.device.type == "cpu" and torch.cuda.is_available():
         notes.append(f"{torch.cuda.device_count()} GPUs are too few for {bench.local} ranks, which ran on CPUs.")
+    if times and (turns := min(map(len, times.values()))) < SURE:
+        notes.append(f"Only {turns} turns of each: intervals compare the least of one with the most of the other.")
     if alone:
         notes.append("All ranks are on this machine: no network was measured.")
     if json is not None:
@@ -337,10 +339,6 @@ def report(bench: Bench, json: Path | None = None) -> str | None:
         kept |= {"hidden": hidden, "failed": bench.failed, "verdict": line}
         json.write_text(jsons.dumps(kept, indent=1) + "\n")
     return "\n\n".join([head, markdown(rows), *notes, line])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number > 1)}"
 
 
 def _hidden(contender: Contender, bench: Bench) -> str:

@@ -192,13 +192,14 @@ def measure(
         contenders: The contenders.
         ranks: All ranks.
         failed: Gets the reasons of those that fail.
-        steps: Timed steps of each.
+        steps: Timed steps of each, about.
         seconds: None starts later than this, but for a few.
         around: Entered on every rank before a turn, when all ranks are ready, and left when all have ended.
         longest: Steps of a turn, at most.
     """
     begin, alive, turns = time.perf_counter(), [*contenders], 0
-    length = max(1, min(longest, math.ceil(TURN / min((each.pace for each in alive), default=TURN))))
+    pace = min((each.pace for each in alive), default=TURN)
+    length = max(1, min(longest, math.ceil(steps / FEWEST), math.ceil(TURN / pace)))
     bar = tqdm(total=steps, desc="timing", unit="step", leave=False, disable=ranks.rank > 0)
     while alive and (turns < FEWEST or turns * length < steps):
         for each in [*alive]:

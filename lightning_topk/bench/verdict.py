@@ -11,8 +11,15 @@ Times = Mapping[str, Sequence[float]]
 """Seconds of a step by turn, by contender."""
 
 
+SURE = 6
+"""Turns from which on the ratios of times in the same turns have a 95 % interval of their median."""
+
+
 class Ratio(NamedTuple):
-    """The median of the ratios of two contenders' times in the same turns, and its 95 % interval."""
+    """The median of the ratios of two contenders' times in the same turns, and its 95 % interval.
+
+    With fewer than :data:`SURE` turns, the interval has the ratios of all turns of one to all turns of the other.
+    """
 
     middle: float
     low: float
@@ -26,35 +33,40 @@ def ratio(times: Times, one: str, other: str) -> Ratio:
     """The time of one contender over that of another."""
     ratios = sorted(a / b for a, b in zip(times[one], times[other], strict=False))
     count, dropped = len(ratios), 0
+    if count < SURE:
+        return Ratio(median(ratios), min(times[one]) / max(times[other]), max(times[one]) / min(times[other]))
     # The median lies between the (d+1)-th smallest and largest, unless at most d of the values are on one of its sides.
     while sum(comb(count, few) for few in range(dropped + 2)) <= 0.025 * 2**count:
         dropped += 1
     return Ratio(median(ratios), ratios[dropped], ratios[-1 - dropped])
 
 
-def decide(times: Times, ours: str, others: Sequence[str] = (), whole: str = "DDP") -> str:
+def decide(times: Times, ours: str, others: Sequence[str] = (), baseline: str = "DDP") -> str:
     """One line: what to use.
 
     Args:
         times: The times; without contenders that failed.
         ours: The contender that stands for ours.
         others: More of ours, which send less: named only if ``ours`` does not win.
-        whole: The contender that times are compared with.
+        baseline: The contender that times are compared with.
     """
     rivals = [name for name in times if name not in (ours, "no exchange", *others)]
     if ours not in times or not rivals:
         return "Nothing to decide: it takes one of ours and one of DDP's to compare."
     rival = min(rivals, key=lambda name: median(times[name]))
-    if whole in times and rival != whole and ratio(times, rival, whole).high >= 1:
-        rival = whole  # needs no hook
-    whole = whole if whole in times else rival
-    against, told = ratio(times, ours, rival), f"{ours} takes {ratio(times, ours, whole)} of {whole}'s time a step"
-    beside = "" if rival == whole else f", and {against} of {rival}'s"
+    if baseline in times and rival != baseline and ratio(times, rival, baseline).high >= 1:
+        rival = baseline  # needs no hook
+    baseline = baseline if baseline in times else rival
+    against, told = (
+        ratio(times, ours, rival),
+        f"{ours} takes {ratio(times, ours, baseline)} of {baseline}'s time a step",
+    )
+    beside = "" if rival == baseline else f", and {against} of {rival}'s"
     if against.high < 1:
         return f"{told}{beside}: use TopKStrategy({ours})."
     if against.low > 1:
         best = f"{rival} is fastest here: use it; {told}{beside}."
-    elif rival != whole and ratio(times, ours, whole).high < 1:
+    elif rival != baseline and ratio(times, ours, baseline).high < 1:
         best = f"{told}; to {rival} no difference that this noise can show: {against} of its time."
     else:
         best = f"No difference that this noise can show: {told}{beside}."
