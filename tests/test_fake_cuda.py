@@ -305,7 +305,7 @@ def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_para
     before = [{**optimizer.state[p]} for p in parameters]
     adapted = AdaptedMomentum.of(optimizer)
     adapted._adapt(optimizer)  # the first call makes the step counts, and copies the tables
-    adapted._restore()
+    adapted._restore(optimizer)
     with Copies() as watch, Traffic() as traffic:
         adapted._adapt(optimizer)
     ops._kind.cache_clear()
@@ -313,7 +313,7 @@ def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_para
     if with_triton:
         assert traffic.with_kernels()[1] == 1
     assert all(adapted._members[p].waited.nbytes == p.numel() for p in parameters)
-    adapted._restore()
+    adapted._restore(optimizer)
     assert [optimizer.state[p] for p in parameters] == before
 
 
