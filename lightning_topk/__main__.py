@@ -1,4 +1,4 @@
-"""Command line: ``python -m lightning_topk`` ``plan`` or ``bench``. More benches are in ``examples/lab``."""
+"""Command line: ``python -m lightning_topk`` ``plan``, ``bench`` or ``env``. More benches are in ``examples/lab``."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="NAME", help='exchanges to time, such as DDP "16-bit hook" PowerSGD saving=50')
     add("--ranks", type=count, help="without torchrun: ranks to start on this machine (default: 2)")
     add("--json", type=Path, metavar="FILE", help="file to write all times to")
+    about = "versions, devices and launch settings, to paste into a bug report"
+    commands.add_parser("env", help=about, description=f"Prints {about}.")
     return parser
 
 
@@ -81,6 +83,8 @@ def main() -> None:
         # These import torch, which takes seconds.
         if command == "plan":
             from lightning_topk.plan import run
+        elif command == "env":
+            from lightning_topk.env import run  # type: ignore[assignment]
         else:
             from lightning_topk.bench.command import run  # type: ignore[assignment]
         if said := run(**given):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json as jsons
 import os
-import platform
 import shlex
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +28,7 @@ from lightning_topk.bench import loop, peers
 from lightning_topk.bench.loop import Contender, Ranks
 from lightning_topk.bench.verdict import SURE, decide, ratio
 from lightning_topk.config import SAVING, TopKConfig, check_name
+from lightning_topk.env import processor, versions
 from lightning_topk.plan import Row, counted, ddp_buckets, make_module, markdown, parameter_sizes
 from lightning_topk.volume import Volume, volume
 
@@ -293,7 +293,7 @@ def report(bench: Bench, json: Path | None = None) -> str | None:
     contenders = bench.measure()
     ours = [each for each in contenders if work.params is None and each.name in amounts(bench.saving)]
     hidden = {each.name: _hidden(each, bench) for each in ours}
-    hosts = ranks.gather(f"{socket.gethostname()}, {_processor(bench.device)}")
+    hosts = ranks.gather(f"{socket.gethostname()}, {processor(bench.device)}")
     times = {each.name: each.seconds for each in contenders}
     sent = {each.name: max(ranks.gather(bench.sent(each))) for each in contenders}
     for each in contenders:
@@ -335,7 +335,7 @@ def report(bench: Bench, json: Path | None = None) -> str | None:
     if alone:
         notes.append("All ranks are on this machine: no network was measured.")
     if json is not None:
-        kept = {"setting": head, "hosts": hosts, "versions": _versions(), "seconds": times, "bytes": sent}
+        kept = {"setting": head, "hosts": hosts, "versions": versions(), "seconds": times, "bytes": sent}
         kept |= {"hidden": hidden, "failed": bench.failed, "verdict": line}
         json.write_text(jsons.dumps(kept, indent=1) + "\n")
     return "\n\n".join([head, markdown(rows), *notes, line])
@@ -345,11 +345,3 @@ def _hidden(contender: Contender, bench: Bench) -> str:
     """The fraction of the exchange that passes while backward still runs; the least of all ranks. A collective."""
     shares, reason = bench.ranks.attempt(lambda: loop.hidden(contender.watch()))
     return "" if reason else f"{min(shares):.0%}"
-
-
-def _processor(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
-
-
-def _versions() -> Mapping[str, str]:
-    return {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}

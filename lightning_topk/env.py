@@ -1,0 +1,60 @@
+"""``env``: versions, devices, and what the launcher's variables would give here, to paste into a bug report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib import metadata
+
+import torch
+
+from lightning_topk._version import __version__
+from lightning_topk.config import TopKConfig
+
+PACKAGES = ("lightning", "pytorch-lightning", "numba", "triton", "numpy", "accelerate", "transformers")
+VARIABLES = r"(NCCL|GLOO|TORCH|CUDA|OMP|GLIBC|SLURM_NTASKS)\w*|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE"
+
+
+def run() -> str | None:
+    """Describes this machine, one fact a line; returns None on all ranks of a node but the first."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    gpus = [processor(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
+    nccl = torch.cuda.nccl.version() if hasattr(torch._C, "_nccl_version") else ("none",)
+    facts = versions()
+    facts |= {"system": platform.platform(), "CPU": processor(torch.device("cpu")), "GPUs": "; ".join(gpus) or "none"}
+    facts |= {"CUDA": torch.version.cuda or torch.version.hip or "none", "NCCL": ".".join(map(str, nccl))}
+    facts |= {"ranks": ranks(len(gpus))}
+    facts |= {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(VARIABLES, name)}
+    return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of packages, which are not imported."""
+    found = {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def processor(device: torch.device) -> str:
+    """The name of a GPU, or the number of CPU cores."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+
+
+def ranks(gpus: int) -> str:
+    """Ranks, backend and topology that the launcher's variables give, on a node with so many GPUs."""
+    given = os.environ
+    try:
+        world = int(given.get("WORLD_SIZE") or given.get("SLURM_NTASKS") or 1)
+        local = max(1, int(given.get("LOCAL_WORLD_SIZE") or given.get("SLURM_NTASKS_PER_NODE") or 1))
+        topology = TopKConfig().resolve(world, local, gpus=gpus >= local).topology
+    except ValueError as error:
+        return str(error)
+    if world == 1:
+        return "1, as no launcher set WORLD_SIZE; to see backend and topology, start this command as your training"
+    return f"{world}, {local} per node: {'nccl' if gpus >= local else 'gloo'}, topology {topology}"

@@ -1,0 +1,86 @@
+"""``python -m lightning_topk env`` describes any machine, for a bug report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from test_bench import run
+
+from lightning_topk import __main__, env
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """Runs the command with these variables of a launcher; returns its facts by name."""
+
+    def says(**given: str) -> dict[str, str]:
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        run(monkeypatch, "env", main=__main__.main)
+        return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+
+    return says
+
+
+def test_the_report_names_versions_devices_and_the_variables_that_steer_communication(said):
+    facts = said(NCCL_SOCKET_IFNAME="eth7", GLOO_SOCKET_IFNAME="eth8", TORCH_NCCL_TRACE="1", SECRET_TOKEN="no")
+    assert facts["torch"] == torch.__version__
+    assert facts["lightning"] == metadata.version("lightning")
+    assert facts["CPU"].endswith("CPU cores")
+    assert {"python", "lightning_topk", "numba", "triton", "GPUs", "CUDA", "NCCL", "system"} <= {*facts}
+    assert (facts["NCCL_SOCKET_IFNAME"], facts["GLOO_SOCKET_IFNAME"], facts["TORCH_NCCL_TRACE"]) == (
+        "eth7",
+        "eth8",
+        "1",
+    )
+    assert "SECRET_TOKEN" not in facts
+    assert "no launcher" in facts["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "expected"),
+    [
+        (0, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "8, 4 per node: gloo, topology sharded"),
+        (4, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "8, 4 per node: nccl, topology hierarchical"),
+        (1, {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}, "2, 1 per node: nccl, topology sharded"),
+        (8, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "8, 8 per node: nccl, topology sharded"),
+        (0, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "3"}, "8 ranks cannot be divided into nodes of 3"),
+        (0, {"WORLD_SIZE": "eight"}, "invalid literal"),
+    ],
+)
+def test_the_report_says_which_backend_and_topology_a_launch_gets(said, monkeypatch, gpus, given, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert said(**given)["ranks"].startswith(expected)
+
+
+def test_one_rank_of_a_node_reports(said):
+    assert said(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK="1", LOCAL_RANK="1") == {}
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert {env.versions()[name] for name in env.PACKAGES} == {"not installed"}
+
+
+@pytest.mark.process
+def test_the_report_needs_no_lightning_and_no_process_group():
+    code = (
+        "import sys; sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None; sys.argv = ['x', 'env']\n"
+        "import torch; from lightning_topk.__main__ import main; main()\n"
+        "assert not torch.distributed.is_initialized()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"torch: {torch.__version__}" in done.stdout
