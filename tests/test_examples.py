@@ -15,7 +15,6 @@ from PIL import Image
 from lab.data import folders
 
 ROOT = Path(__file__).parent.parent
-CLUSTERS = ROOT / "examples" / "guides" / "clusters.md"
 
 
 def example(*arguments: str) -> str:
@@ -83,13 +82,15 @@ TRANSFORMERS = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from with_transformers import TopK
+
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=64, n_layer=1, n_head=2))
 data = [{"input_ids": row, "labels": row} for row in torch.randint(50, (64, 16))]
 options = {"logging_strategy": "no", "save_steps": 2, "report_to": "none", "disable_tqdm": True}
 trainer = Trainer(model, TrainingArguments("out", max_steps=4, use_cpu=True, **options), train_dataset=data)
-CODE
-callback = trainer.callback_handler.callbacks[-1]
+callback = TopK(trainer, saving=50)
+trainer.add_callback(callback)
 batches = []
 
 
@@ -110,12 +111,11 @@ for auto, begin in zip((False, False, True, True, False), [None] * 3 + ["out/che
 """
 
 
-def test_the_recipe_for_the_trainer_of_transformers_compresses_each_time_it_trains(tmp_path, monkeypatch):
+def test_the_callback_for_the_trainer_of_transformers_compresses_each_time_it_trains(tmp_path, monkeypatch):
     """Twice, with a batch that does not fit and a smaller one, and from a checkpoint."""
     pytest.importorskip("transformers")
-    (code,) = re.findall(r"^```python\n(from transformers.*?)^```", CLUSTERS.read_text(), re.MULTILINE | re.DOTALL)
     path = tmp_path / "script.py"
-    path.write_text(TRANSFORMERS.replace("CODE", code))
+    path.write_text(TRANSFORMERS)
     monkeypatch.chdir(tmp_path)
     output = torchrun(path, logs=tmp_path / "logs")
     assert re.findall(r"batches (.*)", output) == ["8 8 8 8", "8 8 8 8", "8 7 7 7 7", "7 7", "7 7"] * 2
