@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of the README and the guides that come from the runs in examples/reproduced.
+"""Writes the tables of the README and of other pages that come from the runs in examples/reproduced.
 
 A table stands under a comment that names it: ``<!-- table: results -->``. ``--pictures`` also draws saving-curves.svg,
 at-size.svg, monitor.svg and race.svg, by matplotlib.
@@ -11,14 +11,17 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from lab.bench import race, wire
+from lab.data import LENGTH, LONG
+from lab.models import LARGE, TEXT
 from lab.papers import at_size, saving_curves
 from lab.report import Panel, draw, in_words, standard_error
 from lab.training import Runs
@@ -26,9 +29,14 @@ from lightning_topk.plan import Row, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "examples" / "guides").glob("*.md")),
+    ROOT / "examples" / "lab" / "bench" / "compress-step.md",
+    RUNS / "archive.md",
+]
 DRAWN = ("saving 50", "fp16 hook", "DDP", "PowerSGD 4")
-"""Racers in the README's picture and table."""
+"""Racers in the picture."""
 WORDS = {"100mbit": "100 Mbit/s", "300mbit": "300 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 WORDS["100mbit/20ms"] = "100 Mbit/s, 20 ms"
 WORDS |= {"ours": "`saving=50`", "ours, 0.001": "`ratio=0.001`"}
@@ -112,20 +120,34 @@ def behind(gaps: Sequence[float], unit: str = "") -> str:
     return f"**{words}**" if mean(gaps) > 1 else words
 
 
-TUNED = (
-    ("GPT of 10.8 million parameters (loss), AdamW", "large gpt", 3000),
-    ("ResNet-18 of 2.8 million parameters, SGD", "narrow resnet18", 3000),
-    ("convnet of 0.2 million parameters, SGD", "convnet", 1000),
-    ("GPT of 0.1 million parameters, on other text (loss), AdamW", "gpt", 1000),
+class Shown(NamedTuple):
+    """A row of the README's results.
+
+    Attributes:
+        title: The model and the optimizer.
+        model: Name of a model of ``at-size.jsonl``, at dense training's best rate; or of a learner.
+        steps: Steps of the run.
+        rate: How a learner's rate was chosen; a model's is tuned on a grid.
+    """
+
+    title: str
+    model: str
+    steps: int
+    rate: str = ""
+
+
+SHOWN = (
+    Shown("convnet, 0.2 million parameters, SGD", "convnet", 1000),
+    Shown("the same", "convnet, SGD", 10_000, "by hand"),
+    Shown("ResNet-18, 2.8 million, SGD", "narrow resnet18", 3000),
+    Shown("GPT, 0.1 million, AdamW (loss)", "gpt", 1000),
+    Shown("the same", "gpt, AdamW, lr / 3", 3000, "a third of the tuned"),
+    Shown("GPT, 10.8 million, other text, AdamW (loss)", "large gpt", 3000),
+    Shown("GPT-2 of Transformers, 0.1 million, AdamW, 2 workers (loss)", "gpt2, AdamW", 300, "by hand"),
 )
-"""The README's first results, at the learning rate that is best for dense training: titles, models and steps."""
-SHOWN: Sequence[tuple[str, str, int, float]] = (
-    ("convnet, SGD", "convnet, SGD", 10_000, 50),
-    ("convnet, SGD, `ratio=0.001`", "convnet, SGD", 30_000, 0.001),
-    ("GPT of 0.1 million, on other text (loss), AdamW, a third of the best rate", "gpt, AdamW, lr / 3", 3000, 50),
-    ("Transformers' GPT-2 of 0.1 million (loss), AdamW, 2 workers", "gpt2, AdamW", 300, 50),
-)
-"""The README's results: titles, large models or learners, steps, and what is sent."""
+"""The README's results, by model."""
+GRID = 3
+"""Learning rates of dense training that make a grid, at least."""
 
 
 def monitored() -> dict[str, dict[str, list[float]]]:
@@ -151,64 +173,97 @@ ENDS = (slice(10), slice(-10, None))
 
 def results() -> str:
     """The README's results: final quality of dense training and of ours, of the same seeds."""
-    found, rows = Runs(RUNS / "at-size.jsonl"), []
-    for title, model, steps in TUNED:
-        dense, ours = (at_size.ends(found, model, system, steps) for system in at_size.BOTH)
-        if both := {*dense} & {*ours}:
-            best = at_size.best_rate(model, {rate: dense[rate] for rate in both})
-            rows.append(result(f"{title}, {steps:,} steps", dense[best], ours[best], not at_size.COURSES[model].images))
-    found = Runs(RUNS / "saving-curves.jsonl")
-    for title, name, length, amount in SHOWN:
-        dense, ours = (saving_curves.ends(found, LEARNERS[name], length, each) for each in (0.0, amount))
-        rows.append(result(f"{title}, {length:,} steps", dense, ours, LEARNERS[name].text))
+    rows = [tuned(shown) if shown.model in at_size.COURSES else by_hand(shown) for shown in SHOWN]
     return page([row for row in rows if row])
 
 
-def result(title: str, dense: dict[int, float], ours: dict[int, float], text: bool) -> Row:
+def tuned(shown: Shown) -> Row:
+    """A result at the rate that is best for dense training, of those that both have run."""
+    found = Runs(RUNS / "at-size.jsonl")
+    course, model = at_size.COURSES[shown.model], shown.model
+    dense, ours = (at_size.ends(found, model, system, shown.steps) for system in at_size.BOTH)
+    both = {*dense} & {*ours}
+    if not both:
+        return {}
+    best = at_size.best_rate(model, {rate: dense[rate] for rate in both})
+    rate = "tuned" if len(dense) >= GRID else "tuned on 1,000 steps"
+    return result(shown, batch(model, course.batch, at_size.WORKERS), rate, dense[best], ours[best])
+
+
+def by_hand(shown: Shown) -> Row:
+    """A result of a learner."""
+    found, learner = Runs(RUNS / "saving-curves.jsonl"), LEARNERS[shown.model]
+    dense, ours = (saving_curves.ends(found, learner, shown.steps, amount) for amount in (0.0, 50.0))
+    return result(shown, batch(learner.model, learner.batch, learner.workers), shown.rate, dense, ours)
+
+
+def batch(model: str, examples: int, workers: int) -> str:
+    """What all workers together read in a step; of text, in characters."""
+    if model not in TEXT:
+        return f"{examples * workers:,} images"
+    return f"{examples * workers * (LONG if model in LARGE else LENGTH):,} characters"
+
+
+def result(shown: Shown, batch: str, rate: str, dense: dict[int, float], ours: dict[int, float]) -> Row:
     """One of the README's results; empty where runs are missing. Of text it is a loss."""
     both = [(dense[seed], ours[seed]) for seed in ours if seed in dense]
     if not both:
         return {}
-    ends = [*zip(*both, strict=True)]
+    text = batch.endswith("characters")
     style, unit = (".3f", "") if text else (".2f", " %")
     gaps = [100 * (now / before - 1) if text else before - now for before, now in both]
-    row = {"model": title}
-    row |= {head: in_words(values, style, unit) for head, values in zip(("dense", "compressed"), ends, strict=True)}
-    return row | {"difference": behind(gaps, " %" * text)}
+    row = {"model": shown.title, "steps": f"{shown.steps:,}", "batch": batch, "rate": rate, "seeds": len(both)}
+    means = (f"{mean(values):{style}}{unit}" for values in zip(*both, strict=True))
+    return row | dict(zip(("dense", "saving 50"), means, strict=True)) | {"difference": behind(gaps, " %" * text)}
 
 
-def rates(images: bool) -> str:
-    """Final quality at several learning rates, by model, length and system; of models of images, or of text."""
-    found = Runs(RUNS / "at-size.jsonl")
-    lengths = sorted({run["steps"] for run in found.values()})
-    return page(
-        [
-            {"model": model, "steps": f"{steps:,}", **row}
-            for model, course in at_size.COURSES.items()
-            if course.images == images
-            for steps in lengths
-            for row in at_size.table(found, model, steps)
-        ]
-    )
+def rates() -> str:
+    """Final quality of dense training and of ours by learning rate, with the gaps at this rate and at dense's best."""
+    found, rows = Runs(RUNS / "at-size.jsonl"), []
+    for model, course in at_size.COURSES.items():
+        for steps in sorted({run["steps"] for run in found.values()}):
+            dense, ours = (at_size.ends(found, model, system, steps) for system in at_size.BOTH)
+            best = {each: at_size.best_rate(model, ends) for each, ends in (("dense", dense), ("ours", ours)) if ends}
+            for rate in dense:
+                style, here = ".2f" if course.images else ".3f", ours.get(rate, {})
+                row: Row = {"model": f"{model} ({'points' if course.images else '%'})", "steps": f"{steps:,}"}
+                row |= {"learning rate": f"{rate:g}"}
+                for title, ends, name in (("dense", dense[rate], "dense"), ("saving 50", here, "ours")):
+                    words = in_words([*ends.values()], style)
+                    row[title] = f"{words}, best" if rate == best.get(name) and len(dense) >= GRID and words else words
+                row["behind dense at this rate"] = in_words(at_size.gaps(model, here, dense[rate]), "+.2f")
+                row["behind dense at its best"] = in_words(at_size.gaps(model, here, dense[best["dense"]]), "+.2f")
+                rows.append(row)
+    return page(rows)
 
 
-def race_in_short() -> str:
-    """The README's race: seconds by method and link."""
-    found, rates, _ = raced()
-    times = {racer: {rate: race.time_of(found, rate, racer).words for rate in rates} for racer in DRAWN}
-    return page([{"seconds to dense training's loss": racer, **cells} for racer, cells in times.items()])
+def others() -> str:
+    """The large GPT with other amounts and other methods, at dense training's best rate."""
+    rows = at_size.table(Runs(RUNS / "at-size.jsonl"), "large gpt", 1000)
+    dense = next(row for row in rows if row["learning rate"].endswith("(best)"))
+    rest = [row for row in rows if row[""] not in at_size.BOTH]
+    ours = next(row for row in rows if row[""] == "saving 50" and row["learning rate"].endswith("(best)"))
+    heads = ("", "held-out loss", "behind dense at its best, %")
+    return page([{head: row.get(head, "") for head in heads} for row in (dense, ours, *rest)])
+
+
+def pasted() -> str:
+    """The table and the last line that the package's bench printed."""
+    said = (RUNS / "bench-1gbit.txt").read_text().strip().splitlines()
+    rows = [line for line in said if line.startswith("|")]
+    return "\n".join(["```text", *rows, *textwrap.wrap(said[-1], 120), "```"])
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "at-size": lambda: rates(images=False),
-    "at-size-images": lambda: rates(images=True),
+    "bench": pasted,
+    "at-size": rates,
+    "at-size-others": others,
     "bench-hosts": lambda: steps("hosts", also="CPU ms a rank", title="CPU ms of a rank, by link"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", title="hidden, by link"),
     "bench-select": compress_step,
     "bench-wire": wires,
     "gpu-launches": lambda: page(json.loads((RUNS / "gpu-launches.json").read_text())),
     "race": lambda: page(race.table(*raced())),
-    "race-in-short": race_in_short,
     "results": results,
     "momentum": momentum,
     "monitor": monitor,
@@ -218,7 +273,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def filled(text: str) -> str:
     """A page with its tables as the runs have them."""
-    pattern = r"(<!-- table: ([\w-]+) -->)\s*(?:\|.*\n)*\n*"
+    pattern = r"(<!-- table: ([\w-]+) -->)\s*(?:```text\n[^`]*```\n|(?:\|.*\n)*)\n*"
     return re.sub(pattern, lambda found: f"{found[1]}\n\n{TABLES[found[2]]()}\n\n", text).rstrip("\n") + "\n"
 
 

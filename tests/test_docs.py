@@ -17,9 +17,11 @@ from lab import commands
 from lightning_topk import TopKConfig, __main__
 
 ROOT = Path(__file__).parents[1]
+GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "examples" / "guides").glob("*.md")),
+    *GUIDES,
+    *(ROOT / "examples" / name for name in ("lab/bench/compress-step.md", "reproduced/archive.md")),
 ]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 NAMES = ("TopKStrategy", "TopKModelParallelStrategy", "CompressionMonitor", "TopKConfig", "attach")
@@ -93,10 +95,41 @@ def test_links_lead_to_existing_files_and_headings(page):
     assert dead == []
 
 
+def test_the_readme_and_the_guides_are_short():
+    """At most 100 and 120 lines; every guide says what to do in its first ten lines, before any heading."""
+    lines = {page: page.read_text().splitlines() for page in (ROOT / "README.md", *GUIDES)}
+    assert {page.name: len(text) for page, text in lines.items() if len(text) > (120 if page in GUIDES else 100)} == {}
+    late = [page.name for page in GUIDES if sum(len(line) > 40 for line in lines[page][1:10]) < 2]
+    assert late == []
+    assert [page.name for page in GUIDES if any(line.startswith("## ") for line in lines[page][1:8])] == []
+
+
+def test_every_guide_is_linked_from_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert [page.name for page in GUIDES if f"(examples/guides/{page.name}" not in text] == []
+
+
+def test_messages_of_the_package_name_existing_pages():
+    named = {
+        (path.name, page)
+        for path in (ROOT / "lightning_topk").rglob("*.py")
+        for page in re.findall(r"[\w./-]+\.md\b", path.read_text())
+    }
+    assert named
+    assert [(name, page) for name, page in named if not (ROOT / page).exists()] == []
+
+
+def test_the_issue_template_asks_for_what_the_command_prints():
+    template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.md").read_text()
+    assert template.startswith("---\nname: ")
+    for command in re.findall(r"python -m lightning_topk (\w+)", template):
+        __main__.make_parser().parse_args([command])
+
+
 def test_every_command_is_described_on_a_page():
     text = "\n".join(page.read_text() for page in PAGES)
     names = [name for name in commands.COMMANDS if name.rpartition(" ")[2] not in commands.CLAIMS]
-    assert [name for name in ("plan", *names) if name not in text] == []
+    assert [name for name in ("plan", "lightning_topk env", *names) if name not in text] == []
 
 
 def test_every_public_name_is_in_the_reference():
@@ -129,7 +162,9 @@ before = model.layer.weight.clone()
 @pytest.mark.trainer
 def test_the_first_lines_of_the_readme_train(tmp_path):
     """As written, but on one node."""
-    (code,) = blocks(ROOT / "README.md", "python")
+    (diff,) = blocks(ROOT / "README.md", "diff")
+    lines = [line[2:] for line in diff.splitlines() if line.startswith("+ ")]
+    code = "\n".join(["import lightning as L", *lines, "trainer.fit(model, data)"])
     assert "num_nodes=4" in code
     quick = "devices=1, accelerator='cpu', max_steps=2, logger=False, enable_checkpointing=False"
     path = tmp_path / "first.py"

@@ -144,7 +144,7 @@ def test_a_checkpoint_resumes_on_other_nodes_and_without_compression(rank, world
 
 @on_ranks(4)
 def test_fabric_trains_a_sharded_model_by_attach(rank, world):
-    """The recipe of the guide on clusters: Fabric's own strategy, whose first mesh dimension is the replicas."""
+    """As the guide on launching says: Fabric's own strategy, whose first mesh dimension is the replicas."""
     warnings.simplefilter("ignore")
 
     def parallelize(model, mesh):
