@@ -12,6 +12,7 @@ import pytest
 from groups import script, torchrun
 from PIL import Image
 
+from lab import hosts
 from lab.data import folders
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +122,17 @@ def test_the_callback_for_the_trainer_of_transformers_compresses_each_time_it_tr
     assert re.findall(r"batches (.*)", output) == ["8 8 8 8", "8 8 8 8", "8 7 7 7 7", "7 7", "7 7"] * 2
     saved = [float(found) for found in re.findall(r"saved (.*)", output)]
     assert saved == [pytest.approx(50, rel=0.05)] * 10, output
+
+
+@pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
+@pytest.mark.process
+def test_the_packages_bench_runs_on_two_emulated_hosts():
+    arguments = ("1gbit", "--params=20000", "--steps=3", "--only", "DDP", "saving=50")
+    said = example("examples/lab/emulate.py", *arguments)
+    assert "2 nodes of 1 rank, gloo" in said
+    assert {"DDP", "saving=50"} == {line.split()[1] for line in said.splitlines() if line.startswith("| ")} - {
+        "exchange"
+    }
 
 
 @pytest.mark.slow
