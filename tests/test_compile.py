@@ -21,16 +21,11 @@ triton = pytest.importorskip("triton")
 from lightning_topk.core.ops import cuda, kernels  # noqa: E402 imports triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-NAMES = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "bool": "i1",
-    "uint8": "u8",
-    "int32": "i32",
-    "int64": "i64",
-}
-KINDS = {getattr(torch, dtype): f"*{name}" for dtype, name in NAMES.items()}
+KINDS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.bool: "*i1", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+"""Triton's names of pointers."""
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this triton has no assembler"),
