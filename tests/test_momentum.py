@@ -10,7 +10,7 @@ import pytest
 import torch
 from groups import on_ranks
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from ranks import alike, attach, train, weights
+from ranks import alike, attach, attached, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
@@ -562,8 +562,7 @@ def test_ranks_stay_equal_if_one_of_them_reloads_its_optimizer(rank, world, kind
     """To free memory for an evaluation, say."""
     net = nn.Linear(20, 40)
     optimizer = kind(net.parameters(), lr=0.05, **({"momentum": 0.9} if kind is SGD else {}))
-    model = DistributedDataParallel(net)
-    attach(model, saving=20, optimizer=optimizer)
+    model, _ = attached(net, saving=20, optimizer=optimizer)
     for step in range(30):
         if (step, rank) == (10, 0):
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -612,14 +611,14 @@ def test_what_only_acts_as_an_optimizer_is_unwrapped_or_warned_about(rank, world
         torch.manual_seed(0)
         net = nn.Linear(20, 40)
         optimizer = SGD(net.parameters(), lr=0.05, momentum=0.9)
-        model = DistributedDataParallel(net)
-        attach(model, saving=20, optimizer=NoOptimizer(optimizer) if wrapped else optimizer, announce=said.append)
+        acts = NoOptimizer(optimizer) if wrapped else optimizer
+        model, _ = attached(net, saving=20, optimizer=acts, announce=said.append)
         train(model, rank, range(6), optimizer)
         ends.append(weights(net))
     assert torch.equal(*ends)
     assert unwrapped(LightningOptimizer(optimizer)) is optimizer
     hollow = NoOptimizer(mock.Mock(param_groups=optimizer.param_groups, spec=["param_groups"]))
-    attach(DistributedDataParallel(nn.Linear(3, 3)), saving=20, optimizer=hollow, announce=said.append)
+    attached(nn.Linear(3, 3), saving=20, optimizer=hollow, announce=said.append)
     assert not any("keeps its own momentum" in line for line in said), "none of the model's parameters is its own"
     attach(model, saving=20, optimizer=hollow, announce=said.append)
     assert any("keeps its own momentum" in line for line in said) == (rank == 0)
