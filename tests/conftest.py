@@ -35,7 +35,8 @@ if os.path.exists("/dev/nvidiactl"):
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 PRELOADED = (
     "lightning_topk.adapters.lightning.strategy lightning_topk.adapters.lightning.callback warm ranks trainers "
-    "test_attach test_gloo test_lightning test_precision test_checkpoint test_features test_fsdp test_model_parallel"
+    "test_attach test_gloo test_lightning test_precision test_checkpoint test_features test_fsdp test_model_parallel "
+    "test_watch"
 )
 multiprocessing.set_forkserver_preload(PRELOADED.split())
 

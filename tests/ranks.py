@@ -145,6 +145,12 @@ def every_rank(x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def alike(x: Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    rows = every_rank(x)
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
 def shared(entry: Any) -> Any:
     """Rank 0's entry for a checkpoint."""
     box = [entry]

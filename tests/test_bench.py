@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import re
@@ -27,7 +26,6 @@ from lab.bench import race, select, steps, wire
 from lab.bench.peers import PEERS
 from lab.data import digits
 from lab.models import DIGIT, mlp
-from lab.report import Result
 from lab.training import Optimizer
 from lightning_topk import CompressionMonitor, __main__
 from lightning_topk.plan import link
@@ -45,10 +43,7 @@ def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> N
 
 def test_select_compares_worker_and_server_with_passes_over_memory(monkeypatch):
     monkeypatch.setattr(select, "_memory", lambda *_: None)
-    result = select.run(numel=200_000)
-    titles = [title for title in result.tables if "Compress" in title]
-    assert titles[:2] == ["Compress step at 0.001", "Compress step at 0.01"]
-    assert len(result.checks) == 8  # a worker's and a server's step at three densities, two optimizers
+    assert len(select.run(numel=200_000).checks) == 8  # a worker and a server at three densities, two optimizers
 
 
 def test_wire_meets_its_byte_targets_at_every_size():
@@ -86,14 +81,6 @@ def test_hosts_times_every_peer_and_counts_bytes(ranks):
     assert next(check for check in result.checks if check.statement.startswith("bytes counted")).holds
 
 
-@pytest.mark.gloo
-def test_train_times_whole_steps_of_a_torchvision_model_with_every_peer(ranks):
-    result = steps.train("squeezenet1_1", batch_size=1, image_size=32, steps=5)
-    (rows,) = result.tables.values()
-    assert [row["peer"] for row in rows] == ON_THIS_HOST
-    assert [row["peer"] for row in rows if row["hidden"]] == ["ours", "ours, 0.001"]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
 def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, tmp_path):
@@ -122,8 +109,6 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
         ("bench hosts --rate fast", "write it like 100mbit or 2.5gbit"),
         ("bench hosts --peers theirs", "'theirs' is unknown"),
         ("bench wire --json nowhere/r.json", "No such file or directory: 'nowhere/r.json'"),
-        ("bench select --numel 100 --ratios 2", r"ratio=2\.0 must be in \(0, 1\]"),
-        ("bench train --model resnet0", "torchvision has no model 'resnet0'"),
         ("reproduce", r"name a claim \(counterexample, saving, .*\) or pass --all"),
     ],
 )
@@ -131,16 +116,6 @@ def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, words, message
     command = words.partition(" --")[0]
     with pytest.raises(SystemExit, match=f"{command}: .*{message}"):
         run(monkeypatch, *words.split())
-
-
-@pytest.mark.parametrize("name", commands.COMMANDS)
-def test_the_options_of_a_command_are_arguments_of_its_function(name):
-    known = inspect.signature(commands.function_of(name)).parameters
-    options = commands.COMMANDS[name][2].split()
-    assert {*options} <= {*known}
-    for option in options:
-        required = known[option].default is inspect.Parameter.empty
-        assert commands.OPTIONS[option].get("required", False) == required
 
 
 def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
@@ -159,18 +134,6 @@ def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
             assert "takes 10.0 ms per step at a density of 0.12" in words
             assert ("density decays to 0.001" in words) == (ratio is decays)
             assert "about 1.0 ms, so plain DDP is probably faster on this link: try strategy='ddp'." in words
-
-
-@pytest.mark.unit
-def test_a_fail_changes_the_exit_status_only_with_strict(monkeypatch, capsys):
-    result = Result("wire", "claim", "setting")
-    result.check("statement", "target", "measured", holds=False)
-    monkeypatch.setattr(commands, "function_of", lambda name: lambda: result)
-    run(monkeypatch, "bench", "wire")
-    with pytest.raises(SystemExit) as raised:
-        run(monkeypatch, "bench", "wire", "--strict")
-    assert raised.value.code == 1
-    assert "| target " in capsys.readouterr().out
 
 
 @pytest.mark.process
@@ -197,24 +160,6 @@ def test_counts_and_rates_are_read_as_people_write_them():
     for wrong in ("0", "2.5", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match="write it like 300, 25e6 or 25M"):
             __main__.count(wrong)
-
-
-def finished(function: Callable, options: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """What an emulated race returns: DDP takes ten seconds, others two."""
-    assert function is race.race
-    seconds = 10.0 if options["racer"] == "DDP" else 2.0
-    curve = [[seconds / 2, 5, 3.0], [seconds, 10, 2.0]]
-    return [{"curve": curve, "reached": "aim" in options, "sent": 1000}]
-
-
-def test_race_reports_speedups_and_repeats_no_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(hosts, "available", lambda: True)
-    again = partial(race.run, rates=["300mbit"], racers=["saving 50", "DDP"], out=tmp_path / "race.jsonl")
-    for run in (finished, None):
-        monkeypatch.setattr(hosts, "local", lambda *_, run=run: SimpleNamespace(run=run))
-        monkeypatch.setattr(hosts, "emulate", lambda *_: nullcontext(hosts.local()))
-        (rows,) = again().tables.values()
-        assert [row["300mbit"] for row in rows] == ["2, 5.00x", "10"]
 
 
 def raced(rank: int, world: int) -> list[dict[str, object]]:

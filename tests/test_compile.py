@@ -21,16 +21,11 @@ triton = pytest.importorskip("triton")
 from lightning_topk.core.ops import cuda, kernels  # noqa: E402 imports triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-NAMES = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "bool": "i1",
-    "uint8": "u8",
-    "int32": "i32",
-    "int64": "i64",
-}
-KINDS = {getattr(torch, dtype): f"*{name}" for dtype, name in NAMES.items()}
+KINDS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.bool: "*i1", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+"""Triton's names of pointers."""
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this triton has no assembler"),
@@ -120,10 +115,16 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
     return usage.stdout + usage.stderr, subprocess.run([TOOLS / "cuobjdump", "-sass", binary], **run).stdout
 
 
+A100, H100 = (80, False), (90, True)
+"""Compute capability, and whether the number of shards is a multiple of 16."""
+ON = {"fp32": (A100, H100), "bf16": (H100,), "int8": (A100,), "int4": (H100,), "scaled": (A100,)}
+"""Other wires have the code of fp32 but for a rounding."""
+
+
 @pytest.mark.parametrize(
     ("name", "arch", "aligned"),
-    [(name, *way) for name in LAUNCHES for way in ((80, False), (90, True))[name.split()[1] in ("bf16", "int4") :]],
-)  # other wires have the code of fp32 and int8 but for a rounding
+    [(name, *way) for name in LAUNCHES for way in ON["scaled" if "scaled" in name else name.split()[1]]],
+)
 def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(tmp_path, name, arch, aligned):
     usage, code = assembled(name, arch, aligned, tmp_path)
     # 16 warps fit into a multiprocessor. `move` keeps a thread's elements in flight instead: with 215 registers two

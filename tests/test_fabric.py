@@ -14,7 +14,7 @@ import torch.distributed as dist
 from groups import on_ranks
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from ranks import every_rank, four_layers, loss_of, undelivered, weights
+from ranks import alike, four_layers, loss_of, undelivered, weights
 from torch import nn
 from torch.optim import SGD
 from trainers import InThisProcess
@@ -86,10 +86,9 @@ def test_residuals_are_saved_and_loaded_under_the_users_keys(rank, world, tmp_pa
             kept.append([undelivered(state[f"topk{number}"], model.module) for number, (model, _) in enumerate(pairs)])
             fabric.save(path, state)
             fabric.barrier()
-    rows = every_rank(torch.stack([weights(model) for model, _ in pairs]))
+    assert alike(torch.stack([weights(model) for model, _ in pairs]))
     assert all(each.any() for each in kept[0])
     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-6)
-    assert torch.equal(rows[0], rows[1])
     assert [each.steps for each in fabric.strategy.topk_states] == [6, 6]
 
 
@@ -141,8 +140,7 @@ def test_modules_that_share_a_part_are_exchanged_side_by_side(rank, world):
         pairs.append(fabric.setup(net, SGD(net[1].parameters(), lr=0.1)))
     train(fabric, pairs, rank, range(3))
     assert [state.steps for state in fabric.strategy.topk_states] == [3, 3]
-    rows = every_rank(torch.stack([weights(model) for model, _ in pairs]))
-    assert torch.equal(rows[0], rows[1])
+    assert alike(torch.stack([weights(model) for model, _ in pairs]))
 
 
 def test_a_module_without_processes_is_set_up_as_by_ddp_strategy():

@@ -256,24 +256,22 @@ def test_an_exchange_takes_the_launches_and_bytes_in_the_guide(fake, monkeypatch
     assert found == {name: row[name] for name in found}, f"enter this into {COUNTED}"
 
 
-@pytest.mark.parametrize("amount", ["saving=50", "ratio=0.001"])
-@pytest.mark.parametrize("workers", [3, 4, 64])
-def test_a_bucket_takes_as_many_launches_with_any_number_of_workers(fake, monkeypatch, amount, workers):
-    monkeypatch.setattr(ops, "fast", lambda device: fake)
-    row = {"topology": "sharded", "nodes x ranks": f"{workers} x 1", "amount": amount, "dtype": "float32"}
-    assert counted(row)["launches"] == (41 if workers == 3 else 40)  # dividing by 3 takes one more
-
-
-@pytest.mark.parametrize("local", [2, 8])
-@pytest.mark.parametrize("parameters", [1, 300])
-def test_ranks_of_a_node_take_6_more_launches_with_any_number_of_ranks_and_parameters(
-    fake, monkeypatch, local, parameters
+@pytest.mark.parametrize(
+    ("nodes", "local", "parameters", "amount"),
+    [
+        *((nodes, 1, 1, amount) for nodes in (3, 4, 64) for amount in ("saving=50", "ratio=0.001")),
+        *((4, local, parameters, "saving=50") for local in (2, 8) for parameters in (1, 300)),
+    ],
+)
+def test_a_bucket_takes_as_many_launches_with_any_number_of_workers_and_parameters(
+    fake, monkeypatch, nodes, local, parameters, amount
 ):
+    """And 6 more where ranks share a node, however many do."""
     monkeypatch.setattr(ops, "fast", lambda device: fake)
-    row = {"topology": "sharded", "nodes x ranks": "4 x 1", "amount": "saving=50", "dtype": "float32"}
-    alone = counted(row)["launches"]
-    row |= {"topology": "hierarchical", "nodes x ranks": f"4 x {local}"}
-    assert counted(row, sizes=parameters)["launches"] == alone + 6
+    topology = "sharded" if local == 1 else "hierarchical"
+    row = {"topology": topology, "nodes x ranks": f"{nodes} x {local}", "amount": amount, "dtype": "float32"}
+    more = 6 * (local > 1) + (nodes == 3)  # dividing by 3 takes one more
+    assert counted(row, sizes=parameters)["launches"] == 40 + more
 
 
 STEPS = {
@@ -296,8 +294,8 @@ def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_para
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     ops._kind.cache_clear()
     (kind, options), exchange = STEPS[name], torch.nn.Module()
-    parameters = [torch.nn.Parameter(torch.empty(1000 + n, device=CUDA)) for n in range(300)]
-    optimizer = kind([{"params": parameters[:100]}, {"params": parameters[100:], "lr": 0.2}], lr=0.1, **options)
+    parameters = [torch.nn.Parameter(torch.empty(1000 + n, device=CUDA)) for n in range(30)]
+    optimizer = kind([{"params": parameters[:10]}, {"params": parameters[10:], "lr": 0.2}], lr=0.1, **options)
     adapt_momentum([optimizer], exchange)
     for p in parameters:
         p.grad = torch.empty_like(p)

@@ -246,29 +246,3 @@ def test_every_way_to_launch_two_nodes_trains_alike_and_a_rank_may_die(tmp_path)
     assert re.search(r"hierarchical exchange of bucket \d+ .* failed on rank \d of 4", said["torchrun"][1])
     left = subprocess.run(["pgrep", "-f", str(JOB)], capture_output=True, text=True, check=False).stdout
     assert left == "", "orphaned processes"
-
-
-SERVER = "import socket; print(len(socket.create_server(('', 9)).accept()[0].makefile('rb').read()))"
-CLIENT = """
-import socket, time
-start = time.perf_counter()
-with socket.create_connection(("10.77.0.1", 9)) as link:
-    print(time.perf_counter() - start)
-    link.sendall(bytes(300_000))
-"""
-
-
-@on_hosts
-@pytest.mark.process
-def test_a_delayed_link_takes_its_round_trip_and_delivers_all_bytes():
-    try:
-        with hosts.emulate(2, "1gbit/100ms") as group:
-            server = group.start(0, [sys.executable, "-c", SERVER], {})
-            while not group.start(0, ["ss", "-Hltn", "sport = :9"], {}).communicate()[0]:
-                assert server.poll() is None
-            connected, _ = group.start(1, [sys.executable, "-c", CLIENT], {}).communicate(timeout=60)
-            arrived, _ = server.communicate(timeout=60)
-    except (RuntimeError, OSError) as error:  # no namespaces, or no /dev/net/tun
-        pytest.skip(f"no delayed links here: {error}")
-    assert float(connected) >= 0.1
-    assert int(arrived) == 300_000

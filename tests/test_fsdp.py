@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from groups import Group, on_ranks
-from ranks import Net, attach, batch, every_rank, gradient, loss_of, mean_over_ranks, undelivered, weights
+from ranks import Net, alike, attach, batch, every_rank, gradient, loss_of, mean_over_ranks, undelivered, weights
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -296,8 +296,7 @@ def test_tensor_parallel_halves_are_exchanged_as_shards_and_copies_whole(rank, w
     watched.check()
     whole = {state.names[member] for member in state.names.keys() - state.buckets.compressed}
     kept = state.full_state_dict()["parameters"]
-    rows = every_rank(torch.cat([p.to_local() for p in net[3].parameters()]).detach())
-    assert all(torch.equal(row, rows[0]) for row in rows)
+    assert alike(torch.cat([p.to_local() for p in net[3].parameters()]).detach())
     assert whole == {"3.weight", "3.bias", "2.bias"}
     assert rank or kept["0.weight"]["residual"].shape == (800,)
 
@@ -443,11 +442,10 @@ def blocks(rank: int, kind: str) -> Tensor:
     return weights(net)
 
 
-@pytest.mark.parametrize("kind", ["offload", "reentrant", *AROUND, *BEYOND])
 @on_ranks(4, timeout=240)  # four processes import and run torch's compiler
-def test_checkpointed_compiled_and_offloaded_blocks_learn_the_same_bits(rank, world, kind):
-    found, expected = (blocks(rank, each) for each in (kind, "plain"))
-    assert torch.equal(found, expected)
+def test_checkpointed_compiled_and_offloaded_blocks_learn_the_same_bits(rank, world):
+    found = {kind: blocks(rank, kind) for kind in ("plain", "offload", "reentrant", *AROUND, *BEYOND)}
+    assert [kind for kind, learned in found.items() if not torch.equal(learned, found["plain"])] == []
 
 
 @on_ranks(4)

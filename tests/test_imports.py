@@ -104,13 +104,6 @@ def test_a_wing_imports_only_the_wings_below_it():
         assert {*map(wing, ours)} <= allowed, name
 
 
-@pytest.mark.parametrize("name", PUBLIC_NAMES)
-def test_a_public_module_only_re_exports_another(name):
-    tree = ast.parse(MODULES[name].read_text())
-    assert [type(node).__name__ for node in tree.body] == ["Expr", "ImportFrom", "Assign"]
-    assert tree.body[1].module == f"lightning_topk.{PUBLIC_NAMES[name]}"
-
-
 def test_no_modules_and_no_wings_import_each_other_in_a_circle():
     """Not even for type hints."""
 

@@ -29,7 +29,6 @@ from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, To
 from lightning_topk.adapters.lightning import callback
 from lightning_topk.adapters.lightning.callback import DEFAULT
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.runtime import groups
 from lightning_topk.volume import format_bytes, volume
 
 ROOT = Path(__file__).parent.parent
@@ -104,21 +103,6 @@ def test_ranks_whose_epochs_differ_in_length_train_on(rank, world):
         assert trainer.global_step == 12
 
 
-@on_ranks(2)
-def test_loggers_and_early_stopping_see_keys_beside_the_throughput_monitor(rank, world, tmp_path):
-    speed = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
-    stop = EarlyStopping("topk/saving", stopping_threshold=2.0, mode="max", check_on_train_epoch_end=True)
-    logger = CSVLogger(tmp_path, name="", version="")
-    trainer, _ = fit(rank, world, callbacks=[stop, speed], logger=logger, log_every_n_steps=2, max_epochs=5)
-    assert trainer.global_step == 4, "stopped after the first epoch"
-    if rank == 0:
-        rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
-        ours = [row for row in rows if row["topk/saving"]]
-        assert {int(row["step"]) for row in ours} == {1, 3}
-        assert all(row[key] for row in ours for key in KEYS - TIMES)
-        assert any("batches_per_sec" in key for key in rows[0])
-
-
 @pytest.mark.unit
 def test_the_monitor_warns_if_it_has_nothing_to_monitor():
     with pytest.warns(UserWarning, match="CompressionMonitor logs nothing: the strategy is SingleDeviceStrategy"):
@@ -142,7 +126,8 @@ def test_without_details_a_dozen_keys_are_logged_and_all_words_give_one_time(ran
 
 
 @on_ranks(2)
-def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
+def test_loggers_and_early_stopping_see_all_keys_layers_histograms_and_a_summary(rank, world, tmp_path):
+    """Beside the throughput monitor."""
     drawn = []
 
     class Writer(CSVLogger):
@@ -156,8 +141,12 @@ def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
 
     monitor, words = CompressionMonitor(per_layer=True, details=True), []
     ended = LambdaCallback(on_train_end=lambda *_: words.append(monitor.summary()))
-    options = {"logger": Writer(tmp_path, name="", version=""), "max_steps": 4, "log_every_n_steps": 2}
-    _, logged = fit(rank, world, None, TopKStrategy(ratio=0.1), [monitor, ended], monitor=False, **options)
+    speed = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    stop = EarlyStopping("topk/saving", stopping_threshold=2.0, mode="max", check_on_train_epoch_end=True)
+    options = {"logger": Writer(tmp_path, name="", version=""), "max_epochs": 5, "log_every_n_steps": 2}
+    callbacks = [monitor, ended, stop, speed]
+    trainer, logged = fit(rank, world, None, TopKStrategy(ratio=0.1), callbacks, monitor=False, **options)
+    assert trainer.global_step == 4, "stopped after the first epoch"
     names = [name for name, _ in Module().named_parameters()]
     assert sum(logged[f"topk/payload_share/{name}"] for name in names) == pytest.approx(1)
     assert all(0 <= logged[f"topk/error/{name}"] <= 1 for name in names)
@@ -171,6 +160,12 @@ def test_layers_histograms_and_a_summary_on_request(rank, world, tmp_path):
     assert begin in words[0]
     assert "mean compression error" in words[0]
     assert "hidden behind backward" not in words[0], "the fourth step, the first to be settled, is measured"
+    if rank == 0:
+        rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
+        ours = [row for row in rows if row["topk/saving"]]
+        assert {int(row["step"]) for row in ours} == {1, 3}
+        assert all(row[key] for row in ours for key in KEYS - TIMES)
+        assert any("batches_per_sec" in key for key in rows[0])
 
 
 @on_ranks(2)
@@ -213,28 +208,6 @@ def test_the_summary_is_printed_once_when_training_ends(rank, world, ends):
     steps = {"by max_steps": 5, "before the first step": 0}.get(ends, 3)
     told = [said.partition(" each rank sent")[0] for said in words]
     assert told == [f"lightning_topk: in {steps} steps"] * (steps > 0)
-
-
-@on_ranks(4)
-def test_a_trainer_on_nodes_of_several_gpus_exchanges_between_nodes(rank, world):
-    """On fake GPUs, whose nodes have two ranks; a given topology is used."""
-    found = []
-    with mock.patch.object(groups, "on_gpus", return_value=True):
-        for given in (None, "sharded"):
-            look = LambdaCallback(
-                on_train_batch_end=lambda trainer, *_: found.append(trainer.strategy.topk_state.config.topology)
-            )
-            with log("lightning.pytorch.utilities.rank_zero") as said:
-                fit(
-                    rank,
-                    world,
-                    strategy=TopKStrategy(topology=given, local_world_size=2),
-                    callbacks=[look],
-                    max_steps=1,
-                )
-            started = [line for line in said if f"topology={found[-1]!r} on 2 nodes of 2 ranks, saving=50" in line]
-            assert len(started) == (rank == 0)
-    assert found == ["hierarchical", "sharded"]
 
 
 @on_ranks(1)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import itertools
 from unittest import mock
 from weakref import ref
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from groups import on_ranks
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from ranks import attach, every_rank, train, weights
+from ranks import alike, attach, attached, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
@@ -143,13 +142,18 @@ def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
 
 @pytest.mark.parametrize(
     ("kind", "options", "way"),
-    [*((*each, "bare") for each in (*KINDS, *OTHERS)), (*KINDS[0], "closure"), (*KINDS[-1], "keyword")],
+    [
+        *((*each, "bare") for each in (*KINDS, *OTHERS)),
+        (*KINDS[0], "closure"),
+        (*KINDS[-1], "keyword"),
+        (SGD, {"momentum": 1.0, "lr": 0.01}, "bare"),
+    ],
 )
-def test_with_everything_delivered_the_users_optimizer_is_unchanged(kind, options, way):
-    ends = []
+def test_with_everything_delivered_or_momentum_of_1_the_users_optimizer_is_unchanged(kind, options, way):
+    ends, share = [], 0.2 if options.get("momentum") == 1 else 1.0
     for adapts in (True, False):
         optimizer, parameter = adapted(kind, adapts=adapts, **options)
-        ends.append({"weights": stepped(optimizer, parameter, delivered(1.0), way), **optimizer.state[parameter]})
+        ends.append({"weights": stepped(optimizer, parameter, delivered(share), way), **optimizer.state[parameter]})
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
 
 
@@ -167,20 +171,21 @@ def test_weight_decay_moves_no_entry_that_is_not_delivered(kind):
 
 
 @pytest.mark.parametrize("kind", [Adam, SGD])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_weight_decay_of_other_parameters_in_the_group_keeps_its_bits(kind, maximize):
-    options = {"weight_decay": 0.1, "maximize": maximize, **({"momentum": 0.9} if kind is SGD else {})}
-    found = []
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"fused": True}])
+def test_other_parameters_in_the_group_step_as_without_adaptation(kind, options):
+    """Also in fused steps under a scaler, which unscale gradients themselves."""
+    options, found = {"weight_decay": 0.1, **options, **({"momentum": 0.9} if kind is SGD else {})}, []
     for adapts in (True, False):
-        pair, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], nn.Module()
-        optimizer = kind(pair, lr=0.1, **options)
+        (compressed, whole), exchange = (nn.Parameter(torch.ones(SIZE)) for _ in range(2)), nn.Module()
+        optimizer = kind([compressed, whole], lr=0.1, **options)
         if adapts:
-            adapt_momentum([optimizer], exchange, {pair[0]})
+            adapt_momentum([optimizer], exchange, {compressed})
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="fused" in options)
         for gradient in delivered(0.5):
-            for parameter in pair:
-                parameter.grad = gradient.clone()
-            optimizer.step()
-        found.append(pair[1].detach())
+            compressed.grad, whole.grad = (scaler.scale(gradient.clone()) for _ in range(2))
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(whole.detach())
     assert torch.equal(*found)
 
 
@@ -215,12 +220,15 @@ def test_plain_ddp_resumes_from_the_optimizers_own_state(kind, options):
 
 
 @pytest.mark.parametrize("kind", [SGD, AdamW])
-def test_momentum_may_be_a_scalar_tensor(kind):
+def test_a_compiled_step_and_scalar_tensors_as_settings_change_nothing(kind):
     found = []
-    for form in (float, torch.tensor):
+    for form, compiled in ((float, False), (torch.tensor, False), (float, True)):
         options = {"momentum": form(0.9)} if kind is SGD else {"betas": (form(0.9), form(0.99)), "lr": form(0.1)}
-        found.append(stepped(*adapted(kind, **options), delivered()))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        optimizer, parameter = adapted(kind, **options)
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        found.append(stepped(optimizer, parameter, delivered()))
+    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-5, atol=1e-5)
 
 
 def test_the_first_step_counts():
@@ -231,6 +239,13 @@ def test_the_first_step_counts():
     optimizer.add_param_group({"params": [other := nn.Parameter(torch.zeros(2))]})
     found = stepped(optimizer, other, [torch.tensor([0.0, 1.0]), torch.zeros(2), torch.ones(2)])
     assert found[0] == -1.75
+
+
+def test_an_entry_that_waits_for_very_long_takes_all_its_steps():
+    optimizer, parameter = adapted(SGD, torch.zeros(2), lr=1.0, momentum=0.5)
+    found = stepped(optimizer, parameter, [torch.ones(2), *[torch.tensor([0.0, 1.0])] * 400, torch.ones(2)])
+    assert found[0] == pytest.approx(-1 - 2 * 1.5), "two deliveries: the first step, then all the rest"
+    assert optimizer.state[parameter]["momentum_buffer"][0] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -335,17 +350,6 @@ def test_a_step_on_a_cpu_is_fused_where_the_user_left_the_choice_and_torch_can(o
     assert seen == [own, own]
 
 
-@pytest.mark.parametrize("kind", [SGD, AdamW])
-def test_a_compiled_step_is_the_adapted_step(kind):
-    found = []
-    for compiled in (False, True):
-        optimizer, parameter = adapted(kind)
-        if compiled:
-            optimizer.step = torch.compile(optimizer.step, backend="eager")
-        found.append(stepped(optimizer, parameter, delivered()))
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_sparse_gradient_steps_like_its_dense_form(nesterov):
     found = []
@@ -356,13 +360,6 @@ def test_a_sparse_gradient_steps_like_its_dense_form(nesterov):
             optimizer.step()
         found.append(parameter.detach())
     torch.testing.assert_close(*found)
-
-
-def test_an_entry_that_waits_for_very_long_takes_all_its_steps():
-    optimizer, parameter = adapted(SGD, torch.zeros(2), lr=1.0, momentum=0.5)
-    found = stepped(optimizer, parameter, [torch.ones(2), *[torch.tensor([0.0, 1.0])] * 400, torch.ones(2)])
-    assert found[0] == pytest.approx(-1 - 2 * 1.5), "two deliveries: the first step, then all the rest"
-    assert optimizer.state[parameter]["momentum_buffer"][0] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "fused"), [(SGD, False), (AdamW, True)])
@@ -382,24 +379,6 @@ def test_a_step_that_a_scaler_skips_changes_nothing(kind, fused):
             scaler.update()
         found.append(parameter.detach())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [SGD, Adam])
-def test_parameters_that_are_not_compressed_take_their_decay_under_a_scaler(kind):
-    """A fused step unscales gradients itself."""
-    found, options = [], {"momentum": 0.9} if kind is SGD else {}
-    for adapts in (True, False):
-        compressed, whole = (nn.Parameter(torch.ones(SIZE)) for _ in range(2))
-        optimizer, owner = kind([compressed, whole], lr=0.1, weight_decay=0.5, fused=True, **options), nn.Module()
-        if adapts:
-            adapt_momentum([optimizer], owner, {compressed})
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for gradient in delivered():
-            compressed.grad, whole.grad = (scaler.scale(gradient.clone()) for _ in range(2))
-            scaler.step(optimizer)
-            scaler.update()
-        found.append(whole.detach())
-    assert torch.equal(*found)
 
 
 def test_each_exchange_adapts_its_own_parameters_as_long_as_it_lives():
@@ -511,20 +490,22 @@ def test_hooks_of_the_user_act_as_without_adaptation(when):
     torch.testing.assert_close(*found)
 
 
-def test_the_state_of_the_optimizer_is_its_own():
-    """A parameter without gradients has no state; a cleared state starts over."""
-    used, unused, exchange = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), nn.Module()
-    optimizer = SGD([used, unused], lr=1.0, momentum=0.9)
+def test_the_state_of_the_optimizer_is_its_own_beside_one_byte_per_entry():
+    """A parameter without gradients has no state; a cleared state starts over; a parameter's count goes with it."""
+    used, unused = parameters = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)]
+    optimizer, exchange = SGD(parameters, lr=1.0, momentum=0.9), nn.Module()
     adapt_momentum([optimizer], exchange)
-    stepped(optimizer, used, [torch.ones(1), *[torch.zeros(1)] * 30])
+    stepped(optimizer, used, [torch.ones(SIZE), *[torch.zeros(SIZE)] * 30])
     assert list(optimizer.state_dict()["state"]) == [0]
+    counts = [each.waited for each in AdaptedMomentum.of(optimizer)._members.values()]
+    assert [(each.dtype, each.nbytes) for each in counts] == [(torch.uint8, SIZE)]
     optimizer.state.clear()
-    assert stepped(optimizer, used, [torch.ones(1)] * 2) == pytest.approx(-2.9)
-
-
-def test_momentum_of_1_is_left_to_torch():
-    found = [stepped(*adapted(SGD, adapts=adapts, lr=0.01, momentum=1.0), delivered()) for adapts in (False, True)]
-    assert torch.equal(*found)
+    torch.testing.assert_close(stepped(optimizer, used, [torch.ones(SIZE)] * 2), torch.full((SIZE,), -2.9))
+    stepped(optimizer, unused, [torch.ones(SIZE)])
+    optimizer.param_groups[0]["params"].pop(0)
+    optimizer.step()
+    (member,) = AdaptedMomentum.of(optimizer)._members
+    assert member is unused
 
 
 @pytest.mark.parametrize("kind", [SGD, AdamW])
@@ -547,8 +528,7 @@ def test_ranks_agree_on_weights_and_dense_steps_equal_ddp_to_the_bit(rank, world
             attach(ddp, optimizer=optimizer, announce=said[name].append, **settings)
         train(ddp, rank, range(6), optimizer)
         ends[name] = weights(net)
-    rows = every_rank(torch.stack([*ends.values()]))
-    assert torch.equal(rows[0], rows[1]), "ranks differ in weights"
+    assert alike(torch.stack([*ends.values()]))
     assert torch.equal(ends["dense"], ends["plain"])
     torch.testing.assert_close(ends["all"], ends["plain"], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(ends["default"], ends["not adapted"], rtol=1e-3, atol=1e-4)
@@ -582,43 +562,12 @@ def test_ranks_stay_equal_if_one_of_them_reloads_its_optimizer(rank, world, kind
     """To free memory for an evaluation, say."""
     net = nn.Linear(20, 40)
     optimizer = kind(net.parameters(), lr=0.05, **({"momentum": 0.9} if kind is SGD else {}))
-    model = DistributedDataParallel(net)
-    attach(model, saving=20, optimizer=optimizer)
+    model, _ = attached(net, saving=20, optimizer=optimizer)
     for step in range(30):
         if (step, rank) == (10, 0):
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         train(model, rank, range(step, step + 1), optimizer)
-    assert torch.equal(*every_rank(weights(net)))
-
-
-@on_ranks(2)
-def test_an_optimizer_of_fp32_copies_is_named_with_a_remedy(rank, world):
-    """bf16 parameters under DDP, whose gradients a loop copies to fp32 parameters, one each or one for all."""
-    for flat in (False, True):
-        said: list[str] = []
-        net = nn.Linear(20, 40).bfloat16()
-        copies = [nn.Parameter(p.detach().float()) for p in net.parameters()]
-        if flat:
-            copies = [nn.Parameter(nn.utils.parameters_to_vector(copies).detach())]
-        optimizer = SGD(copies, lr=0.05, momentum=0.9)
-        model = DistributedDataParallel(net)
-        attach(model, saving=20, optimizer=optimizer, announce=said.append)
-        for step in range(3):
-            model(torch.randn(4, 20, generator=torch.Generator().manual_seed(step)).bfloat16()).sum().backward()
-            gradients = [p.grad.float() for p in net.parameters()]
-            gradients = [nn.utils.parameters_to_vector(gradients)] if flat else gradients
-            for own, gradient in zip(copies, gradients, strict=True):
-                own.grad = gradient
-            net.zero_grad()
-            optimizer.step()
-            parts = torch.split(copies[0], [p.numel() for p in net.parameters()]) if flat else copies
-            for p, own in zip(net.parameters(), parts, strict=True):
-                p.data.copy_(own.view_as(p))
-        words = "\n".join(said)
-        assert "is adapted to compression" not in words
-        assert "Freeze" not in words
-        assert ("optimizers step copies of 2 of 2 trained parameters ('weight' for one)" in words) == (rank == 0)
-        assert ("Use fp32 parameters and autocast instead of copies" in words) == (rank == 0)
+    assert alike(weights(net))
 
 
 class Batch:
@@ -662,67 +611,14 @@ def test_what_only_acts_as_an_optimizer_is_unwrapped_or_warned_about(rank, world
         torch.manual_seed(0)
         net = nn.Linear(20, 40)
         optimizer = SGD(net.parameters(), lr=0.05, momentum=0.9)
-        model = DistributedDataParallel(net)
-        attach(model, saving=20, optimizer=NoOptimizer(optimizer) if wrapped else optimizer, announce=said.append)
+        acts = NoOptimizer(optimizer) if wrapped else optimizer
+        model, _ = attached(net, saving=20, optimizer=acts, announce=said.append)
         train(model, rank, range(6), optimizer)
         ends.append(weights(net))
     assert torch.equal(*ends)
     assert unwrapped(LightningOptimizer(optimizer)) is optimizer
     hollow = NoOptimizer(mock.Mock(param_groups=optimizer.param_groups, spec=["param_groups"]))
-    attach(DistributedDataParallel(nn.Linear(3, 3)), saving=20, optimizer=hollow, announce=said.append)
+    attached(nn.Linear(3, 3), saving=20, optimizer=hollow, announce=said.append)
     assert not any("keeps its own momentum" in line for line in said), "none of the model's parameters is its own"
     attach(model, saving=20, optimizer=hollow, announce=said.append)
     assert any("keeps its own momentum" in line for line in said) == (rank == 0)
-
-
-@on_ranks(2)
-def test_a_change_of_every_gradient_entry_before_the_step_is_noticed_once(rank, world):
-    said: list[str] = []
-    net = nn.Linear(64, 64)
-    optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9)
-    model = DistributedDataParallel(net)
-    attach(model, saving=20, optimizer=optimizer, announce=said.append)
-    optimizer.register_step_pre_hook(lambda *_: [p.grad.add_(1e-6) for p in net.parameters()] and None)
-    for step in range(8):
-        optimizer.zero_grad()
-        model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step + 9 * rank))).square().sum().backward()
-        optimizer.step()
-    found = [line for line in said if "SGD steps with a gradient of which 100% is nonzero, while exchanges" in line]
-    assert len(found) == (rank == 0)
-
-
-class Heads(nn.Module):
-    """A trunk, and sixty smaller heads of which all but one have a gradient of zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.heads = nn.Linear(20, 200), nn.ModuleList(nn.Linear(200, 5) for _ in range(60))
-
-    def forward(self, x):
-        return sum(head(self.trunk(x)) * (number == 0) for number, head in enumerate(self.heads))
-
-
-@on_ranks(2)
-def test_a_layer_that_gets_most_of_what_its_bucket_delivers_is_no_change_of_its_gradient(rank, world):
-    said: list[str] = []
-    net = Heads()
-    optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9)
-    model = DistributedDataParallel(net)
-    attach(model, saving=50, optimizer=optimizer, announce=said.append)
-    train(model, rank, range(8), optimizer)
-    assert not any("nonzero" in line for line in said), said
-
-
-def test_the_step_count_takes_one_byte_per_entry_and_goes_with_its_parameter():
-    parameters, exchange = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)], nn.Module()
-    optimizer = SGD(parameters, lr=0.1, momentum=0.9)
-    adapt_momentum([optimizer], exchange)
-    for gradient, parameter in itertools.product(delivered(steps=3), parameters):
-        parameter.grad = gradient.clone()
-        optimizer.step()
-    counts = [each.waited for each in AdaptedMomentum.of(optimizer)._members.values()]
-    assert {each.dtype for each in counts} == {torch.uint8}
-    assert sum(each.nbytes for each in counts) == 2 * SIZE
-    optimizer.param_groups[0]["params"].pop()
-    optimizer.step()
-    assert len(AdaptedMomentum.of(optimizer)._members) == 1

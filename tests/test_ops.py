@@ -22,14 +22,6 @@ from lightning_topk.core.select import GaussianK, RandK, SampledK, TopK, Trimmed
 from lightning_topk.core.wire import WIRES, Codec
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])
-def test_unpack_bits_inverts_pack_bits(n):
-    bits = torch.randint(0, 2, (3, n), dtype=torch.uint8)
-    packed = reference.pack_bits(bits)
-    assert packed.shape == (3, math.ceil(n / 8))
-    assert torch.equal(reference.unpack_bits(packed, n), bits)
-
-
 def positions(universe: int, k: int, rows: int = 2) -> torch.Tensor:
     return torch.tensor([sorted(random.Random(row).sample(range(universe), k)) for row in range(rows)])
 

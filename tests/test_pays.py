@@ -172,12 +172,15 @@ def bench(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.process
-def test_without_a_launcher_two_ranks_run_here_and_say_that_no_network_was_measured(tmp_path):
-    done = bench("--params=3000", "--steps=3", "--only", "DDP", "saving=50", "--json", str(tmp_path / "found.json"))
-    assert done.returncode == 0, done.stderr
-    assert [*cells(done.stdout)] == ["DDP", "saving=50"]
-    assert "1 node of 2 ranks, gloo" in done.stdout
-    assert "All ranks are on this machine: no network was measured." in done.stdout
+def test_without_a_launcher_two_ranks_run_here_and_say_that_no_network_was_measured(monkeypatch, capfd, tmp_path):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    words = ["--params=3000", "--steps=3", "--only", "DDP", "saving=50", "--json"]
+    run(monkeypatch, "bench", *words, str(tmp_path / "found.json"), main=main)
+    said = capfd.readouterr().out
+    assert [*cells(said)] == ["DDP", "saving=50"]
+    assert "1 node of 2 ranks, gloo" in said
+    assert "All ranks are on this machine: no network was measured." in said
     assert len(json.loads((tmp_path / "found.json").read_text())["hosts"]) == 2
 
 

@@ -81,11 +81,13 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("sizes", "large"),
-    [(parameter_sizes(params=10**12), []), ([2_000_000_000], []), ([3_000_000_000], ["single_server", "allgather"])],
-    ids=["10^12", "one of 2 x 10^9", "one of 3 x 10^9"],
+    [([10**9] * 30, []), ([2_000_000_000], []), ([3_000_000_000], ["single_server", "allgather"])],
+    ids=["30 of 10^9", "one of 2 x 10^9", "one of 3 x 10^9"],
 )
 def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch, sizes, large):
-    """A bucket holds at least one parameter, however large."""
+    """A bucket holds at least one parameter, however large. Of 10^12 parameters, none is larger than 10^9."""
+    assert sum(million_millions := parameter_sizes(params=10**12)) == 10**12
+    assert max(million_millions) == 10**9
     monkeypatch.setattr("lightning_topk.plan.parameter_sizes", lambda *_: sizes)
     shown = plan(nodes=4, gpus_per_node=8, params=1)
     found = rows(shown)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import nullcontext
 from functools import partial
-from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +14,7 @@ from PIL import Image
 from lab import data, hosts, training
 from lab.bench import steps
 from lab.models import TEXT
-from lab.papers import at_size, counterexample, saving, saving_curves, second_moment, speedup, tuning, vectors
-from lab.report import Panel, Result, write_report
+from lab.papers import at_size, counterexample, saving, second_moment, speedup, vectors
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
 from lightning_topk.volume import volume
@@ -118,37 +115,6 @@ def alone(jobs, title, note, *_):
         note(key, job())
 
 
-def test_parallel_runs_come_back_by_name_and_their_errors_are_raised(monkeypatch):
-    jobs = {"b": partial(int, "2"), "a": partial(int, "1"), "c": partial(int, "x")}
-    monkeypatch.setattr(training, "get_context", lambda _: get_context("forkserver"))  # starts at once
-    with pytest.raises(ValueError, match="invalid literal"):
-        training.run_all(jobs, "test")
-    del jobs["c"]
-    assert training.run_all(jobs, "test") == {"b": 2, "a": 1}
-
-
-def test_a_result_is_written_as_text_json_picture_and_report(tmp_path):
-    result = Result("bound", "water is wet", "a glass", {"Table": [{"a": 1, "b": 2.34567}, {"a": "x", "b": math.inf}]})
-    result.check("dry", "yes", "no", holds=False)
-    result.panels = [Panel("curve", "x", {"y": ([1, 2], [3, 4])}, xlog=True)]
-    result.write(tmp_path)
-    write_report(tmp_path)
-    assert "| FAIL | dry" in (tmp_path / "report.md").read_text()
-    assert Result.read(tmp_path / "bound.json").text() == result.text()
-    json.loads((tmp_path / "bound.json").read_text(), parse_constant=pytest.fail)  # infinity is not JSON
-    assert (tmp_path / "bound.svg").stat().st_size > 1000
-
-
-def test_convergence_and_tuning_judge_every_system(monkeypatch):
-    tried = {lr: [training.Run(lr, accuracy=90.0)] * 2 for lr in (0.1, 0.3)}
-    monkeypatch.setattr(tuning, "sweep", lambda systems, *_: dict.fromkeys(systems, tuning.Tuned(tried)))
-    systems, thesis = tuning.convergence().tables.values()
-    assert [row["system"] for row in systems] == [*tuning.ALL]
-    assert (systems[0]["lr"], [row["N"] for row in thesis]) == ("0.1 (edge of the grid)", [20, 100])
-    (rows,) = tuning.tuning().tables.values()
-    assert [row["system"] for row in rows] == [*tuning.SYSTEMS]
-
-
 def test_opposite_workers_favour_the_second_compression():
     uni, bi = (counterexample.descend("opposites", 0, each, 0.1, 500)[-100:].mean() for each in ("uni", "bi"))
     assert uni > 5 * bi
@@ -160,19 +126,6 @@ def test_the_union_of_two_selections_is_at_most_twice_one_and_errors_are_within_
     assert vectors.error(torch.ones(1000), 0.1) == pytest.approx(0.9), "the general bound"
     normal = vectors.statistics(torch.randn(100_000, generator=torch.Generator().manual_seed(0)).double())
     assert normal["kurtosis"] == pytest.approx(3, abs=0.1)
-
-
-def test_saving_curves_show_finished_runs(monkeypatch, tmp_path):
-    learners = tuple(saving_curves.Learner("mlp", kind, 0.05, 5) for kind in ("SGD", "AdamW"))
-    monkeypatch.setattr(saving_curves, "LEARNERS", learners)
-    monkeypatch.setattr(training, "run_all", alone)
-    few = partial(saving_curves.run, savings=(10,), lengths=(8, 4), out=tmp_path)
-    first = few(seeds=1)
-    (table,) = first.tables.values()
-    assert [row["steps"] for row in table] == ["4", "8", "4", "8"]
-    assert table[0]["saving 10"].endswith("(1 seed)")
-    monkeypatch.setattr(training, "run_all", lambda jobs, *_: {})
-    assert few(seeds=3).tables == first.tables, "missing runs are left out"
 
 
 def test_at_size_compares_systems_and_rates_and_repeats_no_run(monkeypatch, images, tmp_path):

@@ -139,14 +139,3 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
     assert before.sum() == 8 * 1.0 / 2 + 8 * 3.0
     assert torch.equal(mass(), before)
     assert head not in residuals.held()
-
-
-def test_residuals_are_dropped_and_counted_where_settings_keep_none():
-    zero, kept = parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    residuals, plan = Residuals(), plan_bucket(TopKConfig(topology="dense"), [4, 4], 2)
-    residuals.restore({zero: {"residual": torch.zeros(4)}, kept: {"residual": torch.ones(4)}})
-    for _ in range(2):
-        residuals.endpoint((zero, kept), plan)
-    assert residuals.dropped == 1
-    assert not any(part.any() for parts in residuals.held().values() for part in parts)
-    assert {*residuals.held()} == {*parameters}

@@ -3,7 +3,6 @@
 See :mod:`streams`. Training is simulated: backward and optimizers are a few operations on the caller's stream.
 """
 
-import contextlib
 import logging
 import sys
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from streams import Gpu, Kernel, Stream, replace_kernels, reply_to
+from streams import Event, Gpu, Kernel, Stream, replace_kernels, reply_to
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -256,29 +255,29 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
     assert [line[1].split(" elements ")[1] for line in lines] == ["among all, uplink", "among all, downlink"]
 
 
-def lane_of_a_gpu() -> lanes.StreamLane:
-    with mock.patch("torch.cuda.Stream"):
-        return lanes.StreamLane(CUDA)
-
-
 @pytest.mark.parametrize("ends", [True, False, RuntimeError("device-side assert triggered")])
-def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(monkeypatch, ends):
+def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(gpu, monkeypatch, ends):
     """Groups with work in flight are not destroyed, since that would wait for failed ranks."""
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
-    event = mock.Mock(query=mock.Mock(side_effect=ends if isinstance(ends, Exception) else lambda: ends))
-    monkeypatch.setattr("torch.cuda.Event", lambda: event)
-    lane = lane_of_a_gpu()
+    lane, asked = lanes.StreamLane(CUDA), []
+
+    def query(event):
+        asked.append(event.clock[lane.stream])
+        if isinstance(ends, Exception):
+            raise ends
+        return ends
+
+    monkeypatch.setattr(Event, "query", query)
+    with FakeTensorMode(), gpu, gpu.on(lane.stream):
+        torch.zeros(1, device=CUDA)  # work that a failed job queued counts too
     assert lane.close() is (ends is True)
-    event.record.assert_called_once_with(lane.stream)  # work that a failed job queued counts too
+    assert asked[0] == gpu.operations == 1
 
 
-def test_a_gpu_lane_takes_no_job_after_a_failed_one(monkeypatch):
+def test_a_gpu_lane_takes_no_job_after_a_failed_one(gpu, monkeypatch):
     """Other ranks still wait in the failed exchange, and the next job would answer it."""
-    monkeypatch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr("torch.cuda.current_stream", mock.Mock())
-    monkeypatch.setattr("torch.futures.Future", mock.Mock())
     monkeypatch.setattr(lanes, "drive", lambda job: job)
-    ran: list[str] = []
+    lane, ran = lanes.StreamLane(CUDA), []
 
     def job(name: str):
         ran.append(name)
@@ -287,7 +286,6 @@ def test_a_gpu_lane_takes_no_job_after_a_failed_one(monkeypatch):
         return []
         yield
 
-    lane = lane_of_a_gpu()
     lane.submit(job("first"))
     for name in ("second", "third"):
         with pytest.raises(MemoryError):

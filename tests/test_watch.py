@@ -1,0 +1,221 @@
+"""Warnings of what trains badly without an error: each comes once, on rank 0, and only where its cause is."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from groups import on_ranks
+from ranks import attached, batch, four_layers, loss_of, refusal, train
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+Say = Callable[[str], None]
+
+
+def sgd(net: nn.Module) -> SGD:
+    return SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def bypassed(rank: int, say: Say, case: str) -> None:
+    """The model was wrapped a second time for attach, or training calls the module inside of the wrapper."""
+    net = four_layers()
+    model, optimizer = DistributedDataParallel(net), sgd(net)
+    exchanged, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=say)
+    optimizer.step()  # without gradients, as some users do before they make a scheduler
+    for _ in range(2):
+        net.zero_grad()
+        get_state_dict(net, optimizer)  # steps with zeros if there is no momentum yet
+        optimizer.state.clear()
+    train({"wrapped twice": model, "inside": net, "attached": exchanged}[case], rank, (0, 1), optimizer)
+    train(exchanged, rank, (2,), optimizer)
+
+
+def left_out(rank: int, say: Say, case: str) -> None:
+    """Some trained parameters are in no optimizer."""
+    net = four_layers()
+    net[0].requires_grad_(case != "frozen")
+    optimizers = [sgd(net if case == "all" else net[1:])]
+    options = {"dense_parameters": "0.*"} if case == "dense" else {}
+    model, _ = attached(net, ratio=0.1, optimizer=lambda: optimizers, announce=say, **options)
+    loss_of(model, rank, 0).backward()
+    if case == "in another optimizer":
+        optimizers.append(sgd(net[0]))
+        loss_of(model, rank, 1).backward()
+
+
+def of_other_ranks(rank: int, say: Say, case: str) -> None:
+    """Each rank's inner optimizer steps the rank's own parameters."""
+    net = four_layers()
+    sharded = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1, momentum=0.9)
+    train(attached(net, ratio=0.1, optimizer=sharded.optim, announce=say)[0], rank, range(4), sharded)
+
+
+def replaced(rank: int, say: Say, case: str) -> None:
+    """An optimizer that was not given takes steps: another one from some step on, or all of them."""
+    net = four_layers()
+    used = [sgd(net)]
+    given = {"never given": list, "returned": lambda: used}.get(case, used[0])
+    model, _ = attached(net, ratio=0.1, optimizer=given, adapt_momentum=case != "not adapted", announce=say)
+    train(model, rank, range(2 * (case != "before")), used[0] if case != "never given" else None)
+    used[0] = Adam(net.parameters(), fused=case == "fused")
+    if case == "wrapped":  # as ZeroRedundancyOptimizer steps its inner optimizer
+        given.register_step_pre_hook(lambda *_: used[0].step())
+    train(model, rank, range(2, 7), given if case == "wrapped" else used[0])
+
+
+def adams_decay(rank: int, say: Say, beta: float) -> None:
+    net = four_layers()
+    optimizer = Adam(net.parameters(), betas=(beta, 0.99), weight_decay=0.1)
+    train(attached(net, ratio=0.1, optimizer=optimizer, announce=say)[0], rank, range(2), optimizer)
+
+
+def sparse(rank: int, say: Say, case: str) -> None:
+    net = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1))
+    model, _ = attached(net, {"bucket_cap_mb": 0.0001}, saving=5, adapt_momentum=False, announce=say)
+    for _ in range(3):
+        model(torch.tensor([rank, 7])).sum().backward()
+
+
+def zeroed(rank: int, say: Say, case: str) -> None:
+    """A GAN in one DDP model, whose first loss goes through both networks."""
+    made, judged = nets = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 1)])
+    both = [SGD(net.parameters(), lr=0.1) for net in nets]
+    model, state = attached(nets, {"find_unused_parameters": True}, ratio=0.2, optimizer=both, announce=say)
+    for step, (net, optimizer) in itertools.product(range(3), zip(nets, both, strict=True)):
+        judged.requires_grad_(net is judged or case in ("adding up", "throwing away"))
+        nets.forward = (lambda x: judged(made(x))) if net is made else judged.forward
+        loss = loss_of(model, rank, step)
+        if case != "adding up":
+            optimizer.zero_grad()
+        loss.backward()
+        if case != "skipping a step" or step != 1:
+            optimizer.step()
+    state.close()
+    assert not any(p._backward_hooks for p in nets.parameters())
+
+
+def scaled(rank: int, say: Say, case: tuple[bool, bool, tuple[int, ...]]) -> None:
+    """A scaler skips the first steps, a later one, or none while its scale grows."""
+    passed, fused, infinite = case
+    net, scaler = four_layers(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer, scaler=scaler if passed else None, announce=say)
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step) * (torch.inf if step in infinite and rank else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def copied(rank: int, say: Say, flat: bool) -> None:
+    """bf16 parameters, whose gradients a loop copies to fp32 parameters, one each or one for all."""
+    net = nn.Linear(20, 40).bfloat16()
+    copies = [nn.Parameter(p.detach().float()) for p in net.parameters()]
+    if flat:
+        copies = [nn.Parameter(nn.utils.parameters_to_vector(copies).detach())]
+    optimizer = SGD(copies, lr=0.05, momentum=0.9)
+    model, _ = attached(net, saving=20, optimizer=optimizer, announce=say)
+    for step in range(3):
+        model(batch(rank, step).bfloat16()).sum().backward()
+        gradients = [p.grad.float() for p in net.parameters()]
+        gradients = [nn.utils.parameters_to_vector(gradients)] if flat else gradients
+        for own, gradient in zip(copies, gradients, strict=True):
+            own.grad = gradient
+        net.zero_grad()
+        optimizer.step()
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(copies).bfloat16(), net.parameters())
+
+
+def changed(rank: int, say: Say, case: str) -> None:
+    """A hook changes every entry of a gradient before the step."""
+    net = nn.Sequential(nn.Linear(20, 64), nn.Linear(64, 64))
+    optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9)
+    optimizer.register_step_pre_hook(lambda *_: [p.grad.add_(1e-6) for p in net.parameters()] and None)
+    train(attached(net, saving=20, optimizer=optimizer, announce=say)[0], rank, range(8), optimizer)
+
+
+class Heads(nn.Module):
+    """A trunk, and sixty smaller heads of which all but one have a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(20, 200), nn.ModuleList(nn.Linear(200, 5) for _ in range(60))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(head(self.trunk(x)) * (number == 0) for number, head in enumerate(self.heads))
+
+
+def heads(rank: int, say: Say, case: str) -> None:
+    """One layer gets most of what its bucket delivers."""
+    net = Heads()
+    optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9)
+    train(attached(net, saving=50, optimizer=optimizer, announce=say)[0], rank, range(8), optimizer)
+
+
+def in_turn(rank: int, say: Say, shares: bool) -> None:
+    """Two networks are used in turn, with a shared part or without; the second one is far smaller."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(20, 20) if shares else nn.Identity(), nn.Sequential(nn.Linear(20, 400), nn.Linear(400, 20))]
+    net = nn.ModuleList([*parts, nn.Linear(20, 40)])
+    net.forward = lambda x, second: net[1 + second](net[0](x))
+    optimizers = [Adam([*net[0].parameters(), *head.parameters()], lr=1e-3) for head in net[1:]]
+    model, _ = attached(net, {"find_unused_parameters": True}, saving=20, optimizer=optimizers, announce=say)
+    for step in range(12):
+        net.zero_grad()
+        loss_of(model, rank, step, second=step % 2).backward()
+        optimizers[step % 2].step()
+    gradient = net[2].weight.grad
+    assert shares or gradient.count_nonzero() > 0.5 * gradient.numel(), "the unused network leaves it its entries"
+
+
+ZEROED = "was zeroed after its exchange and before its optimizer's step"
+OTHER = "Adam takes steps, but it is not among those that optimizer= gave"
+LEFT_OUT = "2 of 8 trained parameters ('0.weight' for one) are in no optimizer"
+CASES = [
+    *((bypassed, case, "SGD took a step, but no gradient was exchanged since attach", case != "attached")
+      for case in ("wrapped twice", "inside", "attached")),
+    *((left_out, case, LEFT_OUT, case in ("some", "in another optimizer"))
+      for case in ("all", "some", "frozen", "dense", "in another optimizer")),
+    *((of_other_ranks, "", words, False) for words in ("are in no optimizer", "takes steps")),
+    *((replaced, case, OTHER, case in ("before", "after", "never given", "fused"))
+      for case in ("before", "after", "never given", "fused", "returned", "wrapped", "not adapted")),
+    (replaced, "after", "was zeroed", False),
+    *((adams_decay, beta, "adds weight_decay to the gradient", beta == 0) for beta in (0.9, 0.0)),
+    (sparse, "", "DDP would send only the rows that a batch touches", True),
+    *((zeroed, case, ZEROED, case in ("throwing away", "skipping a step"))
+      for case in ("toggling", "adding up", "throwing away", "skipping a step")),
+    *((scaled, case, "Pass the scaler to attach, as scaler=", not case[0])
+      for case in itertools.product((False, True), (False, True), ((0, 1), (3,), ()))),
+    (scaled, (False, False, (3,)), "toggle_optimizer", False),
+    *((copied, flat, "optimizers step copies of 2 of 2 trained parameters ('weight' for one)", True)
+      for flat in (False, True)),
+    (copied, False, "is adapted to compression", False),
+    (changed, "", "SGD steps with a gradient of which 100% is nonzero, while exchanges", True),
+    (heads, "", "nonzero", False),
+    *((in_turn, shares, words, False) for shares in (True, False) for words in ("nonzero", "zeroed")),
+]  # fmt: skip
+"""A scenario, its case, words, and whether they are a warning there."""
+
+
+@pytest.mark.parametrize(("scenario", "case", "words", "warns"), CASES)
+@on_ranks(2)
+def test_a_warning_comes_once_on_one_rank_where_its_cause_is(rank, world, scenario, case, words, warns):
+    said: list[str] = []
+    scenario(rank, said.append, case)
+    assert sum(words in line for line in said) == (warns and rank == 0), said
+
+
+@on_ranks(2)
+def test_ddp_names_an_unused_parameter_before_any_warning(rank, world):
+    said: list[str] = []
+    net = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)])
+    net.forward = net[0].forward
+    optimizer = sgd(net)
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=said.append)
+    train(model, rank, (0,), optimizer)
+    assert "find_unused_parameters=True" in refusal(loss_of, model, rank, 1)
+    assert not any("no gradient was exchanged" in line for line in said)
