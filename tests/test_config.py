@@ -124,6 +124,16 @@ def largest_first(rows, k):
     return index
 
 
+def test_a_custom_selector_may_depend_on_the_step():
+    class Turns(Selector):
+        def pick(self, rows, k):
+            return (torch.arange(k) + k * self.step).expand(len(rows), k)
+
+    cluster = Cluster(TopKConfig(ratio=0.1, selector=Turns(), wire="fp32"), world=1, numel=100)
+    delivered = [cluster.step([torch.ones(100)])[0].nonzero().flatten().tolist() for _ in range(3)]
+    assert delivered == [[*range(10 * step, 10 * step + 10)] for step in range(3)]
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [(lambda rows, k: torch.arange(k).expand(len(rows), k), range(10)), (largest_first, range(91, 100))],

@@ -13,7 +13,7 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
-from lightning_topk.core.link import NOTHING, Link, Measure, deliver
+from lightning_topk.core.link import NOTHING, Link, Measure, Step, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
@@ -220,10 +220,10 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     assert cuda.receive(payload, layout, codec.format(), 1, out, scale)
     assert out.count_nonzero() > 500
     assert torch.equal(total - out.float() * scale.reciprocal(), kept)
-    link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
-    link.memory.residual.copy_(e)
     with mock.patch.object(ops, "fast", return_value=None):
-        separate, _ = link.send(x.clone(), codec, rescale=scale)
+        link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
+        link.memory.residual.copy_(e)
+        separate, _ = link.send(x.clone(), codec, Step(scale=scale))
         finite = deliver(separate, codec, layout, plain := torch.zeros_like(out), scale)
     assert finite
     assert torch.equal(payload, separate)
@@ -321,13 +321,13 @@ def test_a_step_that_measures_its_error_sends_and_keeps_the_same_bits(wire, monk
     layout, ends = Layout(20_001 if INTERPRETED else 70_001, 3), []
     codec = Codec(WIRES[wire], layout.shard_size, 700)
     if INTERPRETED:
-        monkeypatch.setattr(ops, "send", cuda.send)  # instead of numba
+        monkeypatch.setattr(ops, "sender", lambda *_: cuda.send)  # instead of numba
     for measure in (NOTHING, Measure(error=True)):
         link = Link(layout, TopK(), Residual(layout.numel, torch.float32, torch.device(DEVICE)))
         torch.manual_seed(0)
         for _ in range(3):
             x = torch.randn(layout.numel).to(DEVICE)
-            payload, stats = link.send(x, codec, measure)
+            payload, stats = link.send(x, codec, Step(measure=measure))
             ends.append((payload, link.memory.residual.clone()))
             assert (stats.error is None) == (measure == NOTHING)
     for (sent, kept), (sent_measured, kept_measured) in zip(ends[:3], ends[3:], strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
-from lightning_topk.core.link import Link, LinkStats, Measure
+from lightning_topk.core.link import Link, LinkStats, Step
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Request, placeholder
 from lightning_topk.core.select import RandK, Selector, TopK
-from lightning_topk.core.wire import WIRES, Codec, Wire
+from lightning_topk.core.wire import WIRES, Codec, Shared, Wire
 from lightning_topk.schedule import Varying, ratio_at
 
 
@@ -29,12 +29,10 @@ class Codecs:
     Attributes:
         uplink: Codec of the workers' payloads.
         reply: Codec of the servers' payloads; unused without servers.
-        scale: Scalar loss scale that gradients contain, before and after the exchange. Residuals do not.
     """
 
     uplink: Codec
     reply: Codec
-    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +103,7 @@ class BucketPlan:
         if not self.topology.compresses:
             everything = Codec(WIRES["fp32"], layout.numel, layout.numel)
             return Codecs(everything, everything)
-        shared = selector if isinstance(selector, RandK) else None
+        shared = partial(selector.shared_positions, step) if isinstance(selector, RandK) else None
         up = self._k_at(self.k, step, epoch, "ratio")
         if self.server_k is not None:
             down = self._k_at(self.server_k, step, epoch, "server_ratio")
@@ -161,7 +159,7 @@ class BucketPlan:
 
 
 @lru_cache(maxsize=1024)  # asked for every bucket in every step
-def _codecs(wire: Wire, universe: int, up: int, down: int, shared: RandK | None, tag: int) -> Codecs:
+def _codecs(wire: Wire, universe: int, up: int, down: int, shared: Shared | None, tag: int) -> Codecs:
     uplink, reply = (Codec(wire, universe, k, shared, tag) for k in (up, down))
     return Codecs(uplink, reply)
 
@@ -263,7 +261,7 @@ class Topology:
     """
 
     name: str
-    exchange: Callable[[Endpoint, Tensor, Codecs, Measure], Exchange]
+    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Exchange]
     requests: Callable[[BucketPlan, Codecs], list[Request]]
     compresses: bool = True
     has_servers: bool = True

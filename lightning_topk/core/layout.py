@@ -120,6 +120,11 @@ class PayloadFormat(NamedTuple):
     nbytes: int
     check: int
 
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled loops and kernels write and read it: known values, and positions of 32 bits."""
+        return self.bits > 0 and self.index_bytes > 0 and self.universe < 2**31
+
 
 def k_of(numel: int, ratio: float) -> int:
     """``k = max(1, floor(ratio * d))`` as in the papers, robust to the binary rounding of a decimal ratio."""

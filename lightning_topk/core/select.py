@@ -28,15 +28,16 @@ class Selector(ABC):
     """Selects at most k entries of every shard of a vector."""
 
     step = 0
-    """Number of exchanges before this one; the same on every rank."""
+    """The step of the selection in progress, for :meth:`pick`; see :meth:`select`."""
 
-    def select(self, a: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    def select(self, a: Tensor, layout: Layout, k: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Selects entries of each shard of ``a``.
 
         Args:
             a: ``[numel]``, gradient plus residual. Finite; must not be modified.
-            layout: How its elements are dealt to shards.
+            layout: How its elements are split among shards.
             k: Maximum number of entries to select from each shard, in [1, shard_size].
+            step: Number of exchanges before this one; the same on every rank.
 
         Returns:
             Positions in the shard, ``[shards, k]`` int64, non-descending in each row; the values there, ``[shards, k]``
@@ -46,6 +47,7 @@ class Selector(ABC):
         if k == layout.shard_size:
             index = torch.arange(k, device=a.device).expand(layout.shards, -1)
             return index, rows, rows.count_nonzero()
+        self.step = step
         index = self.pick(rows, k)
         if index.shape != (layout.shards, k):
             raise ValueError(
@@ -94,22 +96,22 @@ class RandK(Selector):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._drawn_at = -1
-        self._drawn: dict[tuple[int, int, torch.device | None], Tensor] = {}  # of this step
+        self._drawn: dict[tuple[int, int, torch.device | None], Tensor] = {}  # at that step
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return self.shared_positions(rows.shape[1], k, rows.device).expand(rows.shape[0], -1)
+        return self.shared_positions(self.step, rows.shape[1], k, rows.device).expand(rows.shape[0], -1)
 
-    def shared_positions(self, universe: int, k: int, device: torch.device | None = None) -> Tensor:
-        """Returns k positions of this step in a shard of ``universe`` elements, which both ends of a link compute.
+    def shared_positions(self, step: int, universe: int, k: int, device: torch.device | None = None) -> Tensor:
+        """Returns k positions of a step in a shard of ``universe`` elements, which both ends of a link compute.
 
         They are ``[k]`` int64 on ``device`` (default: CPU), distinct and ascending: a uniformly random subset,
         contained in the subset of any larger k.
         """
-        if self.step != self._drawn_at:
-            self._drawn, self._drawn_at = {}, self.step
+        if step != self._drawn_at:
+            self._drawn, self._drawn_at = {}, step
         if (universe, k, device) not in self._drawn:
-            begin = _mixed(_mixed(self.seed) + self.step)
+            begin = _mixed(_mixed(self.seed) + step)
             keys = _mixed_(torch.arange(universe, device=device).add_(begin))
             drawn = keys.topk(k, largest=False, sorted=False).indices.sort().values
             self._drawn[universe, k, device] = drawn

@@ -8,6 +8,7 @@ Positions that both ends know are not sent: when k = S, and with a selector that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,7 +20,6 @@ from typing_extensions import override
 from lightning_topk.core import ops
 from lightning_topk.core.layout import PayloadFormat
 from lightning_topk.core.ops import reference
-from lightning_topk.core.select import RandK
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,8 @@ WIRES: dict[str, Wire] = {
 """Wires by name."""
 
 
+Shared = Callable[[int, int, torch.device], Tensor]
+"""Computes the positions that every rank draws: ``[k]`` int64 below S, from S, k and a device."""
 WORD = torch.int32
 WORDS_SUM = 0x746F706B
 """Sum of the words of an undamaged payload, modulo 2^32, without the term for its bucket and k."""
@@ -162,14 +164,14 @@ class Codec:
         wire: Format of the values.
         universe: Number of elements in the shard, S.
         k: Number of entries in a payload.
-        shared: The selector, if it draws the same positions on every rank; else None.
+        shared: Computes the positions, if every rank draws the same; None if they are sent.
         tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
     """
 
     wire: Wire
     universe: int
     k: int
-    shared: RandK | None = None
+    shared: Shared | None = None
     tag: int = 0
 
     @property
@@ -252,7 +254,7 @@ class Codec:
         if k == universe or self.shared is None:
             known = torch.arange(universe, device=payload.device)
         else:
-            known = self.shared.shared_positions(universe, k, payload.device)
+            known = self.shared(universe, k, payload.device)
         return known.expand(len(payload), -1), value
 
     def check(self, payload: Tensor) -> None:

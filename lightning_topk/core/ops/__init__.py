@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Stepped
 
 FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
-"""Wires that :func:`send` and :func:`receive` support; values of other wires are encoded in a step of their own."""
+"""Wires that :func:`sender` and :func:`receive` support; values of other wires are encoded in a step of their own."""
 
 
 FAILED: dict[str, str] = {}
@@ -90,31 +90,39 @@ def is_finite(x: Tensor) -> Tensor:
     return reference.is_finite(x)
 
 
-def send(
-    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None, rescale: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
+class Sender(Protocol):
+    """A function that adds, selects, encodes and keeps in one pass over memory."""
 
-    If ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN.
+    def __call__(
+        self, e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
+        scale: Tensor | None = None, rescale: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
 
-    Args:
-        e: ``[numel]``, contiguous, finite; becomes the residual, which includes the wire's rounding error.
-        x: ``[numel]``, contiguous; becomes zero.
-        layout: How the elements are dealt to shards.
-        form: Format of a payload.
-        delivered: dtype of the receivers' output, if the residual must include its rounding error.
-        scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
-        rescale: Scalar by which receivers multiply before they round to ``delivered``; on a GPU only.
+        If ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN.
 
-    Returns:
-        The payloads ``[shards, P]`` uint8. None, without effect, if no function does all that: then add, select,
-        encode and keep one after the other, with the same result.
+        Args:
+            e: ``[numel]``, contiguous, finite; becomes the residual, which includes the wire's rounding error.
+            x: ``[numel]``, contiguous; becomes zero.
+            layout: How the elements are split among shards.
+            form: Format of a payload, ``compiled``.
+            delivered: dtype of the receivers' output, if the residual must include its rounding error.
+            scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
+            rescale: Scalar by which receivers multiply before they round to ``delivered``.
+
+        Returns:
+            The payloads ``[shards, P]`` uint8. None, without effect, if this function cannot: then add, select,
+            encode and keep one after the other, with the same result.
+        """
+
+
+def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False) -> Sender | None:
+    """The one function that sends from a residual ``e`` ``[numel]``, for all steps; None if there is none.
+
+    With ``exact``, only if it always selects the k largest entries.
     """
-    version = fast(e.device) if form.index_bytes and form.bits else None
-    if version is None or not version.sends(e, x, layout, form, delivered):
-        return None
-    return version.send(e, x, layout, form, delivered, scale, rescale)
+    version = fast(e.device)
+    return version.send if version is not None and version.sends(e, layout, delivered, exact) else None
 
 
 def receive(
@@ -125,7 +133,7 @@ def receive(
     Args:
         payloads: ``[R, P]`` uint8. Row r belongs to shard r of the layout, and the rows after the last shard to the
             next part of ``out``; if the layout has one shard and ``out`` one part, every row belongs to it.
-        layout: How ``out`` is dealt to shards.
+        layout: How ``out`` is split among shards.
         form: Format of a payload.
         divisor: A power of two.
         out: ``[numel]`` or ``[parts, numel]``, contiguous.
@@ -135,7 +143,7 @@ def receive(
         Whether all values are finite, a scalar bool. None, without effect, if no function does all that: then decode
         and add, with the same result.
     """
-    version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
+    version = fast(out.device) if form.compiled else None
     return version.receive(payloads, layout, form, divisor, out, scale) if version is not None else None
 
 

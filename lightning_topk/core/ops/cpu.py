@@ -29,17 +29,18 @@ def attempt(device: torch.device) -> None:
     topk_index(torch.zeros(1, loops.SAMPLE, dtype=torch.float32, device=device), 1)
 
 
-def sends(e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None) -> bool:
-    """Whether :func:`send` supports these arguments: float32, finite, some entries left out, 32-bit positions."""
-    floats = {e.dtype, x.dtype, delivered or e.dtype} == {torch.float32}
-    return floats and form.k < layout.shard_size < 2**31 and bool(reference.is_finite(x))
+def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
+    """Whether :func:`send` can send from ``e``: if all is float32."""
+    return e.dtype == torch.float32 and delivered in (None, torch.float32)
 
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: None = None, rescale: None = None,
-) -> Tensor:  # fmt: skip
-    """See :func:`lightning_topk.core.ops.send`; links remove loss scales before."""
+    scale: Tensor | None = None, rescale: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """See :class:`lightning_topk.core.ops.Sender`, for finite float32; links remove loss scales before."""
+    if x.dtype != torch.float32 or not reference.is_finite(x):
+        return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
     loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _salt(), payloads.numpy())
     return payloads

@@ -72,25 +72,31 @@ def attempt(device: torch.device) -> None:
     """Compiles and runs kernels; raises an exception if Triton does not work."""
     e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
     form = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0)
-    receive(send(e, x, Layout(TILE), form, None), Layout(TILE), form, 1, x)
+    payloads = send(e, x, Layout(TILE), form, None)
+    assert payloads is not None
+    receive(payloads, Layout(TILE), form, 1, x)
 
 
-def sends(e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None) -> bool:
-    """Whether :func:`send` supports these arguments: whole blocks, some entries left out, 32-bit positions."""
-    whole = layout.shards == 1 or layout.block == BLOCK
-    some = form.k < layout.shard_size < 2**31 and form.low <= LOW
-    return whole and some and e.dtype == torch.float32 and x.dtype in ROUNDED and delivered in ROUNDED
+def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
+    """Whether :func:`send` can send from ``e``: float32, in full blocks. It selects by an estimated threshold."""
+    return not exact and _full_blocks(layout) and e.dtype == torch.float32 and delivered in ROUNDED
+
+
+def _full_blocks(layout: Layout) -> bool:
+    """Whether every shard consists of blocks of ``BLOCK`` elements, or there is one."""
+    return layout.shards == 1 or layout.block == BLOCK
 
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
     scale: Tensor | None = None, rescale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """See :func:`lightning_topk.core.ops.send`, without waiting for the device.
+) -> Tensor | None:  # fmt: skip
+    """See :class:`lightning_topk.core.ops.Sender`; does not wait for the device.
 
-    If ``x`` is not finite, ``e`` is unchanged, and all values in the payloads are NaN. Fewer than k may be sent: then
-    rows end in zeros.
+    Fewer than k may be sent: then rows end in zeros.
     """
+    if x.dtype not in ROUNDED or form.low > LOW:
+        return None
     numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
     # One memory for the payloads and all counters is cleared at once; every part begins at a multiple of 16 bytes.
     sizes = 8, ROOT * ROOT, shards * DIGITS, shards * 8, shards * width
@@ -165,7 +171,7 @@ def receive(
     bit; one server alone computes each sum, so ranks do not. With ``torch.use_deterministic_algorithms``, one launch
     for each worker fixes the order.
     """
-    if out.dtype not in ROUNDED or form.low > LOW or not (layout.shards == 1 or layout.block == BLOCK):
+    if out.dtype not in ROUNDED or form.low > LOW or not _full_blocks(layout):
         return None
     payloads, rows = payloads.contiguous(), len(payloads)
     words, width = payloads.view(torch.int32), form.nbytes // 4
