@@ -78,7 +78,7 @@ BAD_SCHEDULES = [
     ({"ratio": 0.1, "start": 2, "steps": 3}, ValueError, r"start=2 must be a number in"),
     ({"ratio": 0.1, "steps": 1, "epochs": 1}, ValueError, r"pass either steps or epochs"),
     ({"ratio": 0.1, "steps": 0}, ValueError, r"at least 1"),
-    ({"ratio": 0.1, "steps": "3"}, ValueError, r"a whole number of at least 1; got steps='3'"),
+    ({"ratio": 0.1, "steps": "3"}, ValueError, r"an integer of at least 1; got steps='3'"),
     ({"ratio": "x", "steps": 3}, ValueError, r"ratio='x' must be a number in"),
 ]
 REFUSED = {TopKConfig: BAD, TopKStrategy: [BAD[0], *BAD_FOR_DDP], TopKModelParallelStrategy: BAD_FOR_SHARDS}

@@ -116,7 +116,7 @@ def _size(x: torch.Tensor) -> int:
 
 
 def _moved(name: str, given: dict[str, Any]) -> int:
-    """Bytes that a Triton kernel moves. Half the room for candidates is taken."""
+    """Bytes that a Triton kernel moves. Half of the capacity for candidates is used."""
     size = {key: _size(each) for key, each in given.items() if isinstance(each, torch.Tensor)}
     if name == "survey":
         return size["x"] + 2 * SECTOR * given["count"]
@@ -134,10 +134,10 @@ def _moved(name: str, given: dict[str, Any]) -> int:
         return size["index"] + size["value"] + size["payload"] + min(2 * size["e"], SECTOR * given["value"].numel())
     if name == "catch_up":  # its tensors are in a table: the test counts them
         return size["table"] + size["owners"]
-    if name in ("is_finite", "threshold", "weigh", "deal"):
+    if name in ("is_finite", "threshold", "weigh", "copy_parts"):
         return sum(size.values())
     assert name == "add"
-    payloads = given["payload"] if given["DEALT"] or given["SHARED"] else given["payload"][:1]
+    payloads = given["payload"] if given["BY_SHARD"] or given["SHARED"] else given["payload"][:1]
     return _size(payloads) + 2 * min(size["out"], SECTOR * len(payloads) * given["k"])
 
 

@@ -150,12 +150,12 @@ def _start(ranks: int) -> None:
     if ranks < 2:
         raise ValueError(f"--ranks {ranks} exchanges nothing: take 2 or more.")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    given = [word for word in sys.argv[1:] if not word.startswith("--ranks=")]
-    if "--ranks" in given:
-        at = given.index("--ranks")
-        del given[at : at + 2]
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--ranks=")]
+    if "--ranks" in arguments:
+        at = arguments.index("--ranks")
+        del arguments[at : at + 2]
     env = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun sets it, too, and says so at length
-    done = subprocess.run([*launcher, "-m", "lightning_topk", *given], env=env, check=False)
+    done = subprocess.run([*launcher, "-m", "lightning_topk", *arguments], env=env, check=False)
     if done.returncode:
         raise RuntimeError("a rank failed; its message is above.")
 
@@ -171,10 +171,11 @@ def _check_launched(ranks: int | None) -> None:
     if ranks is not None:
         raise ValueError(f"--ranks {ranks} starts ranks on this machine, but a launcher has: leave it out.")
     if int(os.environ["WORLD_SIZE"]) < 2:
-        given = shlex.join(sys.argv[2:]) or "--model resnet50"
+        arguments = shlex.join(sys.argv[2:]) or "--model resnet50"
         raise ValueError(
-            f"this is the only rank, so there is nothing to exchange. Type on each of two machines, with the name of "
-            f"the first for HOST: {COMMAND} {given}. To try it on this machine: python -m lightning_topk bench {given}"
+            "this is the only rank, so there is nothing to exchange. Type on each of two machines, with the name of "
+            f"the first for HOST: {COMMAND} {arguments}. To try it on this machine: python -m lightning_topk bench "
+            f"{arguments}"
         )
 
 

@@ -229,7 +229,7 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: 
         payloads: ``[parts shards, P]`` uint8, for each part a row of every server.
         codec: Codec of the payloads.
         layout: How a part is split among the servers.
-        out: ``[numel]`` or ``[parts, numel]``, zero: a bucket that was sent.
+        out: ``[numel]`` or ``[parts, numel]`` zeros, such as a bucket that was sent.
         scale: Scalar loss scale that ``out`` is to contain.
 
     Returns:

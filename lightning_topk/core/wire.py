@@ -106,9 +106,9 @@ class BlockWire(Wire):
         blocks = torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block)
         scale = (blocks.abs().amax(dim=2) / self.top).to(self.value_dtype)
         unit = scale.to(value.dtype).unsqueeze(2)
-        whole = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-self.top, self.top).to(torch.int8)
+        integers = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-self.top, self.top).to(torch.int8)
         return torch.cat(
-            [self._pack(whole.view(rows, -1))[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1
+            [self._pack(integers.view(rows, -1))[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1
         )
 
     @override
@@ -123,9 +123,9 @@ class BlockWire(Wire):
         """Size of k integers in bytes."""
         return -(-k * self.bits // 8)
 
-    def _pack(self, whole: Tensor) -> Tensor:
+    def _pack(self, integers: Tensor) -> Tensor:
         """Packs int8 ``[R, n]``, n a multiple of :attr:`block`, into uint8 ``[R, n bits / 8]``."""
-        octets = whole.view(torch.uint8)
+        octets = integers.view(torch.uint8)
         if self.bits == 8:
             return octets
         low, high = octets.view(len(octets), -1, 2).unbind(2)
@@ -180,7 +180,7 @@ class Codec:
         return self._format.nbytes
 
     def largest(self, delivered: torch.dtype | None) -> float:
-        """The largest magnitude that decodes to a finite value, also in the receiver's dtype if it is given."""
+        """The largest magnitude that decodes to a finite value, also in the receiver's dtype unless it is None."""
         limit = self.wire.largest
         if delivered is not None and torch.finfo(delivered).max < limit:
             # The wire may round the narrower dtype's largest value up, out of its range: stay below.
@@ -218,10 +218,10 @@ class Codec:
             ``value``: zero if not ``finite``.
         """
         limit, form = self.largest(delivered), self._format
-        given = value.clamp(-limit, limit)
+        clamped = value.clamp(-limit, limit)
         if finite is not None:
-            given.masked_fill_(~finite, torch.nan)
-        written = self.wire.write(given)
+            clamped.masked_fill_(~finite, torch.nan)
+        written = self.wire.write(clamped)
         arrives = self.wire.read(written, self.k)
         sent = (arrives if delivered is None else arrives.to(delivered)).to(value.dtype, copy=True)
         if finite is not None:

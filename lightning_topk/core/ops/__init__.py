@@ -1,7 +1,7 @@
 """Tensor operations of the compression.
 
 :mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``cuda`` (Triton) are
-faster versions, imported when a tensor needs them. The functions here dispatch to the fastest version for the given
+faster versions, imported when a tensor needs them. The functions here dispatch to the fastest version for their
 tensors. ``cpu`` returns the same bits. So does ``cuda``, unless the threshold that it estimates from a sample is off:
 it may then send fewer entries, or leave out later ones. Momentum agrees to rounding.
 """
@@ -148,7 +148,7 @@ def receive(
 
 
 def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-    """Deals a bucket ``[numel]`` to the ranks of a node: ``[count, parts.numel]``.
+    """Splits a bucket ``[numel]`` among the ranks of a node: ``[count, parts.numel]``.
 
     If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` are those of
     :class:`lightning_topk.core.endpoint.Endpoint`.

@@ -59,7 +59,7 @@ def receive(
     payloads = payloads.contiguous()
     if (payloads.numpy().view(np.int32).sum(1, dtype=np.int32) != form.check).any():
         reference.check(payloads, form.check)  # raises: it names the rows
-    deal, parts = loops.KernelLayout.of(layout), out.view(-1, layout.numel).numpy()
+    for_loops, parts = loops.KernelLayout.of(layout), out.view(-1, layout.numel).numpy()
     finite, rows = True, layout.shards
     places, values = np.empty((rows, form.k), np.int32), np.empty((rows, form.k), np.float32)
     for row, payload in enumerate(payloads.numpy()):
@@ -72,14 +72,14 @@ def receive(
         if scale is not None:
             finite &= bool(torch.from_numpy(value).mul_(scale).isfinite().all())
         if row % rows == rows - 1:
-            loops.add_at(parts[row // rows % len(parts)], deal, places, values)
+            loops.add_at(parts[row // rows % len(parts)], for_loops, places, values)
     return torch.tensor(bool(finite))
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.topk_index`, in one pass over the rows."""
-    deal, nothing = loops.KernelLayout.of(Layout(rows.shape[1])), np.empty(0, np.float32)
-    found = [loops.add_and_select(row.contiguous().numpy(), nothing, deal, k, _salt())[0] for row in rows]
+    row_layout, nothing = loops.KernelLayout.of(Layout(rows.shape[1])), np.empty(0, np.float32)
+    found = [loops.add_and_select(row.contiguous().numpy(), nothing, row_layout, k, _salt())[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 
 
@@ -92,9 +92,9 @@ def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.over_threshold_index`, in one pass over the rows."""
     index = torch.full((rows.shape[0], k), -1)
-    deal = loops.KernelLayout.of(Layout(rows.shape[1]))
+    row_layout = loops.KernelLayout.of(Layout(rows.shape[1]))
     for row, least, found in zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), index.numpy(), strict=True):
-        places = loops.over_threshold(row, deal, least, k)
+        places = loops.over_threshold(row, row_layout, least, k)
         found[: len(places)] = places
     return index
 

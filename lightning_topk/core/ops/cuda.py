@@ -103,14 +103,14 @@ def send(
     work = torch.zeros(sum(sizes), dtype=torch.int32, device=e.device)
     state, bins, digits, kth, words = work.split(sizes)
     payload = words.view(torch.uint8).view(shards, form.nbytes)
-    rank, stride, room = _sampled(layout, k)
+    rank, stride, capacity = _sampled(layout, k)
     turns = triton.cdiv(numel, BLOCK * shards)
-    blocks, tiles = triton.cdiv(turns * shards, TILE // BLOCK), triton.cdiv(room, SIEVE)
+    blocks, tiles = triton.cdiv(turns * shards, TILE // BLOCK), triton.cdiv(capacity, SIEVE)
     sample = numel // stride
     bitmap = work.new_empty(blocks * TILE // 32)
     found = work.new_empty(shards, turns)
-    place, index = work.new_empty(shards, room), work.new_empty(shards, k)
-    value, chosen = e.new_empty(shards, room), e.new_empty(shards, k)
+    place, index = work.new_empty(shards, capacity), work.new_empty(shards, k)
+    value, chosen = e.new_empty(shards, capacity), e.new_empty(shards, k)
     counts = work.new_empty(shards, 2, tiles)
     begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
     inside = e if scale is None else scale, scale is not None
@@ -127,16 +127,16 @@ def send(
             num_warps=warps, **EXACT,
         )  # fmt: skip
         ends = found.view(-1).cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
-        kernels.gather[(blocks,)](e, bitmap, found, ends, place, value, shards, turns, room, TILE, BLOCK, **EXACT)
+        kernels.gather[(blocks,)](e, bitmap, found, ends, place, value, shards, turns, capacity, TILE, BLOCK, **EXACT)
         for level in range(3):
             kernels.tally[tiles, shards](
-                value, ends, digits, kth, room, turns, k, level, SIEVE, num_warps=8, **EXACT
+                value, ends, digits, kth, capacity, turns, k, level, SIEVE, num_warps=8, **EXACT
             )  # fmt: skip
         kernels.count[tiles, shards](
-            value, ends, digits, kth, counts, room, turns, tiles, k, SIEVE, num_warps=8, **EXACT
+            value, ends, digits, kth, counts, capacity, turns, tiles, k, SIEVE, num_warps=8, **EXACT
         )  # fmt: skip
         kernels.choose[tiles, shards](
-            place, value, ends, kth, counts, index, chosen, words, room, turns, tiles, k, layout.shard_size, width,
+            place, value, ends, kth, counts, index, chosen, words, capacity, turns, tiles, k, layout.shard_size, width,
             8 * begin, form.check, form.low, SIEVE, num_warps=16, **EXACT,
         )  # fmt: skip
         kernels.write[triton.cdiv(k, SLOTS), shards](
@@ -148,10 +148,11 @@ def send(
 
 
 def _sampled(layout: Layout, k: int) -> tuple[int, int, int]:
-    """How to find a magnitude that slightly more than k entries per shard should reach, and room for twice as many.
+    """How to find a magnitude that slightly more than k entries per shard should reach.
 
     Returns:
-        Its rank in a sample of one random entry in each window, the window's size, and the room in entries per shard.
+        Its rank in a sample of one random entry in each window, the window's size, and the number of candidates to keep
+        per shard: twice as many as expected.
     """
     # The same calculation as on the CPU: four standard deviations for the shards, four for the sample. A sample with
     # a fixed period may see only a few columns of a matrix.
@@ -175,9 +176,9 @@ def receive(
         return None
     payloads, rows = payloads.contiguous(), len(payloads)
     words, width = payloads.view(torch.int32), form.nbytes // 4
-    dealt = rows == layout.shards * (out.numel() // layout.numel)
+    by_shard = rows == layout.shards * (out.numel() // layout.numel)
     ordered = torch.are_deterministic_algorithms_enabled() or out.dtype != torch.float32
-    at_once = rows if dealt or not ordered else 1
+    at_once = rows if by_shard or not ordered else 1
     begin = form.value_bytes - (-form.k * form.low // 8)
     size = form.value_bytes + form.index_bytes - begin
     tiles = triton.cdiv(form.nbytes, OCTETS)
@@ -193,7 +194,7 @@ def receive(
             kernels.add[grid](
                 payloads, counts, ends, out, flags, out if scale is None else scale, first, rows, form.k,
                 form.universe, layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes, begin, size,
-                form.nbytes, tiles, scale is not None, form.bits, form.low, dealt, at_once > 1 and not dealt,
+                form.nbytes, tiles, scale is not None, form.bits, form.low, by_shard, at_once > 1 and not by_shard,
                 OCTETS, BLOCK, **EXACT,
             )  # fmt: skip
     torch._assert_async(flags[0], f"lightning_topk: a payload {DAMAGED}")
@@ -215,7 +216,7 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> 
     rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
     owner, table = pieces
     with torch.cuda.device_of(x):
-        kernels.deal[len(owner), parts.count](
+        kernels.copy_parts[len(owner), parts.count](
             x, rows, bad, owner, table, parts.numel, False, PIECE, num_warps=8, **EXACT
         )
     rows[:, :1].masked_fill_(bad, torch.nan)
@@ -228,7 +229,7 @@ def join_parts(rows: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], o
         return False
     owner, table = pieces
     with torch.cuda.device_of(out):
-        kernels.deal[len(owner), parts.count](
+        kernels.copy_parts[len(owner), parts.count](
             out, rows, rows, owner, table, parts.numel, True, PIECE, num_warps=8, **EXACT
         )
     return True
@@ -258,7 +259,7 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
 
 
 def _on(like: Tensor, tables: dict[str, Any], name: str, rows: list[Any]) -> Tensor:
-    """A table on the device of ``like``, copied there if it changed; ``owners`` are given by the tiles of each row."""
+    """A table on the device of ``like``, copied there if it changed; ``owners`` has each row's number, once a tile."""
     known = tables.get(name)
     if known is None or known[0] != rows:
         if name == "owners":

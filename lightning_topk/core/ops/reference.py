@@ -18,7 +18,7 @@ from lightning_topk.core.layout import DAMAGED, Layout, NodeShards
 
 
 def shard_rows(x: Tensor, layout: Layout) -> Tensor:
-    """Deals a bucket to its shards.
+    """Splits a bucket into its shards.
 
     Args:
         x: ``[numel]``, any dtype.
@@ -32,12 +32,12 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
         return x.view(1, -1)
     length = layout.shards * layout.block
     rows = x.new_empty(layout.shards, layout.rounds, layout.block)
-    whole = layout.numel // length  # rounds without padding
-    head, tail = x.split([whole * length, layout.numel % length])
-    rows[:, :whole] = head.view(whole, layout.shards, layout.block).transpose(0, 1)
+    full = layout.numel // length  # rounds without padding
+    head, tail = x.split([full * length, layout.numel % length])
+    rows[:, :full] = head.view(full, layout.shards, layout.block).transpose(0, 1)
     if len(tail):
         padded = torch.nn.functional.pad(tail, (0, length - len(tail)))
-        rows[:, whole] = padded.view(layout.shards, layout.block)
+        rows[:, full] = padded.view(layout.shards, layout.block)
     return rows.view(layout.shards, -1)[:, : layout.shard_size].contiguous()
 
 
@@ -65,11 +65,11 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
 
 
 def split_parts(x: Tensor, parts: NodeShards) -> Tensor:
-    """Deals a bucket to the ranks of a node.
+    """Splits a bucket among the ranks of a node.
 
     Args:
         x: ``[numel]``, any dtype.
-        parts: How the bucket is dealt.
+        parts: How the bucket is split.
 
     Returns:
         ``[count, parts.numel]``, row l for local rank l, padded with zeros. A view of ``x`` if ``count`` is 1.
@@ -90,7 +90,7 @@ def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
 
     Args:
         rows: ``[count, parts.numel]``.
-        parts: How the bucket was dealt.
+        parts: How the bucket was split.
         out: ``[numel]``, of the same dtype; overwritten. ``rows`` may be a view of it.
     """
     if parts.count == 1:
@@ -147,8 +147,8 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     magnitude = rows.abs()
     threshold = magnitude.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     above, ties = magnitude > threshold, magnitude == threshold
-    room = k - above.sum(dim=1, keepdim=True)
-    chosen = above | (ties & (ties.cumsum(dim=1, dtype=torch.int32) <= room))
+    allowed = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (ties & (ties.cumsum(dim=1, dtype=torch.int32) <= allowed))
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
@@ -190,11 +190,11 @@ def check(payloads: Tensor, expected: int) -> None:
         ValueError: A payload is damaged, or has another tag or k. On a GPU, a device-side assertion fails
             instead, which needs no host synchronisation.
     """
-    whole = payloads.view(torch.int32).sum(dim=1, dtype=torch.int32) == expected
+    intact = payloads.view(torch.int32).sum(dim=1, dtype=torch.int32) == expected
     if payloads.device.type != "cpu":
-        torch._assert_async(whole.all(), f"lightning_topk: a payload {DAMAGED}")
-    elif not whole.all():
-        rows = (~whole).nonzero().flatten().tolist()
+        torch._assert_async(intact.all(), f"lightning_topk: a payload {DAMAGED}")
+    elif not intact.all():
+        rows = (~intact).nonzero().flatten().tolist()
         raise ValueError(f"the payload from rank {', '.join(map(str, rows))} {DAMAGED}.")
 
 
@@ -360,8 +360,8 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     if _given(rule.decay):
         g = g + rule.decay * ((d + 1) * x if rule.waits else torch.where(first, x, 0.0))
     if lent is not None:
-        given = rule.sign * g
-        lent.copy_(torch.where(delivered, given if scale is None else given * scale, 0.0))
+        decayed = rule.sign * g
+        lent.copy_(torch.where(delivered, decayed if scale is None else decayed * scale, 0.0))
     v = rule.momentum * b + rule.weight * g
     faded = rule.momentum**d
     moved = torch.where(delivered, b + (1 - faded) / (1 - rule.momentum) * v, 0.0)
