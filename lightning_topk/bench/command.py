@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_leaves
 
 from lightning_topk._version import __version__
@@ -130,7 +132,7 @@ def run(
         return None
     _check_launched(ranks)
     device = _device()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    _connect(device)
     try:
         return report(Bench(work, device, saving, only, steps), json)
     finally:
@@ -186,6 +188,24 @@ def _device() -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def _connect(device: torch.device) -> None:
+    """Connects the ranks: over NCCL with GPUs, else over gloo.
+
+    Raises:
+        ValueError: Some ranks have a GPU, and others have none: the two backends would wait for each other.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
+    store.set(f"device of {rank}", device.type)
+    kinds = [store.get(f"device of {each}").decode() for each in range(world)]
+    if len({*kinds}) > 1:
+        raise ValueError(
+            f"ranks differ: rank {kinds.index('cuda')} has a GPU, rank {kinds.index('cpu')} has none. Every node needs "
+            "a GPU for each of its ranks, and a torch that finds it; or set CUDA_VISIBLE_DEVICES= on all nodes."
+        )
+    backend, store = "nccl" if device.type == "cuda" else "gloo", PrefixStore("ranks", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
 def exchanges(saving: float, shapes: Sequence[Sequence[int]], device: str) -> dict[str, peers.Register | str]:

@@ -142,20 +142,19 @@ class BucketPlan:
             dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
             device: Device of the residuals.
         """
-        layout, selector, rank = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
+        layout, selector, number = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
         wide = torch.promote_types(dtype, torch.float32)
         memory = Residual(layout.numel, wide, device) if "worker" in self.feedback else Memory(wide)
         if self.momentum:
             memory = MomentumResidual(layout.numel, wide, device, self.momentum)
         uplink, downlink = Link(layout, selector, memory, sizes=self.parts.slices), None
-        if self.topology.has_servers and (layout.shards == self.world or rank == 0):
+        if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
             memory = Residual(served.numel, wide, device) if "server" in self.feedback else Memory(wide)
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
             downlink = Link(served, selector, memory, dtype, exact=lossless)
-        shard = rank if layout.shards > 1 else 0
-        return Endpoint(self, shard, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
+        return Endpoint(self, rank, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 
 @lru_cache(maxsize=1024)  # asked for every bucket in every step
@@ -170,7 +169,7 @@ class Endpoint:
 
     Attributes:
         plan: The bucket's plan.
-        shard: Index of the shard that this rank serves; 0 if there is only one.
+        rank: This rank, among all ranks.
         dtype: dtype of sums and residuals.
         uplink: The worker's link.
         downlink: The server's link; None on a rank that is not a server.
@@ -178,7 +177,7 @@ class Endpoint:
     """
 
     plan: BucketPlan
-    shard: int
+    rank: int
     dtype: torch.dtype
     uplink: Link
     downlink: Link | None
@@ -188,6 +187,11 @@ class Endpoint:
     def layout(self) -> Layout:
         """How this rank's part of the bucket is split among the servers."""
         return self.plan.layout
+
+    @property
+    def shard(self) -> int:
+        """Index of the shard that this rank serves; 0 if there is only one."""
+        return self.rank // self.plan.parts.count if self.layout.shards > 1 else 0
 
     @property
     def links(self) -> list[Link]:

@@ -26,6 +26,8 @@ code.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from lightning_topk.core import baselines, ops
 from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome, Topology
+from lightning_topk.core.layout import DamagedError
 from lightning_topk.core.link import Step, aggregate, deliver
 from lightning_topk.core.requests import AllGather, AllToAll, Among, Request, placeholder
 
@@ -67,14 +70,25 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchan
     x = _node_mean(received.view(g.dtype), end.dtype)
     payloads, up = end.uplink.send(x, codecs.uplink, step)
     received = yield AllToAll(payloads, "uplink", "peers")
-    mean = aggregate(received, codecs.uplink, end.dtype, scratch=x)
+    with _sent_by(lambda row: row * parts.count + end.rank % parts.count):
+        mean = aggregate(received, codecs.uplink, end.dtype, scratch=x)
     reply, down = end.downlink.send(mean, codecs.reply, step)
     replies = yield AllGather(reply[0], "downlink", "peers")
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
-    finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.scale)
+    with _sent_by(lambda row: row % end.plan.world * parts.count + row // end.plan.world):
+        finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.scale)
     ops.join_parts(rows, parts, lambda: end.pieces, out=g)
     return Outcome(finite, up, down)
+
+
+@contextmanager
+def _sent_by(rank_of: Callable[[int], int]) -> Iterator[None]:
+    """Names the ranks that have sent damaged payloads, instead of their rows."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError([*map(rank_of, error.senders)]) from None
 
 
 def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:

@@ -14,6 +14,7 @@ This module holds integers only; the tensor operations are in :mod:`lightning_to
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -93,6 +94,18 @@ class NodeShards:
 
 DAMAGED = "is damaged, or was sent for a different bucket or ratio than this rank expects"
 """What is known of a payload whose words have another sum than they should."""
+
+
+class DamagedError(ValueError):
+    """Payloads are damaged.
+
+    Args:
+        senders: Their rows or, if other ranks have sent those, the numbers of these ranks.
+    """
+
+    def __init__(self, senders: Sequence[int]) -> None:
+        super().__init__(f"the payload from rank {', '.join(map(str, senders))} {DAMAGED}.")
+        self.senders = senders
 
 
 class PayloadFormat(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import DAMAGED, Layout, NodeShards
+from lightning_topk.core.layout import DAMAGED, DamagedError, Layout, NodeShards
 
 
 def shard_rows(x: Tensor, layout: Layout) -> Tensor:
@@ -187,15 +187,14 @@ def check(payloads: Tensor, expected: int) -> None:
     """Rejects payloads ``[R, P]`` uint8 whose words do not have the ``expected`` sum.
 
     Raises:
-        ValueError: A payload is damaged, or has another tag or k. On a GPU, a device-side assertion fails
-            instead, which needs no host synchronisation.
+        DamagedError: A payload is damaged, or has another tag or k; names its row. On a GPU, a device-side assertion
+            fails instead, which needs no host synchronisation.
     """
     intact = payloads.view(torch.int32).sum(dim=1, dtype=torch.int32) == expected
     if payloads.device.type != "cpu":
         torch._assert_async(intact.all(), f"lightning_topk: a payload {DAMAGED}")
     elif not intact.all():
-        rows = (~intact).nonzero().flatten().tolist()
-        raise ValueError(f"the payload from rank {', '.join(map(str, rows))} {DAMAGED}.")
+        raise DamagedError((~intact).nonzero().flatten().tolist())
 
 
 def pack_bits(bits: Tensor) -> Tensor:
