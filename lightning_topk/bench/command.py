@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -356,7 +356,7 @@ def report(bench: Bench, json: Path | None = None) -> str | None:
     if alone:
         notes.append("All ranks are on this machine: no network was measured.")
     if json is not None:
-        kept = {"setting": head, "hosts": hosts, "versions": _versions(), "seconds": times, "bytes": sent}
+        kept = {"setting": head, "hosts": hosts, "versions": versions(), "seconds": times, "bytes": sent}
         kept |= {"hidden": hidden, "failed": bench.failed, "verdict": line}
         json.write_text(jsons.dumps(kept, indent=1) + "\n")
     return "\n\n".join([head, markdown(rows), *notes, line])
@@ -372,5 +372,6 @@ def _processor(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
 
 
-def _versions() -> Mapping[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of this package, torch and Python."""
     return {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}

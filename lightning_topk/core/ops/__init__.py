@@ -154,10 +154,9 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor,
     :class:`lightning_topk.core.endpoint.Endpoint`.
     """
     version = None if on_cpu(x) else fast(x.device)
-    rows = version.split_parts(x, parts, pieces()) if version is not None else None
-    if rows is None:
-        rows = reference.split_parts(x, parts)
-        rows[:, :1].masked_fill_(~is_finite(x), torch.nan)
+    split = version.split_parts(x, parts, pieces()) if version is not None else None
+    rows, bad = split or (reference.split_parts(x, parts), ~is_finite(x))
+    rows[:, :1].masked_fill_(bad, torch.nan)
     return rows
 
 

@@ -209,28 +209,30 @@ def is_finite(x: Tensor) -> Tensor:
     return finite
 
 
-def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> Tensor | None:
-    """See :func:`lightning_topk.core.ops.split_parts`: three launches for any number of parameters and ranks."""
-    if x.dtype not in ROUNDED or not x.is_contiguous():
-        return None
+def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """As :func:`lightning_topk.core.ops.reference.split_parts`, in one launch for all parameters and ranks.
+
+    Returns:
+        The rows, and a scalar bool: whether a value is not finite. None for a dtype or layout that it does not support.
+    """
     rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
-    owner, table = pieces
-    with torch.cuda.device_of(x):
-        kernels.copy_parts[len(owner), parts.count](
-            x, rows, bad, owner, table, parts.numel, False, PIECE, num_warps=8, **EXACT
-        )
-    rows[:, :1].masked_fill_(bad, torch.nan)
-    return rows
+    return (rows, bad) if _copy_parts(x, rows, bad, parts, pieces, join=False) else None
 
 
 def join_parts(rows: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], out: Tensor) -> bool:
     """See :func:`lightning_topk.core.ops.join_parts`; returns whether it supports the arguments."""
-    if out.dtype not in ROUNDED or not out.is_contiguous():
+    return _copy_parts(out, rows, rows, parts, pieces, join=True)
+
+
+def _copy_parts(
+    bucket: Tensor, rows: Tensor, bad: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], join: bool
+) -> bool:
+    if bucket.dtype not in ROUNDED or not bucket.is_contiguous():
         return False
     owner, table = pieces
-    with torch.cuda.device_of(out):
+    with torch.cuda.device_of(bucket):
         kernels.copy_parts[len(owner), parts.count](
-            out, rows, rows, owner, table, parts.numel, True, PIECE, num_warps=8, **EXACT
+            bucket, rows, bad, owner, table, parts.numel, join, PIECE, num_warps=8, **EXACT
         )
     return True
 
