@@ -82,6 +82,14 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchan
     return Outcome(finite, up, down)
 
 
+def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
+    """Predicts the requests of :func:`hierarchical`."""
+    inside = placeholder(plan.parts.count, plan.parts.numel * plan.itemsize)
+    replies = placeholder(plan.world * codecs.reply.nbytes)
+    between = sharded_requests(plan, codecs, "peers")
+    return [AllToAll(inside, "uplink", "node"), *between, AllGather(replies, "downlink", "node")]
+
+
 @contextmanager
 def _sent_by(rank_of: Callable[[int], int]) -> Iterator[None]:
     """Names the ranks that have sent damaged payloads, instead of their rows."""
@@ -89,14 +97,6 @@ def _sent_by(rank_of: Callable[[int], int]) -> Iterator[None]:
         yield
     except DamagedError as error:
         raise DamagedError([*map(rank_of, error.senders)]) from None
-
-
-def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
-    """Predicts the requests of :func:`hierarchical`."""
-    inside = placeholder(plan.parts.count, plan.parts.numel * plan.itemsize)
-    replies = placeholder(plan.world * codecs.reply.nbytes)
-    between = sharded_requests(plan, codecs, "peers")
-    return [AllToAll(inside, "uplink", "node"), *between, AllGather(replies, "downlink", "node")]
 
 
 def _node_mean(rows: Tensor, dtype: torch.dtype) -> Tensor:

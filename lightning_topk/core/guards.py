@@ -1,4 +1,4 @@
-"""What can happen to a gradient on its way: unused and uncompressed parameters, a loss scale, clipping, NaN.
+"""What can happen to a gradient on its way: unused and uncompressed parameters, clipping, NaN.
 
 :func:`exchange` handles these around the exchange of a topology (:mod:`lightning_topk.core.exchange`).
 """

@@ -39,12 +39,6 @@ class Layout:
     numel: int
     shards: int = 1
 
-    def __post_init__(self) -> None:
-        if self.numel < 1 or self.shards < 1:
-            raise ValueError(
-                f"Layout(numel={self.numel}, shards={self.shards}): both must be at least 1. Leave out empty buckets."
-            )
-
     @cached_property
     def block(self) -> int:
         """Number of elements in a block."""
@@ -97,11 +91,7 @@ DAMAGED = "is damaged, or was sent for a different bucket or ratio than this ran
 
 
 class DamagedError(ValueError):
-    """Payloads are damaged.
-
-    Args:
-        senders: Their rows or, if other ranks have sent those, the numbers of these ranks.
-    """
+    """Payloads are damaged: those of the ranks ``senders``, which are their rows unless a topology says otherwise."""
 
     def __init__(self, senders: Sequence[int]) -> None:
         super().__init__(f"the payload from rank {', '.join(map(str, senders))} {DAMAGED}.")

@@ -79,7 +79,7 @@ class TopK(Selector):
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return ops.topk_index(rows, k)
+        return ops.separate(rows).topk_index(rows, k)
 
 
 class RandK(Selector):
@@ -143,7 +143,7 @@ class Threshold(Selector):
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return ops.over_threshold_index(rows, self.threshold(rows, k), k)
+        return ops.separate(rows).over_threshold_index(rows, self.threshold(rows, k), k)
 
     @abstractmethod
     def threshold(self, rows: Tensor, k: int) -> Tensor:
@@ -184,7 +184,7 @@ class GaussianK(Threshold):
         if not _none(overflowed):
             threshold = torch.where(overflowed, _largest(rows), threshold)
         for _ in range(3):
-            count = ops.count_reaching(rows, threshold)
+            count = ops.separate(rows).count_reaching(rows, threshold)
             factor = torch.where(3 * count < 2 * k, 0.5, torch.where(3 * count > 4 * k, 1.5, 1.0))
             if _none(factor != 1):
                 break
@@ -215,7 +215,7 @@ class SampledK(Threshold):
         rank = max(1, min(sample.shape[1], round(sample.shape[1] * k / size)))
         threshold = sample.topk(rank, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
         for _ in range(10):
-            few = ops.count_reaching(rows, threshold) < k
+            few = ops.separate(rows).count_reaching(rows, threshold) < k
             if _none(few):
                 break
             threshold = torch.where(few, 0.8 * threshold, threshold)
@@ -235,7 +235,7 @@ class TrimmedK(Threshold):
         mean = torch.minimum(mean, largest)  # the sum may overflow
         threshold: Tensor = mean + 0.8 * (largest - mean)
         for r in (0.6, 0.4, 0.2, 0.0):
-            few = ops.count_reaching(rows, threshold) < k
+            few = ops.separate(rows).count_reaching(rows, threshold) < k
             if _none(few):
                 break
             threshold = torch.where(few, mean + r * (largest - mean), threshold)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,19 +68,14 @@ def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | N
     return version, None
 
 
-def _cpu(x: Tensor) -> Any | None:
-    """The fast version for a float32 tensor on the CPU; None for other tensors."""
-    return fast(x.device) if on_cpu(x) and x.dtype == torch.float32 else None
-
-
-def _of_rows(rows: Tensor, k: int) -> Any:
-    """The version that selects k entries of every row ``[R, S]``."""
-    return (_cpu(rows) if k < rows.shape[1] < 2**31 else None) or reference
-
-
 def on_cpu(x: Tensor) -> bool:
     """Whether the CPU computes with ``x``; if not, a GPU does, and the host does not wait for it."""
     return x.device.type == "cpu"
+
+
+def separate(x: Tensor) -> Any:
+    """The version whose functions each do one step with ``x``: of selecting, or of coding positions."""
+    return (fast(x.device) if on_cpu(x) else None) or reference
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -90,36 +85,29 @@ def is_finite(x: Tensor) -> Tensor:
     return reference.is_finite(x)
 
 
-class Sender(Protocol):
-    """A function that adds, selects, encodes and keeps in one pass over memory."""
-
-    def __call__(
-        self, e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-        scale: Tensor | None = None, rescale: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
-
-        If ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN.
-
-        Args:
-            e: ``[numel]``, contiguous, finite; becomes the residual, which includes the wire's rounding error.
-            x: ``[numel]``, contiguous; becomes zero.
-            layout: How the elements are split among shards.
-            form: Format of a payload, ``compiled``.
-            delivered: dtype of the receivers' output, if the residual must include its rounding error.
-            scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
-            rescale: Scalar by which receivers multiply before they round to ``delivered``.
-
-        Returns:
-            The payloads ``[shards, P]`` uint8. None, without effect, if this function cannot: then add, select,
-            encode and keep one after the other, with the same result.
-        """
+Sender = Callable[..., Tensor | None]
+"""``send(e, x, layout, form, delivered, scale, rescale)``, see :func:`sender`."""
 
 
 def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False) -> Sender | None:
-    """The one function that sends from a residual ``e`` ``[numel]``, for all steps; None if there is none.
+    """The function that sends from a residual ``e`` ``[numel]`` in one pass over memory; None if there is none.
 
-    With ``exact``, only if it always selects the k largest entries.
+    It adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads. If
+    ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN. Its arguments, beside these:
+
+    - x: ``[numel]``, contiguous; becomes zero.
+    - form: Format of a payload, ``compiled``.
+    - scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
+    - rescale: Scalar by which receivers multiply before they round to ``delivered``; on a GPU only.
+
+    It returns the payloads ``[shards, P]`` uint8. Or None, without effect, if it cannot: then add, select, encode and
+    keep one after the other, with the same result.
+
+    Args:
+        e: Contiguous, finite; becomes the residual, which includes the wire's rounding error.
+        layout: How the elements are split among shards.
+        delivered: dtype of the receivers' output, if the residual must include its rounding error.
+        exact: Whether it must always select the k largest.
     """
     version = fast(e.device)
     return version.send if version is not None and version.sends(e, layout, delivered, exact) else None
@@ -165,33 +153,6 @@ def join_parts(rows: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tenso
     version = None if on_cpu(out) else fast(out.device)
     if version is None or not version.join_parts(rows, parts, pieces(), out):
         reference.join_parts(rows, parts, out)
-
-
-def topk_index(rows: Tensor, k: int) -> Tensor:
-    """Ascending positions ``[R, k]`` of the k largest magnitudes of each row ``[R, S]``; of equal ones, the first."""
-    return _of_rows(rows, k).topk_index(rows, k)
-
-
-def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
-    """Counts the entries of each row ``[R, S]`` whose magnitude reaches ``threshold`` ``[R, 1]``: ``[R, 1]`` int64."""
-    return (_cpu(rows) or reference).count_reaching(rows, threshold)
-
-
-def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Ascending positions ``[R, k]`` of the entries that reach ``threshold`` ``[R, 1]``, at most k, padded with -1."""
-    return _of_rows(rows, k).over_threshold_index(rows, threshold, k)
-
-
-def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
-    """Encodes ascending positions ``[R, K]`` below ``universe`` with the Elias-Fano code: uint8 rows of fixed size."""
-    version = (fast(index.device) if on_cpu(index) else None) or reference
-    return version.elias_fano_encode(index, universe, low)
-
-
-def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
-    """Decodes the result of :func:`elias_fano_encode`: ``[R, k]`` int64, ascending in each row."""
-    version = (fast(code.device) if on_cpu(code) else None) or reference
-    return version.elias_fano_decode(code, universe, k, low)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
     scale: Tensor | None = None, rescale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """See :class:`lightning_topk.core.ops.Sender`, for finite float32; links remove loss scales before."""
+    """See :func:`lightning_topk.core.ops.sender`, for finite float32; links remove loss scales before."""
     if x.dtype != torch.float32 or not reference.is_finite(x):
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
@@ -76,8 +76,15 @@ def receive(
     return torch.tensor(bool(finite))
 
 
+def _selects(rows: Tensor, k: int) -> bool:
+    """Whether the loops select k entries of every row ``[R, S]``: of float32, with positions of 32 bits."""
+    return rows.dtype == torch.float32 and k < rows.shape[1] < 2**31
+
+
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.topk_index`, in one pass over the rows."""
+    if not _selects(rows, k):
+        return reference.topk_index(rows, k)
     row_layout, nothing = loops.KernelLayout.of(Layout(rows.shape[1])), np.empty(0, np.float32)
     found = [loops.add_and_select(row.contiguous().numpy(), nothing, row_layout, k, _salt())[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
@@ -85,12 +92,16 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
 
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.count_reaching`, without a temporary of the rows' size."""
+    if rows.dtype != torch.float32:
+        return reference.count_reaching(rows, threshold)
     pairs = zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), strict=True)
     return torch.tensor([[loops.count_reaching(row, least)] for row, least in pairs])
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.over_threshold_index`, in one pass over the rows."""
+    if not _selects(rows, k):
+        return reference.over_threshold_index(rows, threshold, k)
     index = torch.full((rows.shape[0], k), -1)
     row_layout = loops.KernelLayout.of(Layout(rows.shape[1]))
     for row, least, found in zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), index.numpy(), strict=True):

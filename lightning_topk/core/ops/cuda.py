@@ -91,7 +91,7 @@ def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
     scale: Tensor | None = None, rescale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """See :class:`lightning_topk.core.ops.Sender`; does not wait for the device.
+    """See :func:`lightning_topk.core.ops.sender`; does not wait for the device.
 
     Fewer than k may be sent: then rows end in zeros.
     """
