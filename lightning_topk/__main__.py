@@ -28,7 +28,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes the parser. An option that is not given stays unset."""
+    """Makes the parser. An option that is left out stays unset."""
     elsewhere = "More benches, and reproductions of the papers' claims, are in examples/lab of the repository."
     parser = argparse.ArgumentParser(
         prog="python -m lightning_topk", description="Plans and times top-k gradient exchange.", epilog=elsewhere
@@ -77,8 +77,8 @@ def _command(
 def main() -> None:
     """Runs the requested command; exits with an error message if it fails."""
     parser = make_parser()
-    given = vars(parser.parse_args())
-    command = given.pop("command")
+    options = vars(parser.parse_args())
+    command = options.pop("command")
     try:
         # These import torch, which takes seconds.
         if command == "plan":
@@ -87,7 +87,7 @@ def main() -> None:
             from lightning_topk.env import run  # type: ignore[assignment]
         else:
             from lightning_topk.bench.command import run  # type: ignore[assignment]
-        if said := run(**given):
+        if said := run(**options):
             print(said)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and os.environ.get("LOCAL_RANK", "0") != "0":

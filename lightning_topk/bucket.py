@@ -185,7 +185,7 @@ def plan_step(
 
 
 LARGE = 1 << 22
-"""Elements of a bucket whose fixed bytes do not matter."""
+"""Elements of a bucket whose headers use next to none of its share."""
 
 
 def elements(buckets: Sequence[BucketSizes]) -> tuple[int, int]:

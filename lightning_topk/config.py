@@ -22,7 +22,7 @@ from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.schedule import Ratio, Schedule, Varying, ratio_at
 
 SAVING: float = 50
-"""Default of ``saving`` if neither ``ratio`` nor ``saving`` is given."""
+"""Default of ``saving`` if neither ``ratio`` nor ``saving`` is set."""
 CPU_BUCKET_MB = 8
 """Bucket size in MiB on CPUs where the user gives none: smaller than DDP's 25 MiB, so that more buckets overlap."""
 

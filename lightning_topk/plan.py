@@ -85,15 +85,15 @@ def make_module(model: str | None = None, module: str | None = None) -> nn.Modul
     return torchvision_model(model) if model is not None else _imported(str(module))
 
 
-def torchvision_model(name: str, **options: Any) -> nn.Module:
-    """Makes an untrained torchvision model with these options."""
+def torchvision_model(name: str) -> nn.Module:
+    """Makes an untrained torchvision model."""
     if importlib.util.find_spec("torchvision") is None:
         raise ValueError("this needs torchvision, which is not installed: pip install torchvision.")
     import torchvision
 
     if name not in torchvision.models.list_models():
         raise ValueError(f"torchvision has no model {name!r}; torchvision.models.list_models() names them.")
-    return torchvision.models.get_model(name, weights=None, **options)
+    return torchvision.models.get_model(name, weights=None)
 
 
 def _imported(path: str) -> nn.Module:

@@ -61,7 +61,7 @@ class Warmup(Schedule):
         lengths: list[Any] = [length for length in (self.steps, self.epochs) if length is not None]
         if len(lengths) != 1 or not isinstance(lengths[0], Integral) or lengths[0] < 1:
             raise ValueError(
-                f"{name}: pass either steps or epochs, a whole number of at least 1; got steps={self.steps!r}, "
+                f"{name}: pass either steps or epochs, an integer of at least 1; got steps={self.steps!r}, "
                 f"epochs={self.epochs!r}."
             )
 

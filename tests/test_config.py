@@ -75,7 +75,7 @@ BAD_SCHEDULES = [
     ({"ratio": 0.1, "start": 2, "steps": 3}, ValueError, r"start=2 must be a number in"),
     ({"ratio": 0.1, "steps": 1, "epochs": 1}, ValueError, r"pass either steps or epochs"),
     ({"ratio": 0.1, "steps": 0}, ValueError, r"at least 1"),
-    ({"ratio": 0.1, "steps": "3"}, ValueError, r"a whole number of at least 1; got steps='3'"),
+    ({"ratio": 0.1, "steps": "3"}, ValueError, r"an integer of at least 1; got steps='3'"),
     ({"ratio": "x", "steps": 3}, ValueError, r"ratio='x' must be a number in"),
 ]
 REFUSED = {TopKConfig: BAD, TopKStrategy: [BAD[0], *BAD_FOR_DDP], TopKModelParallelStrategy: BAD_FOR_SHARDS}
@@ -119,6 +119,16 @@ def largest_first(rows, k):
     index = rows.abs().topk(k, dim=1).indices
     index[:, -1] = -1
     return index
+
+
+def test_a_custom_selector_may_depend_on_the_step():
+    class Turns(Selector):
+        def pick(self, rows, k):
+            return (torch.arange(k) + k * self.step).expand(len(rows), k)
+
+    cluster = Cluster(TopKConfig(ratio=0.1, selector=Turns(), wire="fp32"), world=1, numel=100)
+    delivered = [cluster.step([torch.ones(100)])[0].nonzero().flatten().tolist() for _ in range(3)]
+    assert delivered == [[*range(10 * step, 10 * step + 10)] for step in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
-from lightning_topk.core.link import NOTHING, Link, Measure, deliver
+from lightning_topk.core.link import NOTHING, Link, Measure, Step, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
@@ -210,10 +210,10 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     assert cuda.receive(payload, layout, codec.format(), 1, out, scale)
     assert out.count_nonzero() > 500
     assert torch.equal(total - out.float() * scale.reciprocal(), kept)
-    link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
-    link.memory.residual.copy_(e)
     with mock.patch.object(ops, "fast", return_value=None):
-        rescaled, _ = link.send(x.clone(), codec, rescale=scale)
+        link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
+        link.memory.residual.copy_(e)
+        rescaled, _ = link.send(x.clone(), codec, Step(scale=scale))
         finite = deliver(rescaled, codec, layout, plain := torch.zeros_like(out), scale)
     assert finite
     assert torch.equal(payload, rescaled)
@@ -247,7 +247,8 @@ def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference
     parts, x = end.plan.parts, given("normal", sum(sizes))[0]
     if bad is not None:
         x[10_009] = bad
-    rows, expected = cuda.split_parts(x, parts, end.pieces), reference.split_parts(x, parts)
+    with mock.patch.object(ops, "fast", return_value=cuda), mock.patch.object(ops, "on_cpu", return_value=False):
+        rows, expected = ops.split_parts(x, parts, lambda: end.pieces), reference.split_parts(x, parts)
     assert rows[:, 0].isnan().all() == (bad is not None)
     if bad is not None:
         expected[:, 0] = torch.nan
@@ -316,13 +317,13 @@ def test_a_step_that_measures_its_error_sends_and_keeps_the_same_bits(wire, monk
     layout, ends = Layout(7_001 if INTERPRETED else 70_001, 3), []
     codec = Codec(WIRES[wire], layout.shard_size, 250)
     if INTERPRETED:
-        monkeypatch.setattr(ops, "send", cuda.send)  # instead of numba
+        monkeypatch.setattr(ops, "sender", lambda *_: cuda.send)  # instead of numba
     for measure in (NOTHING, Measure(error=True)):
         link = Link(layout, TopK(), Residual(layout.numel, torch.float32, torch.device(DEVICE)))
         torch.manual_seed(0)
         for _ in range(2):
             x = torch.randn(layout.numel).to(DEVICE)
-            payload, stats = link.send(x, codec, measure)
+            payload, stats = link.send(x, codec, Step(measure=measure))
             ends.append((payload, link.memory.residual.clone()))
             assert (stats.error is None) == (measure == NOTHING)
     for (sent, kept), (sent_measured, kept_measured) in zip(ends[:2], ends[2:], strict=True):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_turn, routes, simulate
 from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, deal
 
+from lightning_topk import simulate as simulator
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import NodeShards
@@ -320,6 +321,26 @@ def test_an_uncompressed_parameter_may_be_empty(dtype):
     cluster = Cluster(TopKConfig(0.5), 2, 10, dtype, sizes=(0, 10), uncompressed=(0,))
     first, second = cluster.step([g.to(dtype) for g in gradients(2, 10, 0)])
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("request_", ["AllToAll", "AllGather"])
+@pytest.mark.parametrize("node", [0, 2])
+def test_a_damaged_payload_between_nodes_names_the_rank_that_sent_it(monkeypatch, request_, node):
+    answered, answer = [], simulator.answer
+
+    def damaging(requests):
+        replies = answer(requests)
+        answered.append((type(requests[0]).__name__, requests[0].among))
+        if answered[-1] == (request_, "peers") and answered.count(answered[-1]) == 2:  # among the nodes' second ranks
+            replies = [reply.clone() for reply in replies]
+            for reply in replies:
+                reply[node, 0] ^= 1
+        return replies
+
+    monkeypatch.setattr(simulator, "answer", damaging)
+    cluster = Cluster(TopKConfig(0.1, topology="hierarchical"), 6, 5000, local=2)
+    with pytest.raises(ValueError, match=f"the payload from rank {2 * node + 1} is damaged, or was sent"):
+        cluster.step(gradients(6, 5000, 0))
 
 
 def test_a_selectors_tensors_are_freed_with_its_exchange():

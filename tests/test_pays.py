@@ -163,6 +163,21 @@ def test_invalid_benches_are_refused_before_anything_starts(monkeypatch, words, 
         run(monkeypatch, "bench", *words.split(), main=main)
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("mine", ["cpu", "cuda"])
+def test_ranks_with_and_without_a_gpu_are_refused_before_two_backends_wait_for_each_other(monkeypatch, mine):
+    store = torch.distributed.HashStore()
+    store.set("device of 1", "cuda" if mine == "cpu" else "cpu")
+    for name, value in {**LAUNCHED, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(command, "_device", lambda: torch.device(mine))
+    which = {"cpu": "rank 1 has a GPU, rank 0 has none", "cuda": "rank 0 has a GPU, rank 1 has none"}[mine]
+    with pytest.raises(SystemExit, match=f"bench: ranks differ: {which}. Every node needs a GPU for each"):
+        run(monkeypatch, "bench", "--params", "3000", main=main)
+
+
 def bench(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs the command without a launcher."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHED}

@@ -16,10 +16,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import torch
-
 from lab.papers import CLAIMS
-from lightning_topk._version import __version__
+from lightning_topk.env import versions
 from lightning_topk.plan import Row, markdown
 
 Curve = tuple[Sequence[float], Sequence[float]]
@@ -68,8 +66,7 @@ def processor() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return versions | {"machine": f"{os.cpu_count()} cores of {processor()}"}
+    return versions() | {"machine": f"{os.cpu_count()} cores of {processor()}"}
 
 
 @dataclass

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_leaves
 
 from lightning_topk._version import __version__
@@ -130,7 +132,7 @@ def run(
         return None
     _check_launched(ranks)
     device = _device()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    _connect(device)
     try:
         return report(Bench(work, device, saving, only, steps), json)
     finally:
@@ -150,12 +152,12 @@ def _start(ranks: int) -> None:
     if ranks < 2:
         raise ValueError(f"--ranks {ranks} exchanges nothing: take 2 or more.")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    given = [word for word in sys.argv[1:] if not word.startswith("--ranks=")]
-    if "--ranks" in given:
-        at = given.index("--ranks")
-        del given[at : at + 2]
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--ranks=")]
+    if "--ranks" in arguments:
+        at = arguments.index("--ranks")
+        del arguments[at : at + 2]
     env = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun sets it, too, and says so at length
-    done = subprocess.run([*launcher, "-m", "lightning_topk", *given], env=env, check=False)
+    done = subprocess.run([*launcher, "-m", "lightning_topk", *arguments], env=env, check=False)
     if done.returncode:
         raise RuntimeError("a rank failed; its message is above.")
 
@@ -171,10 +173,11 @@ def _check_launched(ranks: int | None) -> None:
     if ranks is not None:
         raise ValueError(f"--ranks {ranks} starts ranks on this machine, but a launcher has: leave it out.")
     if int(os.environ["WORLD_SIZE"]) < 2:
-        given = shlex.join(sys.argv[2:]) or "--model resnet50"
+        arguments = shlex.join(sys.argv[2:]) or "--model resnet50"
         raise ValueError(
-            f"this is the only rank, so there is nothing to exchange. Type on each of two machines, with the name of "
-            f"the first for HOST: {COMMAND} {given}. To try it on this machine: python -m lightning_topk bench {given}"
+            "this is the only rank, so there is nothing to exchange. Type on each of two machines, with the name of "
+            f"the first for HOST: {COMMAND} {arguments}. To try it on this machine: python -m lightning_topk bench "
+            f"{arguments}"
         )
 
 
@@ -185,6 +188,24 @@ def _device() -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def _connect(device: torch.device) -> None:
+    """Connects the ranks: over NCCL with GPUs, else over gloo.
+
+    Raises:
+        ValueError: Some ranks have a GPU, and others have none: the two backends would wait for each other.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
+    store.set(f"device of {rank}", device.type)
+    kinds = [store.get(f"device of {each}").decode() for each in range(world)]
+    if len({*kinds}) > 1:
+        raise ValueError(
+            f"ranks differ: rank {kinds.index('cuda')} has a GPU, rank {kinds.index('cpu')} has none. Every node needs "
+            "a GPU for each of its ranks, and a torch that finds it; or set CUDA_VISIBLE_DEVICES= on all nodes."
+        )
+    backend, store = "nccl" if device.type == "cuda" else "gloo", PrefixStore("ranks", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
 def exchanges(saving: float, shapes: Sequence[Sequence[int]], device: str) -> dict[str, peers.Register | str]:

@@ -63,8 +63,8 @@ class Contender:
         cap = bucket_cap(name, self._device.type)
         self.model = DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=cap, **ddp)
         self._optimizer = None if optimizer is None else optimizer(self.model.parameters())
-        given = {} if self._optimizer is None else {"optimizer": self._optimizer}
-        self.state = register(self.model, {**(settings or {}), **given})
+        own = {} if self._optimizer is None else {"optimizer": self._optimizer}
+        self.state = register(self.model, {**(settings or {}), **own})
         self.seconds: list[float] = []
         """Seconds of a step, the mean of a turn's, of the slowest rank; by turn."""
         self.pace = 0.0

@@ -42,17 +42,17 @@ BF16 = hook(default_hooks.bf16_compress_hook, lambda model: model.process_group)
 
 def power_sgd(rank: int) -> Register:
     """PowerSGD (Vogels et al. 2019) of a rank, from the third step on."""
-    given: dict[str, Any] = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
-    return hook(powerSGD_hook.powerSGD_hook, lambda model: powerSGD_hook.PowerSGDState(model.process_group, **given))
+    options: dict[str, Any] = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
+    return hook(powerSGD_hook.powerSGD_hook, lambda model: powerSGD_hook.PowerSGDState(model.process_group, **options))
 
 
 def ours(**own: Any) -> Register:
-    """Registers our exchange with the given settings and ``own``. A ratio or saving in ``own`` replaces a given one."""
+    """Registers our exchange with the bench's settings and ``own``, whose ratio or saving counts."""
     amounts = {"ratio", "saving"} if {"ratio", "saving"} & own.keys() else set()
 
     def register(model: DistributedDataParallel, settings: Settings) -> Any:
-        given = {name: value for name, value in settings.items() if name not in amounts}
-        return attach(model, **{**given, **own})
+        chosen = {name: value for name, value in settings.items() if name not in amounts}
+        return attach(model, **{**chosen, **own})
 
     return register
 
@@ -72,7 +72,7 @@ def bucket_cap(peer: str, device: str = "cpu") -> float | None:
 def power_sgd_elements(shapes: Iterable[Sequence[int]], rank: int) -> int:
     """Elements that PowerSGD of a rank sends for parameters of these shapes, instead of all.
 
-    A parameter is a matrix of ``shape[0]`` rows. It is sent whole unless that takes more than twice the elements.
+    A parameter is a matrix of ``shape[0]`` rows. It is sent uncompressed unless that takes over twice the elements.
     """
     total = 0
     for shape in shapes:

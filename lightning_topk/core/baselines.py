@@ -7,24 +7,23 @@ from torch import Tensor
 
 from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome
-from lightning_topk.core.guards import norm
-from lightning_topk.core.link import LinkStats, Measure, aggregate, deliver
+from lightning_topk.core.link import LinkStats, Step, aggregate, deliver, norm
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Broadcast, Gather, Request, placeholder
 
 
-def single_server(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """The parameter server of the thesis: rank 0 serves the whole bucket, and is a worker too."""
-    payload, up = end.uplink.send(g, codecs.uplink, measure, codecs.scale)
+    payload, up = end.uplink.send(g, codecs.uplink, step)
     received = yield Gather(payload[0], "uplink")
     down = None
     if end.downlink is not None:
         mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)
-        reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)
+        reply, down = end.downlink.send(mean, codecs.reply, step)
     else:
         reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
     replies = yield Broadcast(reply[0], "downlink")
-    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, codecs.scale), up, down)
+    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.scale), up, down)
 
 
 def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
@@ -33,10 +32,10 @@ def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
     return [uplink, Broadcast(placeholder(codecs.reply.nbytes), "downlink")]
 
 
-def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """TopK-SGD without a server: every worker receives every worker's selection."""
-    scale = codecs.scale
-    payload, up = end.uplink.send(g, codecs.uplink, measure, scale)
+    scale = step.scale
+    payload, up = end.uplink.send(g, codecs.uplink, step)
     received = yield AllGather(payload[0], "uplink")
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)
     delivered = mean if scale is None else mean * scale
@@ -54,11 +53,11 @@ def all_gathered_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
     return [AllGather(placeholder(codecs.uplink.nbytes), "uplink")]
 
 
-def dense(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """All-reduces the mean in the bucket's dtype, as DDP does: no compression and no residual."""
     stats = LinkStats()
-    if measure.error:
-        energy = norm(g, codecs).square()
+    if step.measure.error:
+        energy = norm(g, step.scale).square()
         stats = LinkStats(g.count_nonzero(), torch.stack([energy, torch.zeros_like(energy)]))
     total = yield AllReduce(g.div_(end.plan.world), "uplink")
     finite = ops.is_finite(total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
-from lightning_topk.core.link import Link, LinkStats, Measure
+from lightning_topk.core.link import Link, LinkStats, Step
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Request, placeholder
 from lightning_topk.core.select import RandK, Selector, TopK
-from lightning_topk.core.wire import WIRES, Codec, Wire
+from lightning_topk.core.wire import WIRES, Codec, Shared, Wire
 from lightning_topk.schedule import Varying, ratio_at
 
 
@@ -29,12 +29,10 @@ class Codecs:
     Attributes:
         uplink: Codec of the workers' payloads.
         reply: Codec of the servers' payloads; unused without servers.
-        scale: Scalar loss scale that gradients contain, before and after the exchange. Residuals do not.
     """
 
     uplink: Codec
     reply: Codec
-    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +103,7 @@ class BucketPlan:
         if not self.topology.compresses:
             everything = Codec(WIRES["fp32"], layout.numel, layout.numel)
             return Codecs(everything, everything)
-        shared = selector if isinstance(selector, RandK) else None
+        shared = partial(selector.shared_positions, step) if isinstance(selector, RandK) else None
         up = self._k_at(self.k, step, epoch, "ratio")
         if self.server_k is not None:
             down = self._k_at(self.server_k, step, epoch, "server_ratio")
@@ -144,24 +142,23 @@ class BucketPlan:
             dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
             device: Device of the residuals.
         """
-        layout, selector, rank = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
+        layout, selector, number = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
         wide = torch.promote_types(dtype, torch.float32)
         memory = Residual(layout.numel, wide, device) if "worker" in self.feedback else Memory(wide)
         if self.momentum:
             memory = MomentumResidual(layout.numel, wide, device, self.momentum)
         uplink, downlink = Link(layout, selector, memory, sizes=self.parts.slices), None
-        if self.topology.has_servers and (layout.shards == self.world or rank == 0):
+        if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
             memory = Residual(served.numel, wide, device) if "server" in self.feedback else Memory(wide)
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
             downlink = Link(served, selector, memory, dtype, exact=lossless)
-        shard = rank if layout.shards > 1 else 0
-        return Endpoint(self, shard, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
+        return Endpoint(self, rank, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 
 @lru_cache(maxsize=1024)  # asked for every bucket in every step
-def _codecs(wire: Wire, universe: int, up: int, down: int, shared: RandK | None, tag: int) -> Codecs:
+def _codecs(wire: Wire, universe: int, up: int, down: int, shared: Shared | None, tag: int) -> Codecs:
     uplink, reply = (Codec(wire, universe, k, shared, tag) for k in (up, down))
     return Codecs(uplink, reply)
 
@@ -172,7 +169,7 @@ class Endpoint:
 
     Attributes:
         plan: The bucket's plan.
-        shard: Index of the shard that this rank serves; 0 if there is only one.
+        rank: This rank, among all ranks.
         dtype: dtype of sums and residuals.
         uplink: The worker's link.
         downlink: The server's link; None on a rank that is not a server.
@@ -180,7 +177,7 @@ class Endpoint:
     """
 
     plan: BucketPlan
-    shard: int
+    rank: int
     dtype: torch.dtype
     uplink: Link
     downlink: Link | None
@@ -190,6 +187,11 @@ class Endpoint:
     def layout(self) -> Layout:
         """How this rank's part of the bucket is split among the servers."""
         return self.plan.layout
+
+    @property
+    def shard(self) -> int:
+        """Index of the shard that this rank serves; 0 if there is only one."""
+        return self.rank // self.plan.parts.count if self.layout.shards > 1 else 0
 
     @property
     def links(self) -> list[Link]:
@@ -263,7 +265,7 @@ class Topology:
     """
 
     name: str
-    exchange: Callable[[Endpoint, Tensor, Codecs, Measure], Exchange]
+    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Exchange]
     requests: Callable[[BucketPlan, Codecs], list[Request]]
     compresses: bool = True
     has_servers: bool = True

@@ -26,6 +26,8 @@ code.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -33,19 +35,20 @@ from torch import Tensor
 
 from lightning_topk.core import baselines, ops
 from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome, Topology
-from lightning_topk.core.link import Measure, aggregate, deliver
+from lightning_topk.core.layout import DamagedError
+from lightning_topk.core.link import Step, aggregate, deliver
 from lightning_topk.core.requests import AllGather, AllToAll, Among, Request, placeholder
 
 
-def sharded(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+def sharded(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """Every rank is a worker and the server of one shard."""
     assert end.downlink is not None
-    payloads, up = end.uplink.send(g, codecs.uplink, measure, codecs.scale)  # 1-4
+    payloads, up = end.uplink.send(g, codecs.uplink, step)  # 1-4
     received = yield AllToAll(payloads, "uplink")  # 5
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)  # 6
-    reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)  # 7
+    reply, down = end.downlink.send(mean, codecs.reply, step)  # 7
     replies = yield AllGather(reply[0], "downlink")  # 8
-    finite = deliver(replies, codecs.reply, end.layout, g, codecs.scale)  # 9
+    finite = deliver(replies, codecs.reply, end.layout, g, step.scale)  # 9
     return Outcome(finite, up, down)
 
 
@@ -55,7 +58,7 @@ def sharded_requests(plan: BucketPlan, codecs: Codecs, among: Among = "all") -> 
     return [uplink, AllGather(placeholder(codecs.reply.nbytes), "downlink", among)]
 
 
-def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """Dense inside nodes, sparse between them: each rank exchanges one part of its node's mean gradient.
 
     Steps 1-8 between the ranks that hold the same part; step 9 for the parts of all ranks of the node.
@@ -65,14 +68,16 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> 
     rows = ops.split_parts(g, parts, lambda: end.pieces)
     received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
     x = _node_mean(received.view(g.dtype), end.dtype)
-    payloads, up = end.uplink.send(x, codecs.uplink, measure, codecs.scale)
+    payloads, up = end.uplink.send(x, codecs.uplink, step)
     received = yield AllToAll(payloads, "uplink", "peers")
-    mean = aggregate(received, codecs.uplink, end.dtype, scratch=x)
-    reply, down = end.downlink.send(mean, codecs.reply, measure, rescale=codecs.scale)
+    with _sent_by(lambda row: row * parts.count + end.rank % parts.count):
+        mean = aggregate(received, codecs.uplink, end.dtype, scratch=x)
+    reply, down = end.downlink.send(mean, codecs.reply, step)
     replies = yield AllGather(reply[0], "downlink", "peers")
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
-    finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, codecs.scale)
+    with _sent_by(lambda row: row % end.plan.world * parts.count + row // end.plan.world):
+        finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.scale)
     ops.join_parts(rows, parts, lambda: end.pieces, out=g)
     return Outcome(finite, up, down)
 
@@ -83,6 +88,15 @@ def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
     replies = placeholder(plan.world * codecs.reply.nbytes)
     between = sharded_requests(plan, codecs, "peers")
     return [AllToAll(inside, "uplink", "node"), *between, AllGather(replies, "downlink", "node")]
+
+
+@contextmanager
+def _sent_by(rank_of: Callable[[int], int]) -> Iterator[None]:
+    """Names the ranks that have sent damaged payloads, instead of their rows."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError([*map(rank_of, error.senders)]) from None
 
 
 def _node_mean(rows: Tensor, dtype: torch.dtype) -> Tensor:

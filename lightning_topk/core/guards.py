@@ -1,4 +1,4 @@
-"""What can happen to a gradient on its way: unused and uncompressed parameters, a loss scale, clipping, NaN.
+"""What can happen to a gradient on its way: unused and uncompressed parameters, clipping, NaN.
 
 :func:`exchange` handles these around the exchange of a topology (:mod:`lightning_topk.core.exchange`).
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_topk.core import ops
 from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange
-from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.link import NOTHING, Measure, Step, norm
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce
 
@@ -40,16 +40,13 @@ def exchange(
         used: ``[parameters]`` bool, the parameters that this rank used; None if no parameter may be unused.
         measure: What to measure.
     """
-    for link in end.links:
-        link.selector.step = step
+    now = Step(step, scale, measure)
     if used is None:
-        return (yield from _exchange_scaled(end, g, codecs, scale, measure))
-    return (yield from _exchange_used(end, g, codecs, scale, used, measure))
+        return (yield from _exchange_checked(end, g, codecs, now))
+    return (yield from _exchange_used(end, g, codecs, now, used))
 
 
-def _exchange_used(
-    end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, used: Tensor, measure: Measure
-) -> Exchange:
+def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, used: Tensor) -> Exchange:
     """Exchanges the parameters that at least one rank used.
 
     If no rank used a parameter, DDP keeps its old gradient and discards the hook's result: anything sent for it would
@@ -69,7 +66,7 @@ def _exchange_used(
         for memory in link.memory.tensors().values():
             held.append((memory, memory.masked_fill(~mask, 0)))
             memory.masked_fill_(mask, 0)
-    outcome = yield from _exchange_scaled(end, g, codecs, scale, measure)
+    outcome = yield from _exchange_checked(end, g, codecs, step)
     for memory, unsent in held:
         memory.add_(unsent)
     g.copy_(torch.where(absent, aside, g))
@@ -81,20 +78,19 @@ def _to(x: Tensor, device: torch.device) -> Tensor:
     return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
-def _exchange_scaled(end: Endpoint, g: Tensor, codecs: Codecs, scale: Tensor | None, measure: Measure) -> Exchange:
-    """Notes the loss scale, which links remove and apply where they read and write; clips; marks gradients with NaN."""
-    codecs = codecs if scale is None else replace(codecs, scale=scale)
+def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
+    """Clips the gradient before the exchange, and marks it with NaN afterwards if it is not finite."""
     if end.plan.clip_norm is not None:
-        g.mul_((end.plan.clip_norm / norm(g, codecs)).clamp(max=1))
+        g.mul_((end.plan.clip_norm / norm(g, step.scale)).clamp(max=1))
     path = _exchange_uncompressed if end.plan.uncompressed else end.plan.topology.exchange
-    outcome = yield from path(end, g, codecs, measure)
+    outcome = yield from path(end, g, codecs, step)
     if not ops.on_cpu(g) or not outcome.finite:
         poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
         g.index_add_(0, end.starts, poison.expand(len(end.starts)))
     return outcome
 
 
-def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Measure) -> Exchange:
+def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """Exchanges a bucket with uncompressed parameters: all-reduces those first, and leaves zeros in their place."""
     parameters = g.split(end.plan.parts.sizes)
     places = [parameters[number] for number in end.plan.uncompressed]
@@ -102,13 +98,7 @@ def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, measure: Me
     for place in places:
         place.zero_()
     total = yield AllReduce(mine, "uplink")
-    outcome = yield from end.plan.topology.exchange(end, g, codecs, measure)
+    outcome = yield from end.plan.topology.exchange(end, g, codecs, step)
     for place, summed in zip(places, total.split([len(place) for place in places]), strict=True):
         place += summed  # the exchange may have delivered a residual of earlier settings here
     return replace(outcome, finite=outcome.finite & ops.is_finite(total))
-
-
-def norm(g: Tensor, codecs: Codecs) -> Tensor:
-    """Norm of the unscaled gradient, a scalar float64."""
-    length: Tensor = torch.linalg.vector_norm(g, dtype=torch.float64)
-    return length if codecs.scale is None else length / codecs.scale

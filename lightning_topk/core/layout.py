@@ -14,6 +14,7 @@ This module holds integers only; the tensor operations are in :mod:`lightning_to
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -37,12 +38,6 @@ class Layout:
 
     numel: int
     shards: int = 1
-
-    def __post_init__(self) -> None:
-        if self.numel < 1 or self.shards < 1:
-            raise ValueError(
-                f"Layout(numel={self.numel}, shards={self.shards}): both must be at least 1. Leave out empty buckets."
-            )
 
     @cached_property
     def block(self) -> int:
@@ -95,6 +90,14 @@ DAMAGED = "is damaged, or was sent for a different bucket or ratio than this ran
 """What is known of a payload whose words have another sum than they should."""
 
 
+class DamagedError(ValueError):
+    """Payloads are damaged: those of the ranks ``senders``, which are their rows unless a topology says otherwise."""
+
+    def __init__(self, senders: Sequence[int]) -> None:
+        super().__init__(f"the payload from rank {', '.join(map(str, senders))} {DAMAGED}.")
+        self.senders = senders
+
+
 class PayloadFormat(NamedTuple):
     """Byte layout of a payload: values, positions, zeros and a check word; see :mod:`lightning_topk.core.wire`.
 
@@ -119,6 +122,11 @@ class PayloadFormat(NamedTuple):
     index_bytes: int
     nbytes: int
     check: int
+
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled loops and kernels write and read it: known values, and positions of 32 bits."""
+        return self.bits > 0 and self.index_bytes > 0 and self.universe < 2**31
 
 
 def k_of(numel: int, ratio: float) -> int:

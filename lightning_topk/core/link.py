@@ -38,6 +38,24 @@ NOTHING = Measure()
 
 
 @dataclass(frozen=True)
+class Step:
+    """What an exchange depends on, besides its plan and density.
+
+    Attributes:
+        number: Number of exchanges of this gradient before this one; the same on every rank.
+        scale: Scalar loss scale that gradients contain before and after the exchange. Residuals and payloads do not.
+        measure: What to measure.
+    """
+
+    number: int = 0
+    scale: Tensor | None = None
+    measure: Measure = NOTHING
+
+
+FIRST = Step()
+
+
+@dataclass(frozen=True)
 class LinkStats:
     """Statistics of one vector that a link sent.
 
@@ -57,15 +75,15 @@ class LinkStats:
 class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
 
-    Top-k with a residual runs in one pass over memory if :func:`lightning_topk.core.ops.send` has a fast version for
-    the vector and nothing is measured. On a GPU that pass sends the entries above a threshold, which may be fewer than
-    k (:mod:`lightning_topk.core.ops.cuda`).
+    Top-k with a residual runs in one pass over memory if :func:`lightning_topk.core.ops.sender` has a fast version for
+    it and nothing is measured. On a GPU that pass sends the entries above a threshold, which may be fewer than k
+    (:mod:`lightning_topk.core.ops.cuda`).
 
     Args:
         layout: How the vector is split among its receivers.
         selector: Selects the entries to send.
         memory: Keeps the rest.
-        delivered: dtype of the receivers' output, if the residual must include its rounding error.
+        delivered: Of a server's link, the dtype of the receivers' output: the residual includes its rounding error.
         sizes: Number of elements of each parameter, for statistics per layer; empty if unknown.
         exact: Whether to send exactly the k largest entries on a GPU too.
     """
@@ -80,45 +98,45 @@ class Link:
         exact: bool = False,
     ) -> None:
         self.layout, self.selector, self.memory, self.delivered = layout, selector, memory, delivered
-        self.sizes, self.exact = sizes, exact
-        self._one_pass = type(selector) is TopK and type(memory) is Residual
+        self.sizes = sizes
+        self._send: ops.Sender | None = None
+        if type(selector) is TopK and type(memory) is Residual:
+            self._send = ops.sender(memory.residual, layout, delivered, exact)
         self._ends: Tensor | None = None  # of the parameters, on the vector's device: copied there once
 
-    def send(
-        self, x: Tensor, codec: Codec, measure: Measure = NOTHING,
-        scale: Tensor | None = None, rescale: Tensor | None = None,
-    ) -> tuple[Tensor, LinkStats]:  # fmt: skip
+    def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> tuple[Tensor, LinkStats]:
         """Compresses ``x`` and keeps the rest in the memory.
 
         If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and
         the memory is unchanged.
 
         Args:
-            x: ``[numel]``, floating; zero afterwards.
+            x: ``[numel]``, floating; zero afterwards. It contains the step's loss scale, unless ``delivered`` is set.
             codec: Codec of the payloads; sets their number of entries.
-            measure: What to measure.
-            scale: Scalar loss scale that ``x`` contains. Residuals and payloads do not.
-            rescale: Scalar loss scale by which the receivers multiply what they decode.
+            step: Number and loss scale of the step, and what to measure.
 
         Returns:
             The payloads ``[shards, P]`` uint8, and their statistics.
         """
-        memory = self.memory
+        memory, measure = self.memory, step.measure
+        scale = step.scale if self.delivered is None else None  # of the input
+        # A server's receivers multiply by the scale, and round the product if their dtype is narrower. If it is not
+        # rounded, but overflows, they notice.
+        rounds = self.delivered is not None and self.delivered.itemsize < memory.dtype.itemsize
+        rescale = step.scale if rounds else None
         if scale is not None and ops.on_cpu(x):
             x, scale = _unscaled(x, memory.dtype, scale), None
-        if rescale is not None and (self.delivered or memory.dtype).itemsize >= memory.dtype.itemsize:
-            rescale = None  # the product is not rounded; if it overflows, the receivers notice
-        one_pass = self._one_pass and (rescale is None if ops.on_cpu(x) else not self.exact)
-        if one_pass and measure == NOTHING:
-            form, e = codec.format(self.delivered), memory.residual  # type: ignore[attr-defined]
-            sent = ops.send(e, x, self.layout, form, self.delivered, scale, rescale)
+        form = codec.format(self.delivered)
+        if self._send is not None and form.compiled and measure == NOTHING:
+            e = memory.residual  # type: ignore[attr-defined]
+            sent = self._send(e, x, self.layout, form, self.delivered, scale, rescale)
             if sent is not None:
                 return sent, LinkStats()
         if scale is not None:
             x = _unscaled(x, memory.dtype, scale)
         finite = ops.is_finite(x)
         a = memory.compensate(reference.zero_unless_(x, finite), finite)
-        index, value, selected = self.selector.select(a, self.layout, codec.k)
+        index, value, selected = self.selector.select(a, self.layout, codec.k, step.number)
         if rescale is not None and memory.tensors():
             # The residual keeps the excess. Without a residual, the scaler sees an infinity and backs off.
             limit = codec.largest(self.delivered) * (1 - 2**-7) * rescale.reciprocal()  # a wire rounds up by less
@@ -156,6 +174,12 @@ def _unscaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
     wide = x.to(dtype).mul_(scale.reciprocal())
     x.zero_()
     return wide
+
+
+def norm(g: Tensor, scale: Tensor | None) -> Tensor:
+    """Norm of a gradient without the loss scale that it contains, a scalar float64."""
+    length: Tensor = torch.linalg.vector_norm(g, dtype=torch.float64)
+    return length if scale is None else length / scale
 
 
 def _energies(vectors: Sequence[Tensor]) -> Tensor:
@@ -205,7 +229,7 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: 
         payloads: ``[parts shards, P]`` uint8, for each part a row of every server.
         codec: Codec of the payloads.
         layout: How a part is split among the servers.
-        out: ``[numel]`` or ``[parts, numel]``, zero: a bucket that was sent.
+        out: ``[numel]`` or ``[parts, numel]`` zeros, such as a bucket that was sent.
         scale: Scalar loss scale that ``out`` is to contain.
 
     Returns:

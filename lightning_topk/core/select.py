@@ -28,15 +28,16 @@ class Selector(ABC):
     """Selects at most k entries of every shard of a vector."""
 
     step = 0
-    """Number of exchanges before this one; the same on every rank."""
+    """The step of the selection in progress, for :meth:`pick`; see :meth:`select`."""
 
-    def select(self, a: Tensor, layout: Layout, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    def select(self, a: Tensor, layout: Layout, k: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Selects entries of each shard of ``a``.
 
         Args:
             a: ``[numel]``, gradient plus residual. Finite; must not be modified.
-            layout: How its elements are dealt to shards.
+            layout: How its elements are split among shards.
             k: Maximum number of entries to select from each shard, in [1, shard_size].
+            step: Number of exchanges before this one; the same on every rank.
 
         Returns:
             Positions in the shard, ``[shards, k]`` int64, non-descending in each row; the values there, ``[shards, k]``
@@ -46,6 +47,7 @@ class Selector(ABC):
         if k == layout.shard_size:
             index = torch.arange(k, device=a.device).expand(layout.shards, -1)
             return index, rows, rows.count_nonzero()
+        self.step = step
         index = self.pick(rows, k)
         if index.shape != (layout.shards, k):
             raise ValueError(
@@ -77,7 +79,7 @@ class TopK(Selector):
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return ops.topk_index(rows, k)
+        return ops.separate(rows).topk_index(rows, k)
 
 
 class RandK(Selector):
@@ -94,22 +96,22 @@ class RandK(Selector):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._drawn_at = -1
-        self._drawn: dict[tuple[int, int, torch.device | None], Tensor] = {}  # of this step
+        self._drawn: dict[tuple[int, int, torch.device | None], Tensor] = {}  # at that step
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return self.shared_positions(rows.shape[1], k, rows.device).expand(rows.shape[0], -1)
+        return self.shared_positions(self.step, rows.shape[1], k, rows.device).expand(rows.shape[0], -1)
 
-    def shared_positions(self, universe: int, k: int, device: torch.device | None = None) -> Tensor:
-        """Returns k positions of this step in a shard of ``universe`` elements, which both ends of a link compute.
+    def shared_positions(self, step: int, universe: int, k: int, device: torch.device | None = None) -> Tensor:
+        """Returns k positions of a step in a shard of ``universe`` elements, which both ends of a link compute.
 
         They are ``[k]`` int64 on ``device`` (default: CPU), distinct and ascending: a uniformly random subset,
         contained in the subset of any larger k.
         """
-        if self.step != self._drawn_at:
-            self._drawn, self._drawn_at = {}, self.step
+        if step != self._drawn_at:
+            self._drawn, self._drawn_at = {}, step
         if (universe, k, device) not in self._drawn:
-            begin = _mixed(_mixed(self.seed) + self.step)
+            begin = _mixed(_mixed(self.seed) + step)
             keys = _mixed_(torch.arange(universe, device=device).add_(begin))
             drawn = keys.topk(k, largest=False, sorted=False).indices.sort().values
             self._drawn[universe, k, device] = drawn
@@ -141,7 +143,7 @@ class Threshold(Selector):
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return ops.over_threshold_index(rows, self.threshold(rows, k), k)
+        return ops.separate(rows).over_threshold_index(rows, self.threshold(rows, k), k)
 
     @abstractmethod
     def threshold(self, rows: Tensor, k: int) -> Tensor:
@@ -182,7 +184,7 @@ class GaussianK(Threshold):
         if not _none(overflowed):
             threshold = torch.where(overflowed, _largest(rows), threshold)
         for _ in range(3):
-            count = ops.count_reaching(rows, threshold)
+            count = ops.separate(rows).count_reaching(rows, threshold)
             factor = torch.where(3 * count < 2 * k, 0.5, torch.where(3 * count > 4 * k, 1.5, 1.0))
             if _none(factor != 1):
                 break
@@ -213,7 +215,7 @@ class SampledK(Threshold):
         rank = max(1, min(sample.shape[1], round(sample.shape[1] * k / size)))
         threshold = sample.topk(rank, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
         for _ in range(10):
-            few = ops.count_reaching(rows, threshold) < k
+            few = ops.separate(rows).count_reaching(rows, threshold) < k
             if _none(few):
                 break
             threshold = torch.where(few, 0.8 * threshold, threshold)
@@ -233,7 +235,7 @@ class TrimmedK(Threshold):
         mean = torch.minimum(mean, largest)  # the sum may overflow
         threshold: Tensor = mean + 0.8 * (largest - mean)
         for r in (0.6, 0.4, 0.2, 0.0):
-            few = ops.count_reaching(rows, threshold) < k
+            few = ops.separate(rows).count_reaching(rows, threshold) < k
             if _none(few):
                 break
             threshold = torch.where(few, mean + r * (largest - mean), threshold)

@@ -8,6 +8,7 @@ Positions that both ends know are not sent: when k = S, and with a selector that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,7 +20,6 @@ from typing_extensions import override
 from lightning_topk.core import ops
 from lightning_topk.core.layout import PayloadFormat
 from lightning_topk.core.ops import reference
-from lightning_topk.core.select import RandK
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class BlockWire(Wire):
         blocks = torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block)
         scale = (blocks.abs().amax(dim=2) / self.top).to(self.value_dtype)
         unit = scale.to(value.dtype).unsqueeze(2)
-        whole = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-self.top, self.top).to(torch.int8)
+        integers = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-self.top, self.top).to(torch.int8)
         return torch.cat(
-            [self._pack(whole.view(rows, -1))[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1
+            [self._pack(integers.view(rows, -1))[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1
         )
 
     @override
@@ -123,9 +123,9 @@ class BlockWire(Wire):
         """Size of k integers in bytes."""
         return -(-k * self.bits // 8)
 
-    def _pack(self, whole: Tensor) -> Tensor:
+    def _pack(self, integers: Tensor) -> Tensor:
         """Packs int8 ``[R, n]``, n a multiple of :attr:`block`, into uint8 ``[R, n bits / 8]``."""
-        octets = whole.view(torch.uint8)
+        octets = integers.view(torch.uint8)
         if self.bits == 8:
             return octets
         low, high = octets.view(len(octets), -1, 2).unbind(2)
@@ -149,6 +149,8 @@ WIRES: dict[str, Wire] = {
 """Wires by name."""
 
 
+Shared = Callable[[int, int, torch.device], Tensor]
+"""Computes the positions that every rank draws: ``[k]`` int64 below S, from S, k and a device."""
 WORD = torch.int32
 WORDS_SUM = 0x746F706B
 """Sum of the words of an undamaged payload, modulo 2^32, without the term for its bucket and k."""
@@ -162,14 +164,14 @@ class Codec:
         wire: Format of the values.
         universe: Number of elements in the shard, S.
         k: Number of entries in a payload.
-        shared: The selector, if it draws the same positions on every rank; else None.
+        shared: Computes the positions, if every rank draws the same; None if they are sent.
         tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
     """
 
     wire: Wire
     universe: int
     k: int
-    shared: RandK | None = None
+    shared: Shared | None = None
     tag: int = 0
 
     @property
@@ -178,7 +180,7 @@ class Codec:
         return self._format.nbytes
 
     def largest(self, delivered: torch.dtype | None) -> float:
-        """The largest magnitude that decodes to a finite value, also in the receiver's dtype if it is given."""
+        """The largest magnitude that decodes to a finite value, also in the receiver's dtype unless it is None."""
         limit = self.wire.largest
         if delivered is not None and torch.finfo(delivered).max < limit:
             # The wire may round the narrower dtype's largest value up, out of its range: stay below.
@@ -216,10 +218,10 @@ class Codec:
             ``value``: zero if not ``finite``.
         """
         limit, form = self.largest(delivered), self._format
-        given = value.clamp(-limit, limit)
+        clamped = value.clamp(-limit, limit)
         if finite is not None:
-            given.masked_fill_(~finite, torch.nan)
-        written = self.wire.write(given)
+            clamped.masked_fill_(~finite, torch.nan)
+        written = self.wire.write(clamped)
         arrives = self.wire.read(written, self.k)
         sent = (arrives if delivered is None else arrives.to(delivered)).to(value.dtype, copy=True)
         if finite is not None:
@@ -228,7 +230,9 @@ class Codec:
         filled = form.value_bytes + form.index_bytes
         payload[:, : form.value_bytes] = written
         if form.index_bytes:
-            payload[:, form.value_bytes : filled] = ops.elias_fano_encode(index, self.universe, form.low)
+            payload[:, form.value_bytes : filled] = ops.separate(index).elias_fano_encode(
+                index, self.universe, form.low
+            )
         payload[:, filled:] = 0
         words = payload.view(WORD)
         words[:, -1] = form.check - words.sum(dim=1, dtype=WORD)
@@ -248,11 +252,11 @@ class Codec:
         value = self.wire.read(payload[:, : form.value_bytes], k).to(dtype)
         if form.index_bytes:
             code = payload[:, form.value_bytes : form.value_bytes + form.index_bytes]
-            return ops.elias_fano_decode(code, universe, k, form.low), value
+            return ops.separate(code).elias_fano_decode(code, universe, k, form.low), value
         if k == universe or self.shared is None:
             known = torch.arange(universe, device=payload.device)
         else:
-            known = self.shared.shared_positions(universe, k, payload.device)
+            known = self.shared(universe, k, payload.device)
         return known.expand(len(payload), -1), value
 
     def check(self, payload: Tensor) -> None:

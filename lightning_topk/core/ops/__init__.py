@@ -1,7 +1,7 @@
 """Tensor operations of the compression.
 
 :mod:`~lightning_topk.core.ops.reference` defines them in plain torch. ``cpu`` (numba) and ``cuda`` (Triton) are
-faster versions, imported when a tensor needs them. The functions here dispatch to the fastest version for the given
+faster versions, imported when a tensor needs them. The functions here dispatch to the fastest version for their
 tensors. ``cpu`` returns the same bits. So does ``cuda``, unless the threshold that it estimates from a sample is off:
 it may then send fewer entries, or leave out later ones. Momentum agrees to rounding.
 """
@@ -25,7 +25,7 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Stepped
 
 FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
-"""Wires that :func:`send` and :func:`receive` support; values of other wires are encoded in a step of their own."""
+"""Wires that :func:`sender` and :func:`receive` support; values of other wires are encoded in a step of their own."""
 
 
 FAILED: dict[str, str] = {}
@@ -68,19 +68,14 @@ def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | N
     return version, None
 
 
-def _cpu(x: Tensor) -> Any | None:
-    """The fast version for a float32 tensor on the CPU; None for other tensors."""
-    return fast(x.device) if on_cpu(x) and x.dtype == torch.float32 else None
-
-
-def _of_rows(rows: Tensor, k: int) -> Any:
-    """The version that selects k entries of every row ``[R, S]``."""
-    return (_cpu(rows) if k < rows.shape[1] < 2**31 else None) or reference
-
-
 def on_cpu(x: Tensor) -> bool:
     """Whether the CPU computes with ``x``; if not, a GPU does, and the host does not wait for it."""
     return x.device.type == "cpu"
+
+
+def separate(x: Tensor) -> Any:
+    """The version whose functions each do one step with ``x``: of selecting, or of coding positions."""
+    return (fast(x.device) if on_cpu(x) else None) or reference
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -90,31 +85,32 @@ def is_finite(x: Tensor) -> Tensor:
     return reference.is_finite(x)
 
 
-def send(
-    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None, rescale: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads.
+Sender = Callable[..., Tensor | None]
+"""``send(e, x, layout, form, delivered, scale, rescale)``, see :func:`sender`."""
 
-    If ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN.
+
+def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False) -> Sender | None:
+    """The function that sends from a residual ``e`` ``[numel]`` in one pass over memory; None if there is none.
+
+    It adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads. If
+    ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN. Its arguments, beside these:
+
+    - x: ``[numel]``, contiguous; becomes zero.
+    - form: Format of a payload, ``compiled``.
+    - scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
+    - rescale: Scalar by which receivers multiply before they round to ``delivered``; on a GPU only.
+
+    It returns the payloads ``[shards, P]`` uint8. Or None, without effect, if it cannot: then add, select, encode and
+    keep one after the other, with the same result.
 
     Args:
-        e: ``[numel]``, contiguous, finite; becomes the residual, which includes the wire's rounding error.
-        x: ``[numel]``, contiguous; becomes zero.
-        layout: How the elements are dealt to shards.
-        form: Format of a payload.
+        e: Contiguous, finite; becomes the residual, which includes the wire's rounding error.
+        layout: How the elements are split among shards.
         delivered: dtype of the receivers' output, if the residual must include its rounding error.
-        scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
-        rescale: Scalar by which receivers multiply before they round to ``delivered``; on a GPU only.
-
-    Returns:
-        The payloads ``[shards, P]`` uint8. None, without effect, if no function does all that: then add, select,
-        encode and keep one after the other, with the same result.
+        exact: Whether it must always select the k largest.
     """
-    version = fast(e.device) if form.index_bytes and form.bits else None
-    if version is None or not version.sends(e, x, layout, form, delivered):
-        return None
-    return version.send(e, x, layout, form, delivered, scale, rescale)
+    version = fast(e.device)
+    return version.send if version is not None and version.sends(e, layout, delivered, exact) else None
 
 
 def receive(
@@ -125,7 +121,7 @@ def receive(
     Args:
         payloads: ``[R, P]`` uint8. Row r belongs to shard r of the layout, and the rows after the last shard to the
             next part of ``out``; if the layout has one shard and ``out`` one part, every row belongs to it.
-        layout: How ``out`` is dealt to shards.
+        layout: How ``out`` is split among shards.
         form: Format of a payload.
         divisor: A power of two.
         out: ``[numel]`` or ``[parts, numel]``, contiguous.
@@ -135,21 +131,20 @@ def receive(
         Whether all values are finite, a scalar bool. None, without effect, if no function does all that: then decode
         and add, with the same result.
     """
-    version = fast(out.device) if form.index_bytes and form.bits and form.universe < 2**31 else None
+    version = fast(out.device) if form.compiled else None
     return version.receive(payloads, layout, form, divisor, out, scale) if version is not None else None
 
 
 def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-    """Deals a bucket ``[numel]`` to the ranks of a node: ``[count, parts.numel]``.
+    """Splits a bucket ``[numel]`` among the ranks of a node: ``[count, parts.numel]``.
 
     If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` are those of
     :class:`lightning_topk.core.endpoint.Endpoint`.
     """
     version = None if on_cpu(x) else fast(x.device)
-    rows = version.split_parts(x, parts, pieces()) if version is not None else None
-    if rows is None:
-        rows = reference.split_parts(x, parts)
-        rows[:, :1].masked_fill_(~is_finite(x), torch.nan)
+    split = version.split_parts(x, parts, pieces()) if version is not None else None
+    rows, bad = split or (reference.split_parts(x, parts), ~is_finite(x))
+    rows[:, :1].masked_fill_(bad, torch.nan)
     return rows
 
 
@@ -158,33 +153,6 @@ def join_parts(rows: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tenso
     version = None if on_cpu(out) else fast(out.device)
     if version is None or not version.join_parts(rows, parts, pieces(), out):
         reference.join_parts(rows, parts, out)
-
-
-def topk_index(rows: Tensor, k: int) -> Tensor:
-    """Ascending positions ``[R, k]`` of the k largest magnitudes of each row ``[R, S]``; of equal ones, the first."""
-    return _of_rows(rows, k).topk_index(rows, k)
-
-
-def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
-    """Counts the entries of each row ``[R, S]`` whose magnitude reaches ``threshold`` ``[R, 1]``: ``[R, 1]`` int64."""
-    return (_cpu(rows) or reference).count_reaching(rows, threshold)
-
-
-def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Ascending positions ``[R, k]`` of the entries that reach ``threshold`` ``[R, 1]``, at most k, padded with -1."""
-    return _of_rows(rows, k).over_threshold_index(rows, threshold, k)
-
-
-def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
-    """Encodes ascending positions ``[R, K]`` below ``universe`` with the Elias-Fano code: uint8 rows of fixed size."""
-    version = (fast(index.device) if on_cpu(index) else None) or reference
-    return version.elias_fano_encode(index, universe, low)
-
-
-def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
-    """Decodes the result of :func:`elias_fano_encode`: ``[R, k]`` int64, ascending in each row."""
-    version = (fast(code.device) if on_cpu(code) else None) or reference
-    return version.elias_fano_decode(code, universe, k, low)
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,17 +29,18 @@ def attempt(device: torch.device) -> None:
     topk_index(torch.zeros(1, loops.SAMPLE, dtype=torch.float32, device=device), 1)
 
 
-def sends(e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None) -> bool:
-    """Whether :func:`send` supports these arguments: float32, finite, some entries left out, 32-bit positions."""
-    floats = {e.dtype, x.dtype, delivered or e.dtype} == {torch.float32}
-    return floats and form.k < layout.shard_size < 2**31 and bool(reference.is_finite(x))
+def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
+    """Whether :func:`send` can send from ``e``: if all is float32."""
+    return e.dtype == torch.float32 and delivered in (None, torch.float32)
 
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: None = None, rescale: None = None,
-) -> Tensor:  # fmt: skip
-    """See :func:`lightning_topk.core.ops.send`; links remove loss scales before."""
+    scale: Tensor | None = None, rescale: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """See :func:`lightning_topk.core.ops.sender`, for finite float32; links remove loss scales before."""
+    if x.dtype != torch.float32 or not reference.is_finite(x):
+        return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
     loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _salt(), payloads.numpy())
     return payloads
@@ -58,7 +59,7 @@ def receive(
     payloads = payloads.contiguous()
     if (payloads.numpy().view(np.int32).sum(1, dtype=np.int32) != form.check).any():
         reference.check(payloads, form.check)  # raises: it names the rows
-    deal, parts = loops.KernelLayout.of(layout), out.view(-1, layout.numel).numpy()
+    for_loops, parts = loops.KernelLayout.of(layout), out.view(-1, layout.numel).numpy()
     finite, rows = True, layout.shards
     places, values = np.empty((rows, form.k), np.int32), np.empty((rows, form.k), np.float32)
     for row, payload in enumerate(payloads.numpy()):
@@ -71,29 +72,40 @@ def receive(
         if scale is not None:
             finite &= bool(torch.from_numpy(value).mul_(scale).isfinite().all())
         if row % rows == rows - 1:
-            loops.add_at(parts[row // rows % len(parts)], deal, places, values)
+            loops.add_at(parts[row // rows % len(parts)], for_loops, places, values)
     return torch.tensor(bool(finite))
+
+
+def _selects(rows: Tensor, k: int) -> bool:
+    """Whether the loops select k entries of every row ``[R, S]``: of float32, with positions of 32 bits."""
+    return rows.dtype == torch.float32 and k < rows.shape[1] < 2**31
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.topk_index`, in one pass over the rows."""
-    deal, nothing = loops.KernelLayout.of(Layout(rows.shape[1])), np.empty(0, np.float32)
-    found = [loops.add_and_select(row.contiguous().numpy(), nothing, deal, k, _salt())[0] for row in rows]
+    if not _selects(rows, k):
+        return reference.topk_index(rows, k)
+    row_layout, nothing = loops.KernelLayout.of(Layout(rows.shape[1])), np.empty(0, np.float32)
+    found = [loops.add_and_select(row.contiguous().numpy(), nothing, row_layout, k, _salt())[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 
 
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.count_reaching`, without a temporary of the rows' size."""
+    if rows.dtype != torch.float32:
+        return reference.count_reaching(rows, threshold)
     pairs = zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), strict=True)
     return torch.tensor([[loops.count_reaching(row, least)] for row, least in pairs])
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.over_threshold_index`, in one pass over the rows."""
+    if not _selects(rows, k):
+        return reference.over_threshold_index(rows, threshold, k)
     index = torch.full((rows.shape[0], k), -1)
-    deal = loops.KernelLayout.of(Layout(rows.shape[1]))
+    row_layout = loops.KernelLayout.of(Layout(rows.shape[1]))
     for row, least, found in zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), index.numpy(), strict=True):
-        places = loops.over_threshold(row, deal, least, k)
+        places = loops.over_threshold(row, row_layout, least, k)
         found[: len(places)] = places
     return index
 

@@ -72,39 +72,45 @@ def attempt(device: torch.device) -> None:
     """Compiles and runs kernels; raises an exception if Triton does not work."""
     e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
     form = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0)
-    receive(send(e, x, Layout(TILE), form, None), Layout(TILE), form, 1, x)
+    payloads = send(e, x, Layout(TILE), form, None)
+    assert payloads is not None
+    receive(payloads, Layout(TILE), form, 1, x)
 
 
-def sends(e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None) -> bool:
-    """Whether :func:`send` supports these arguments: whole blocks, some entries left out, 32-bit positions."""
-    whole = layout.shards == 1 or layout.block == BLOCK
-    some = form.k < layout.shard_size < 2**31 and form.low <= LOW
-    return whole and some and e.dtype == torch.float32 and x.dtype in ROUNDED and delivered in ROUNDED
+def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
+    """Whether :func:`send` can send from ``e``: float32, in full blocks. It selects by an estimated threshold."""
+    return not exact and _full_blocks(layout) and e.dtype == torch.float32 and delivered in ROUNDED
+
+
+def _full_blocks(layout: Layout) -> bool:
+    """Whether every shard consists of blocks of ``BLOCK`` elements, or there is one."""
+    return layout.shards == 1 or layout.block == BLOCK
 
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
     scale: Tensor | None = None, rescale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """See :func:`lightning_topk.core.ops.send`, without waiting for the device.
+) -> Tensor | None:  # fmt: skip
+    """See :func:`lightning_topk.core.ops.sender`; does not wait for the device.
 
-    If ``x`` is not finite, ``e`` is unchanged, and all values in the payloads are NaN. Fewer than k may be sent: then
-    rows end in zeros.
+    Fewer than k may be sent: then rows end in zeros.
     """
+    if x.dtype not in ROUNDED or form.low > LOW:
+        return None
     numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
     # One memory for the payloads and all counters is cleared at once; every part begins at a multiple of 16 bytes.
     sizes = 8, ROOT * ROOT, shards * DIGITS, shards * 8, shards * width
     work = torch.zeros(sum(sizes), dtype=torch.int32, device=e.device)
     state, bins, digits, kth, words = work.split(sizes)
     payload = words.view(torch.uint8).view(shards, form.nbytes)
-    rank, stride, room = _sampled(layout, k)
+    rank, stride, capacity = _sampled(layout, k)
     turns = triton.cdiv(numel, BLOCK * shards)
-    blocks, tiles = triton.cdiv(turns * shards, TILE // BLOCK), triton.cdiv(room, SIEVE)
+    blocks, tiles = triton.cdiv(turns * shards, TILE // BLOCK), triton.cdiv(capacity, SIEVE)
     sample = numel // stride
     bitmap = work.new_empty(blocks * TILE // 32)
     found = work.new_empty(shards, turns)
-    place, index = work.new_empty(shards, room), work.new_empty(shards, k)
-    value, chosen = e.new_empty(shards, room), e.new_empty(shards, k)
+    place, index = work.new_empty(shards, capacity), work.new_empty(shards, k)
+    value, chosen = e.new_empty(shards, capacity), e.new_empty(shards, k)
     counts = work.new_empty(shards, 2, tiles)
     begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
     inside = e if scale is None else scale, scale is not None
@@ -121,16 +127,16 @@ def send(
             num_warps=warps, **EXACT,
         )  # fmt: skip
         ends = found.view(-1).cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
-        kernels.gather[(blocks,)](e, bitmap, found, ends, place, value, shards, turns, room, TILE, BLOCK, **EXACT)
+        kernels.gather[(blocks,)](e, bitmap, found, ends, place, value, shards, turns, capacity, TILE, BLOCK, **EXACT)
         for level in range(3):
             kernels.tally[tiles, shards](
-                value, ends, digits, kth, room, turns, k, level, SIEVE, num_warps=8, **EXACT
+                value, ends, digits, kth, capacity, turns, k, level, SIEVE, num_warps=8, **EXACT
             )  # fmt: skip
         kernels.count[tiles, shards](
-            value, ends, digits, kth, counts, room, turns, tiles, k, SIEVE, num_warps=8, **EXACT
+            value, ends, digits, kth, counts, capacity, turns, tiles, k, SIEVE, num_warps=8, **EXACT
         )  # fmt: skip
         kernels.choose[tiles, shards](
-            place, value, ends, kth, counts, index, chosen, words, room, turns, tiles, k, layout.shard_size, width,
+            place, value, ends, kth, counts, index, chosen, words, capacity, turns, tiles, k, layout.shard_size, width,
             8 * begin, form.check, form.low, SIEVE, num_warps=16, **EXACT,
         )  # fmt: skip
         kernels.write[triton.cdiv(k, SLOTS), shards](
@@ -142,10 +148,11 @@ def send(
 
 
 def _sampled(layout: Layout, k: int) -> tuple[int, int, int]:
-    """How to find a magnitude that slightly more than k entries per shard should reach, and room for twice as many.
+    """How to find a magnitude that slightly more than k entries per shard should reach.
 
     Returns:
-        Its rank in a sample of one random entry in each window, the window's size, and the room in entries per shard.
+        Its rank in a sample of one random entry in each window, the window's size, and the number of candidates to keep
+        per shard: twice as many as expected.
     """
     # The same calculation as on the CPU: four standard deviations for the shards, four for the sample. A sample with
     # a fixed period may see only a few columns of a matrix.
@@ -165,13 +172,13 @@ def receive(
     bit; one server alone computes each sum, so ranks do not. With ``torch.use_deterministic_algorithms``, one launch
     for each worker fixes the order.
     """
-    if out.dtype not in ROUNDED or form.low > LOW or not (layout.shards == 1 or layout.block == BLOCK):
+    if out.dtype not in ROUNDED or form.low > LOW or not _full_blocks(layout):
         return None
     payloads, rows = payloads.contiguous(), len(payloads)
     words, width = payloads.view(torch.int32), form.nbytes // 4
-    dealt = rows == layout.shards * (out.numel() // layout.numel)
+    by_shard = rows == layout.shards * (out.numel() // layout.numel)
     ordered = torch.are_deterministic_algorithms_enabled() or out.dtype != torch.float32
-    at_once = rows if dealt or not ordered else 1
+    at_once = rows if by_shard or not ordered else 1
     begin = form.value_bytes - (-form.k * form.low // 8)
     size = form.value_bytes + form.index_bytes - begin
     tiles = triton.cdiv(form.nbytes, OCTETS)
@@ -187,7 +194,7 @@ def receive(
             kernels.add[grid](
                 payloads, counts, ends, out, flags, out if scale is None else scale, first, rows, form.k,
                 form.universe, layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes, begin, size,
-                form.nbytes, tiles, scale is not None, form.bits, form.low, dealt, at_once > 1 and not dealt,
+                form.nbytes, tiles, scale is not None, form.bits, form.low, by_shard, at_once > 1 and not by_shard,
                 OCTETS, BLOCK, **EXACT,
             )  # fmt: skip
     torch._assert_async(flags[0], f"lightning_topk: a payload {DAMAGED}")
@@ -202,28 +209,30 @@ def is_finite(x: Tensor) -> Tensor:
     return finite
 
 
-def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> Tensor | None:
-    """See :func:`lightning_topk.core.ops.split_parts`: three launches for any number of parameters and ranks."""
-    if x.dtype not in ROUNDED or not x.is_contiguous():
-        return None
+def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """As :func:`lightning_topk.core.ops.reference.split_parts`, in one launch for all parameters and ranks.
+
+    Returns:
+        The rows, and a scalar bool: whether a value is not finite. None for a dtype or layout that it does not support.
+    """
     rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
-    owner, table = pieces
-    with torch.cuda.device_of(x):
-        kernels.deal[len(owner), parts.count](
-            x, rows, bad, owner, table, parts.numel, False, PIECE, num_warps=8, **EXACT
-        )
-    rows[:, :1].masked_fill_(bad, torch.nan)
-    return rows
+    return (rows, bad) if _copy_parts(x, rows, bad, parts, pieces, join=False) else None
 
 
 def join_parts(rows: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], out: Tensor) -> bool:
     """See :func:`lightning_topk.core.ops.join_parts`; returns whether it supports the arguments."""
-    if out.dtype not in ROUNDED or not out.is_contiguous():
+    return _copy_parts(out, rows, rows, parts, pieces, join=True)
+
+
+def _copy_parts(
+    bucket: Tensor, rows: Tensor, bad: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], join: bool
+) -> bool:
+    if bucket.dtype not in ROUNDED or not bucket.is_contiguous():
         return False
     owner, table = pieces
-    with torch.cuda.device_of(out):
-        kernels.deal[len(owner), parts.count](
-            out, rows, rows, owner, table, parts.numel, True, PIECE, num_warps=8, **EXACT
+    with torch.cuda.device_of(bucket):
+        kernels.copy_parts[len(owner), parts.count](
+            bucket, rows, bad, owner, table, parts.numel, join, PIECE, num_warps=8, **EXACT
         )
     return True
 
@@ -252,7 +261,7 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
 
 
 def _on(like: Tensor, tables: dict[str, Any], name: str, rows: list[Any]) -> Tensor:
-    """A table on the device of ``like``, copied there if it changed; ``owners`` are given by the tiles of each row."""
+    """A table on the device of ``like``, copied there if it changed; ``owners`` has each row's number, once a tile."""
     known = tables.get(name)
     if known is None or known[0] != rows:
         if name == "owners":

@@ -20,7 +20,7 @@ NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
 BELOW = tl.constexpr(1 - 2**-7)  # a wire rounds up by less
 SIZES = {
-    "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "rank", "room",
+    "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "rank", "capacity",
     "rows", "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
 }  # fmt: skip
 """Integers that change with the bucket, the density or the step."""
@@ -37,10 +37,10 @@ def is_finite(x, finite, numel, TILE: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * TILE
     at = begin + tl.arange(0, TILE)
     if begin + TILE <= numel:
-        given = tl.load(x + at)
+        read = tl.load(x + at)
     else:
-        given = tl.load(x + at, mask=at < numel, other=0.0)
-    bad = ~(tl.abs(given.to(tl.float32)) <= LARGEST)
+        read = tl.load(x + at, mask=at < numel, other=0.0)
+    bad = ~(tl.abs(read.to(tl.float32)) <= LARGEST)
     tl.store(finite, 0, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
 
 
@@ -59,10 +59,10 @@ def survey(
     inverse = _inverse(scale, SCALED)
     at = program * TILE + tl.arange(0, TILE)
     if (program + 1) * TILE <= numel:
-        given = tl.load(x + at)
+        read = tl.load(x + at)
     else:
-        given = tl.load(x + at, mask=at < numel, other=0.0)
-    bad = ~(tl.abs(given.to(tl.float32) * inverse) <= LARGEST)
+        read = tl.load(x + at, mask=at < numel, other=0.0)
+    bad = ~(tl.abs(read.to(tl.float32) * inverse) <= LARGEST)
     tl.store(state, 1, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
     end = tl.minimum((program + 1) * each, count)
     for begin in range(0, each, LANES):
@@ -130,17 +130,17 @@ def _move_tile(
     at = begin + tl.arange(0, TILE)
     if LAST:
         inside = at < numel
-        given, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
+        read, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
     else:
-        given, kept = tl.load(x + at), tl.load(e + at)
-    added = given.to(tl.float32) * _inverse(scale, SCALED)
+        read, kept = tl.load(x + at), tl.load(e + at)
+    added = read.to(tl.float32) * _inverse(scale, SCALED)
     total = _clamped(kept + tl.where(tl.load(state) == 0, added, 0.0))
     if LAST:
         tl.store(e + at, total, mask=inside)
-        tl.store(x + at, tl.zeros_like(given), mask=inside)
+        tl.store(x + at, tl.zeros_like(read), mask=inside)
     else:
         tl.store(e + at, total)
-        tl.store(x + at, tl.zeros_like(given))
+        tl.store(x + at, tl.zeros_like(read))
     least = tl.load(state + 1).to(tl.float32, bitcast=True)
     reach = (tl.abs(total) >= least).to(tl.int32)  # False outside, where total is 0
     bits = tl.reshape(reach, (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
@@ -152,8 +152,8 @@ def _move_tile(
 
 
 @launched
-def gather(e, bitmap, counts, ends, place, value, shards, turns, room, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the entries whose bit is set, in order: candidates ``[shards, room]``.
+def gather(e, bitmap, counts, ends, place, value, shards, turns, capacity, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the entries whose bit is set, in order: candidates ``[shards, capacity]``.
 
     ``ends`` are the running sums of ``counts``, over all shards. Few bits are set, so every lane takes those of one
     word, one after the other.
@@ -170,10 +170,10 @@ def gather(e, bitmap, counts, ends, place, value, shards, turns, room, TILE: tl.
     left = tl.load(bitmap + (block.to(tl.int64) * WORDS)[:, None] + column).to(tl.uint32, bitcast=True)
     found = _set_bits(left)
     slot = before[:, None] + tl.cumsum(found, axis=1) - found
-    source, out = e + block.to(tl.int64)[:, None] * BLOCK + column * 32, row.to(tl.int64)[:, None] * room
+    source, out = e + block.to(tl.int64)[:, None] * BLOCK + column * 32, row.to(tl.int64)[:, None] * capacity
     first = turn[:, None] * BLOCK + column * 32
     while tl.max(tl.max(found, axis=1), axis=0) > 0:
-        wanted = (found > 0) & (slot < room)  # beyond the last element no bit is set
+        wanted = (found > 0) & (slot < capacity)  # beyond the last element no bit is set
         rest = left & (left - 1)
         bit = _set_bits((left ^ rest) - 1)  # the position of the lowest one
         tl.store(place + out + slot, first + bit, mask=wanted)
@@ -191,14 +191,14 @@ def _set_bits(word):
 
 
 @launched
-def tally(value, ends, digits, kth, room, turns, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
+def tally(value, ends, digits, kth, capacity, turns, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
     """Counts candidates by a digit of their magnitude's bits, of those that share the digits before with the k-th.
 
     A program counts its own first, since most candidates are near the threshold and would wait for few addresses.
     """
     BINS: tl.constexpr = 2048 if LEVEL == 0 else 1024
     tile, row = tl.program_id(0), tl.program_id(1)
-    bits, inside, _ = _candidates(value, ends, row, tile, room, turns, TILE)
+    bits, inside, _ = _candidates(value, ends, row, tile, capacity, turns, TILE)
     to = digits + row.to(tl.int64) * 4096
     if LEVEL > 0:
         prefix, _ = _settled(to, kth, row, tile, k, LEVEL)
@@ -209,12 +209,12 @@ def tally(value, ends, digits, kth, room, turns, k, LEVEL: tl.constexpr, TILE: t
 
 
 @triton.jit
-def _candidates(value, ends, row, tile, room, turns, TILE: tl.constexpr):
+def _candidates(value, ends, row, tile, capacity, turns, TILE: tl.constexpr):
     """Bits of a tile's magnitudes, which of them are candidates, and the number of candidates in the row."""
     last = ends + (row.to(tl.int64) + 1) * turns - 1
-    total = tl.minimum(tl.load(last) - tl.load(last - turns, mask=row > 0, other=0), room)
+    total = tl.minimum(tl.load(last) - tl.load(last - turns, mask=row > 0, other=0), capacity)
     at = tile * TILE + tl.arange(0, TILE)
-    read = tl.load(value + row.to(tl.int64) * room + at, mask=at < total, other=0.0)
+    read = tl.load(value + row.to(tl.int64) * capacity + at, mask=at < total, other=0.0)
     return tl.abs(read).to(tl.int32, bitcast=True), at < total, total
 
 
@@ -239,10 +239,10 @@ def _settled(digits, kth, row, tile, k, LEVEL: tl.constexpr):
 
 
 @launched
-def count(value, ends, digits, kth, counts, room, turns, tiles, k, TILE: tl.constexpr):
+def count(value, ends, digits, kth, counts, capacity, turns, tiles, k, TILE: tl.constexpr):
     """Counts the candidates above the k-th largest, and those equal to it: ``[shards, 2, tiles]``."""
     tile, row = tl.program_id(0), tl.program_id(1)
-    bits, inside, total = _candidates(value, ends, row, tile, room, turns, TILE)
+    bits, inside, total = _candidates(value, ends, row, tile, capacity, turns, TILE)
     least, _ = _settled(digits + row.to(tl.int64) * 4096, kth, row, tile, k, 3)
     least = tl.where(total > k, least, 0)  # the candidates are not zero
     to = counts + row.to(tl.int64) * 2 * tiles + tile
@@ -252,7 +252,7 @@ def count(value, ends, digits, kth, counts, room, turns, tiles, k, TILE: tl.cons
 
 @launched
 def choose(
-    place, value, ends, kth, counts, index, chosen, words, room, turns, tiles, k, shard_size, width, begin, check,
+    place, value, ends, kth, counts, index, chosen, words, capacity, turns, tiles, k, shard_size, width, begin, check,
     low, TILE: tl.constexpr,
 ):  # fmt: skip
     """Stores the k candidates of largest magnitude, in order; of equal ones, the first. Padding has value 0.
@@ -261,7 +261,7 @@ def choose(
     Their last word becomes ``check`` less all words that are written.
     """
     tile, row = tl.program_id(0), tl.program_id(1)
-    bits, inside, total = _candidates(value, ends, row, tile, room, turns, TILE)
+    bits, inside, total = _candidates(value, ends, row, tile, capacity, turns, TILE)
     least, allowed = tl.load(kth + row * 6 + 4), tl.load(kth + row * 6 + 5)
     least = tl.where(total > k, least, 0)
     earlier = counts + row.to(tl.int64) * 2 * tiles
@@ -278,7 +278,7 @@ def choose(
     here = tile * TILE + tl.arange(0, TILE)
     padding = (here >= total) & (here < k)
     slot = tl.where(padding, here, larger + tl.minimum(same, allowed))
-    at = row.to(tl.int64) * room + here
+    at = row.to(tl.int64) * capacity + here
     position = tl.load(place + at, mask=wanted, other=shard_size - 1)
     number = tl.load(value + at, mask=wanted, other=0.0)
     wanted = wanted | padding
@@ -316,29 +316,29 @@ def write(
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
     slot = begin + tl.arange(0, SLOTS)
     inside = slot < k
-    whole = tl.load(state) == 0
+    finite = tl.load(state) == 0
     found = tl.load(value + row * k + slot, mask=inside, other=0.0)
     position = tl.load(index + row * k + slot, mask=inside, other=0)
-    given = tl.minimum(tl.maximum(found, -limit), limit)
+    bounded = tl.minimum(tl.maximum(found, -limit), limit)
     if SCALED:
         scaled_limit = limit * BELOW * _inverse(scale, SCALED)
-        given = tl.minimum(tl.maximum(given, -scaled_limit), scaled_limit)
+        bounded = tl.minimum(tl.maximum(bounded, -scaled_limit), scaled_limit)
     to = payload + row * nbytes
     if BITS == 32:
-        arrives = given
-        bits = tl.where(whole, given, float("nan")).to(tl.int32, bitcast=True)
+        arrives = bounded
+        bits = tl.where(finite, bounded, float("nan")).to(tl.int32, bitcast=True)
         for n in tl.static_range(4):
             tl.store(to + slot.to(tl.int64) * 4 + n, ((bits >> 8 * n) & 255).to(tl.uint8), mask=inside)
         written = _taken_off(tl.where(inside, bits, 0))
     elif BITS == 16:
-        bits = _to_bf16(given)
+        bits = _to_bf16(bounded)
         arrives = _from_bf16(bits)
-        bits = tl.where(whole, bits, NAN16)
+        bits = tl.where(finite, bits, NAN16)
         for n in tl.static_range(2):
             tl.store(to + slot.to(tl.int64) * 2 + n, ((bits >> 8 * n) & 255).to(tl.uint8), mask=inside)
         written = _taken_off(tl.where(inside, bits << 16 * (slot & 1), 0))
     else:
-        arrives, written = _write_integers(given, whole, to, k, begin, BITS, SLOTS)
+        arrives, written = _write_integers(bounded, finite, to, k, begin, BITS, SLOTS)
     if SCALED:
         arrives *= tl.load(scale).to(tl.float32)
     if DELIVERED == 16:
@@ -348,7 +348,7 @@ def write(
     if SCALED:
         arrives *= _inverse(scale, SCALED)
     rest = found - arrives
-    taken = tl.where(whole, found, 0.0) != 0  # padding is 0, and repeats a position
+    taken = tl.where(finite, found, 0.0) != 0  # padding is 0, and repeats a position
     tl.store(e + _flat(position, row, numel, shards, BLOCK), rest, mask=inside & taken)
     octet = tl.arange(0, SLOTS // 8)
     lows = tl.zeros((SLOTS // 8,), tl.int32)
@@ -366,20 +366,20 @@ def write(
 
 
 @triton.jit
-def _write_integers(given, whole, to, k, begin, BITS: tl.constexpr, SLOTS: tl.constexpr):
+def _write_integers(bounded, finite, to, k, begin, BITS: tl.constexpr, SLOTS: tl.constexpr):
     """Writes integers and scales, see :class:`lightning_topk.core.wire.BlockWire`.
 
     Returns the decoded values, and minus the sum of what is written as words.
     """
     top: tl.constexpr = (1 << BITS - 1) - 1
-    groups = tl.reshape(given, (SLOTS // 64, 64))
+    groups = tl.reshape(bounded, (SLOTS // 64, 64))
     scale = _to_bf16(tl.div_rn(tl.max(tl.abs(groups), axis=1), tl.full((SLOTS // 64,), top, tl.float32)))
     unit = tl.broadcast_to(_from_bf16(scale)[:, None], (SLOTS // 64, 64))
     ratio = tl.where(unit > 0, tl.div_rn(groups, tl.where(unit > 0, unit, 1.0)), 0.0)
     # Adding and subtracting 1.5 x 2^23 rounds to the nearest integer, ties to even.
     rounded = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -top), top)
-    integer = tl.where(whole, tl.reshape(rounded, (SLOTS,)).to(tl.int32), 0)
-    scale = tl.where(whole, scale, NAN16)
+    integer = tl.where(finite, tl.reshape(rounded, (SLOTS,)).to(tl.int32), 0)
+    scale = tl.where(finite, scale, NAN16)
     if BITS == 8:
         integers = k
         slot = begin + tl.arange(0, SLOTS)
@@ -424,13 +424,13 @@ def weigh(words, counts, flags, begin, size, width, tiles, rows, GROUP: tl.const
 @launched
 def add(
     payload, counts, ends, out, flags, scale, first, rows, k, universe, numel, shards, share, check, value_bytes,
-    begin, size, nbytes, tiles, SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, DEALT: tl.constexpr,
+    begin, size, nbytes, tiles, SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, BY_SHARD: tl.constexpr,
     SHARED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds decoded values, times their ``share`` and perhaps the loss ``scale``, to ``out``. Rows from ``first`` on.
 
     ``ends`` are the running sums of ``counts``, over all rows. Clears ``flags[0]`` if the words of a row do not sum to
-    ``check``, and adds nothing of it; clears ``flags[1]`` if a value is not finite. DEALT: whether row r belongs to
+    ``check``, and adds nothing of it; clears ``flags[1]`` if a value is not finite. BY_SHARD: whether row r belongs to
     shard ``r % shards`` of part ``r // shards`` of ``out``, ``[parts, numel]``; else every row covers all of it.
     SHARED: whether other rows are added at the same time.
     """
@@ -438,8 +438,8 @@ def add(
     row = number.to(tl.int64)
     source = payload + row * nbytes
     last = ends + (row + 1) * tiles - 1
-    whole = tl.load(last) - tl.load(last - tiles, mask=row > 0, other=0) == check
-    tl.store(flags, 0, mask=~whole)
+    intact = tl.load(last) - tl.load(last - tiles, mask=row > 0, other=0) == check
+    tl.store(flags, 0, mask=~intact)
     octet = tile * TILE + tl.arange(0, TILE)
     held = tl.load(source + octet, mask=(octet >= begin) & (octet < begin + size), other=0).to(tl.int32)
     bits = (held[:, None] >> tl.arange(0, 8)[None, :]) & 1
@@ -450,7 +450,7 @@ def add(
     slot = before[:, None] + tl.cumsum(bits, axis=1) - bits
     high = (octet - begin)[:, None] * 8 + tl.arange(0, 8)[None, :] - slot
     position = high << LOW
-    wanted = (bits != 0) & (slot < k) & whole
+    wanted = (bits != 0) & (slot < k) & intact
     if LOW > 0:
         bit = slot.to(tl.int64) * LOW
         low = tl.zeros_like(high)
@@ -481,7 +481,7 @@ def add(
     bad = wanted & ~(tl.abs(value.to(tl.float32)) <= LARGEST)
     tl.store(flags + 1, 0, mask=tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) != 0)
     wanted = wanted & (value != 0)  # padding is 0, and repeats a position
-    if DEALT:
+    if BY_SHARD:
         to = out + (number // shards).to(tl.int64) * numel + _flat(position, number % shards, numel, shards, BLOCK)
     else:
         to = out + position.to(tl.int64)
@@ -492,11 +492,11 @@ def add(
 
 
 @launched
-def deal(bucket, rows, bad, owner, table, part, JOIN: tl.constexpr, TILE: tl.constexpr):
+def copy_parts(bucket, rows, bad, owner, table, part, JOIN: tl.constexpr, TILE: tl.constexpr):
     """Copies a bucket to the rows ``[count, part]`` of a node's ranks, padded with zeros; or, to JOIN them, back.
 
     Every program copies a piece of one parameter's slice; see :meth:`lightning_topk.core.endpoint.Endpoint.pieces`.
-    Sets ``bad`` if a value that it deals is not finite.
+    Sets ``bad`` if a value of the bucket is not finite.
     """
     piece, local = tl.program_id(0), tl.program_id(1).to(tl.int64)
     line = table + tl.load(owner + piece).to(tl.int64) * 5
@@ -509,9 +509,9 @@ def deal(bucket, rows, bad, owner, table, part, JOIN: tl.constexpr, TILE: tl.con
     if JOIN:
         tl.store(source, tl.load(row, mask=inside, other=0.0), mask=inside)
     else:
-        given = tl.load(source, mask=inside, other=0.0)
-        tl.store(row, given, mask=at < slice)
-        found = ~(tl.abs(given.to(tl.float32)) <= LARGEST)
+        read = tl.load(source, mask=inside, other=0.0)
+        tl.store(row, read, mask=at < slice)
+        found = ~(tl.abs(read.to(tl.float32)) <= LARGEST)
         tl.store(bad, 1, mask=tl.max(found.to(tl.int32), axis=0) != 0)
 
 
@@ -583,12 +583,12 @@ def catch_up(
         taken = tl.load(skipped) == 0
         here = tl.where(taken, here, False)
         counted = tl.where(taken, counted, steps)
-    given = sign * found
+    g = sign * found
     if SCALED:
-        given *= tl.load(inverse)
+        g *= tl.load(inverse)
     d = steps.to(tl.float32)
-    given += decay * tl.where(waits != 0, d + 1.0, tl.where(d == 0, 1.0, 0.0)) * x
-    v = momentum * b + weight * given
+    g += decay * tl.where(waits != 0, d + 1.0, tl.where(d == 0, 1.0, 0.0)) * x
+    v = momentum * b + weight * g
     faded = tl.exp2(d * log_momentum)
     shrinks = tl.where(here & (d == 0), 0.0, tl.where(settled == 0, 0.0, settled * x))
     moved = tl.where(here, b + (1.0 - faded) * reach * v, 0.0) + shrinks
@@ -596,5 +596,5 @@ def catch_up(
     tl.store(buffer + at, faded * v, mask=here)
     tl.store(waited + at, tl.where(here, 0, counted).to(tl.uint8), mask=inside)
     if SCALED:
-        given *= tl.load(scale)
-    tl.store(lent + at, tl.where(here, sign * given, 0.0), mask=inside & lends)
+        g *= tl.load(scale)
+    tl.store(lent + at, tl.where(here, sign * g, 0.0), mask=inside & lends)

@@ -10,7 +10,7 @@ Numba needs no C compiler, and caches compiled code on disk. A worker sends a bu
              add_at            e <- e - what arrives
 
 and receives it with ``read_positions``, ``read_values``, ``add_at``. ``catch_up`` adapts momentum.
-:mod:`lightning_topk.core.ops.cpu` calls them. ``deal`` is the layout, ``form`` the format of payloads, ``salt`` seeds
+:mod:`lightning_topk.core.ops.cpu` calls them. ``layout`` is the layout, ``form`` the format of payloads, ``salt`` seeds
 the sample, ``places`` are positions in a shard. Vectors are float32. All loops are in one file, since numba's disk
 cache looks for changes in the file of the called function only, not in the files of its callees.
 """
@@ -34,7 +34,7 @@ BUCKETS = 1 << 12
 """Buckets of a histogram of magnitudes, few enough to stay in a core's cache."""
 
 GROUP = 64
-"""Entries written together: a block of the wire, and whole words of positions of any width."""
+"""Entries written together: a block of the wire, and full words of positions of any width."""
 
 TILE = 2048
 """Entries whose momentum is adapted together: all their arrays stay in a core's cache."""
@@ -116,12 +116,12 @@ def _prefetch(_, array, index):
 
 
 @compiled
-def send(e, x, deal, form, salt, payloads):
+def send(e, x, layout, form, salt, payloads):
     """A worker's or a server's side of a link."""
-    places, values = add_and_select(e, x, deal, form.k, salt)
+    places, values = add_and_select(e, x, layout, form.k, salt)
     k = form.k
     integers = np.zeros(GROUP, np.int8)
-    for shard in range(deal.shards):
+    for shard in range(layout.shards):
         payload, place, value = payloads[shard], places[shard, :k], values[shard, :k]
         for begin in range(0, k, GROUP):
             write_values(value[begin : begin + GROUP], begin, form, integers, payload)
@@ -129,30 +129,30 @@ def send(e, x, deal, form, salt, payloads):
         seal(payload, form)
         for i in range(k):
             value[i] = -value[i]
-    add_at(e, deal, places[:, :k], values[:, :k])
+    add_at(e, layout, places[:, :k], values[:, :k])
 
 
 @compiled
-def add_and_select(e, x, deal, k, salt):
+def add_and_select(e, x, layout, k, salt):
     """The k largest magnitudes of every shard of ``e + x``: places and values, ``[shards, >= k]``. ``x`` may be empty.
 
     A sample gives a threshold that slightly more than k entries of each shard should reach. If some shard has fewer,
     the sum is scanned again, from zero on.
     """
-    room = min(k + k // 4, deal.shard_size) + 2 * BLOCK
-    places, values = np.empty((deal.shards, room), np.int32), np.empty((deal.shards, room), np.float32)
-    counts = np.zeros(deal.shards, np.int64)
-    least = np.empty(deal.shards, np.float32)
-    least[:] = sampled_threshold(e, x, deal, k, salt)
-    scan(e, x, deal, k, least, places, values, counts)
+    capacity = min(k + k // 4, layout.shard_size) + 2 * BLOCK
+    places, values = np.empty((layout.shards, capacity), np.int32), np.empty((layout.shards, capacity), np.float32)
+    counts = np.zeros(layout.shards, np.int64)
+    least = np.empty(layout.shards, np.float32)
+    least[:] = sampled_threshold(e, x, layout, k, salt)
+    scan(e, x, layout, k, least, places, values, counts)
     few = False
     for count in counts:
         few |= count < k
     if few:
         least[:] = LEAST
         counts[:] = 0
-        scan(e, x[:0], deal, k, least, places, values, counts)
-    for shard in range(deal.shards):
+        scan(e, x[:0], layout, k, least, places, values, counts)
+    for shard in range(layout.shards):
         if counts[shard] < k:
             fill(places[shard], values[shard], counts[shard], k)
         elif counts[shard] > k:
@@ -161,13 +161,13 @@ def add_and_select(e, x, deal, k, salt):
 
 
 @compiled
-def sampled_threshold(e, x, deal, k, salt):
+def sampled_threshold(e, x, layout, k, salt):
     """A magnitude above zero that slightly more than k entries of each shard should reach."""
     # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
     # added for each, so that no shard gets fewer than k by chance.
-    needed = deal.shards * (k + 4 * np.sqrt(k) + 4)
-    stride = max(1, min(deal.numel // SAMPLE, np.int64(needed) // 32))
-    sample = np.empty(deal.numel // stride, np.float32)
+    needed = layout.shards * (k + 4 * np.sqrt(k) + 4)
+    stride = max(1, min(layout.numel // SAMPLE, np.int64(needed) // 32))
+    sample = np.empty(layout.numel // stride, np.float32)
     for i in range(len(sample)):  # one random position in each window: a fixed period may see few columns of a matrix
         turn = (np.uint64(i) + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
         at = i * stride + np.int64(turn * np.uint64(stride) >> np.uint64(32))
@@ -192,24 +192,24 @@ def marked(words, w):
 
 
 @compiled
-def scan(e, x, deal, k, least, places, values, counts):
+def scan(e, x, layout, k, least, places, values, counts):
     """Adds ``x`` and clears it, unless it is empty; appends to each shard the entries that reach its ``least``."""
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
-    block, room = min(deal.block, BLOCK), places.shape[1]
+    block, capacity = min(layout.block, BLOCK), places.shape[1]
     shard, turn = 0, 0
-    for begin in range(0, deal.numel, block):
-        length = min(block, deal.numel - begin)
+    for begin in range(0, layout.numel, block):
+        length = min(block, layout.numel - begin)
         for i in range(length, BLOCK):
             marks[i] = 0
         place, value, n, threshold = places[shard], values[shard], counts[shard], key_of(least[shard])
         kept = e[begin : begin + length]
         if len(x):
-            given = x[begin : begin + length]
+            added = x[begin : begin + length]
             for i in range(length):
-                a = min(max(kept[i] + given[i], -LARGEST), LARGEST)  # the sum of two finite numbers may overflow
+                a = min(max(kept[i] + added[i], -LARGEST), LARGEST)  # the sum of two finite numbers may overflow
                 kept[i] = a
-                given[i] = np.float32(0)
+                added[i] = np.float32(0)
                 marks[i] = np.uint8(key_of(a) >= threshold)
         else:
             for i in range(length):
@@ -221,12 +221,12 @@ def scan(e, x, deal, k, least, places, values, counts):
                 place[n], value[n] = turn + i, kept[i]
                 n += 1
                 word &= word - np.uint64(1)
-        if n + block > room:  # more than expected: from now on, an entry must exceed the k-th largest so far
+        if n + block > capacity:  # more than expected: from now on, an entry must exceed the k-th largest so far
             cut = keep_largest(place, value, n, k, least[shard])
             n, least[shard] = k, _float_of(_bits_of(cut) + np.uint32(1))
         counts[shard] = n
         shard += 1
-        if shard == deal.shards:
+        if shard == layout.shards:
             shard = 0
             turn += block
 
@@ -309,13 +309,17 @@ def fill(places, values, n, k):
 
 
 @compiled
-def over_threshold(row, deal, threshold, k):
+def over_threshold(row, layout, threshold, k):
     """Ascending positions of the entries whose magnitude reaches a threshold; the k largest if more than k do."""
-    room = min(k + k // 4, deal.shard_size) + 2 * BLOCK
-    places, values, counts = np.empty((1, room), np.int32), np.empty((1, room), np.float32), np.zeros(1, np.int64)
+    capacity = min(k + k // 4, layout.shard_size) + 2 * BLOCK
+    places, values, counts = (
+        np.empty((1, capacity), np.int32),
+        np.empty((1, capacity), np.float32),
+        np.zeros(1, np.int64),
+    )
     least = np.empty(1, np.float32)
     least[0] = threshold
-    scan(row, row[:0], deal, k, least, places, values, counts)
+    scan(row, row[:0], layout, k, least, places, values, counts)
     if counts[0] > k:
         keep_largest(places[0], values[0], counts[0], k, np.float32(0))
     return places[0, : min(k, counts[0])]
@@ -345,10 +349,10 @@ def write_values(values, begin, form, integers, payload):
     """Writes the group of values that starts at entry ``begin``, and replaces it by the decoded values."""
     n, largest = len(values), np.float32(form.largest)
     if form.bits == 32:
-        whole = payload[4 * begin : 4 * (begin + n)].view(np.float32)
+        floats = payload[4 * begin : 4 * (begin + n)].view(np.float32)
         for i in range(n):
             values[i] = min(max(values[i], -largest), largest)
-            whole[i] = values[i]
+            floats[i] = values[i]
     elif form.bits == 16:
         halves = payload[2 * begin : 2 * (begin + n)].view(np.uint16)
         for i in range(n):
@@ -395,9 +399,9 @@ def read_values(payload, form, values):
         group = values[begin : begin + GROUP]
         n = len(group)
         if form.bits == 32:
-            whole = payload[4 * begin : 4 * (begin + n)].view(np.float32)
+            floats = payload[4 * begin : 4 * (begin + n)].view(np.float32)
             for i in range(n):
-                group[i] = whole[i]
+                group[i] = floats[i]
         elif form.bits == 16:
             halves = payload[2 * begin : 2 * (begin + n)].view(np.uint16)
             for i in range(n):
@@ -422,7 +426,7 @@ def read_values(payload, form, values):
 
 @compiled
 def write_positions(places, low, code):
-    """Writes ascending positions in the Elias-Fano code, a group's low parts as ``low`` whole words."""
+    """Writes ascending positions in the Elias-Fano code, a group's low parts as ``low`` full words."""
     k, mask = len(places), (np.int64(1) << low) - 1
     low_bytes = (k * low + 7) // 8
     highs = np.zeros((len(code) - low_bytes) // 8 + 2, np.uint64)
@@ -489,31 +493,31 @@ def seal(payload, form):
 
 
 @compiled
-def add_at(out, deal, places, values):
+def add_at(out, layout, places, values):
     """Adds values ``[shards, k]`` at ascending places in each shard; the padding, of value 0, to the last element.
 
     Shards take turns, so that pages are written in order; a group is written while the cache lines of the next one are
     prefetched.
     """
-    block, skip, k = deal.block, deal.block * (deal.shards - 1), places.shape[1]
-    flats = np.empty((2, deal.shards, GROUP), np.int64)
-    edges, aheads = np.empty(deal.shards, np.int64), np.empty(deal.shards, np.int64)
-    for shard in range(deal.shards):
+    block, skip, k = layout.block, layout.block * (layout.shards - 1), places.shape[1]
+    flats = np.empty((2, layout.shards, GROUP), np.int64)
+    edges, aheads = np.empty(layout.shards, np.int64), np.empty(layout.shards, np.int64)
+    for shard in range(layout.shards):
         edges[shard], aheads[shard] = block, shard * block
     for begin in range(0, k + GROUP, GROUP):
         turn = begin // GROUP % 2
-        for shard in range(deal.shards):
+        for shard in range(layout.shards):
             place, flat, edge, ahead = places[shard], flats[turn, shard], edges[shard], aheads[shard]
             for i in range(min(GROUP, k - begin)):
                 at = np.int64(place[begin + i])
                 while at >= edge:  # in a later block
                     edge += block
                     ahead += skip
-                flat[i] = min(at + ahead, deal.numel - 1)
+                flat[i] = min(at + ahead, layout.numel - 1)
                 _prefetch(out, flat[i])
             edges[shard], aheads[shard] = edge, ahead
         if begin:
-            for shard in range(deal.shards):
+            for shard in range(layout.shards):
                 group, flat = values[shard, begin - GROUP : min(begin, k)], flats[1 - turn, shard]
                 for i in range(len(group)):
                     out[flat[i]] += group[i]
@@ -578,17 +582,17 @@ def catch_up(table, rules, scale, taken):
                 while word:
                     i = 64 * w + np.int64(trailing_zeros(word))
                     d = np.int64(waited_[i])
-                    given = sign * g_[i] / scale
+                    gradient = sign * g_[i] / scale
                     if decay != 0 and (waits or d == 0):
-                        given += decay * (d + 1) * x_[i]
-                    v = momentum * b_[i] + weight * given
+                        gradient += decay * (d + 1) * x_[i]
+                    v = momentum * b_[i] + weight * gradient
                     moved = b_[i] + reach[d] * v
                     if settled != 0 and d > 0:
                         moved += settled * x_[i]
                     out_[i] = moved
                     b_[i] = faded[d] * v
                     if lends:
-                        lent_[i] = sign * given * scale
+                        lent_[i] = sign * gradient * scale
                     waited_[i] = 255
                     word &= word - np.uint64(1)
             for i in range(size):  # counts the step: 254 stays, and 255 becomes 0

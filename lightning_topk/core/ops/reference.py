@@ -14,30 +14,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_topk.core.layout import DAMAGED, Layout, NodeShards
+from lightning_topk.core.layout import DAMAGED, DamagedError, Layout, NodeShards
 
 
 def shard_rows(x: Tensor, layout: Layout) -> Tensor:
-    """Deals a bucket to its shards.
+    """Splits a bucket ``[numel]`` of any dtype into its shards: ``[shards, shard_size]``, padded with zeros.
 
-    Args:
-        x: ``[numel]``, any dtype.
-        layout: The bucket's layout.
-
-    Returns:
-        ``[shards, shard_size]``, where row s is shard s, padded with zeros. A view of ``x`` if there is
-        one shard.
+    A view of ``x`` if there is one shard.
     """
     if layout.shards == 1:
         return x.view(1, -1)
     length = layout.shards * layout.block
     rows = x.new_empty(layout.shards, layout.rounds, layout.block)
-    whole = layout.numel // length  # rounds without padding
-    head, tail = x.split([whole * length, layout.numel % length])
-    rows[:, :whole] = head.view(whole, layout.shards, layout.block).transpose(0, 1)
+    full = layout.numel // length  # rounds without padding
+    head, tail = x.split([full * length, layout.numel % length])
+    rows[:, :full] = head.view(full, layout.shards, layout.block).transpose(0, 1)
     if len(tail):
         padded = torch.nn.functional.pad(tail, (0, length - len(tail)))
-        rows[:, whole] = padded.view(layout.shards, layout.block)
+        rows[:, full] = padded.view(layout.shards, layout.block)
     return rows.view(layout.shards, -1)[:, : layout.shard_size].contiguous()
 
 
@@ -65,14 +59,9 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
 
 
 def split_parts(x: Tensor, parts: NodeShards) -> Tensor:
-    """Deals a bucket to the ranks of a node.
+    """Splits a bucket ``[numel]`` of any dtype among the ranks of a node: ``[count, parts.numel]``, padded with zeros.
 
-    Args:
-        x: ``[numel]``, any dtype.
-        parts: How the bucket is dealt.
-
-    Returns:
-        ``[count, parts.numel]``, row l for local rank l, padded with zeros. A view of ``x`` if ``count`` is 1.
+    Row l is for local rank l. A view of ``x`` if ``count`` is 1.
     """
     if parts.count == 1:
         return x.view(1, -1)
@@ -86,13 +75,7 @@ def split_parts(x: Tensor, parts: NodeShards) -> Tensor:
 
 
 def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
-    """Inverse of :func:`split_parts`.
-
-    Args:
-        rows: ``[count, parts.numel]``.
-        parts: How the bucket was dealt.
-        out: ``[numel]``, of the same dtype; overwritten. ``rows`` may be a view of it.
-    """
+    """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``, of which ``rows`` may be a view."""
     if parts.count == 1:
         if rows.data_ptr() != out.data_ptr():
             out.copy_(rows[0])
@@ -133,48 +116,27 @@ def clamp_(x: Tensor) -> Tensor:
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
-    """Returns the positions of the k entries of largest magnitude in each row; of equal ones, the first.
+    """Ascending positions ``[R, k]`` int64 of the k largest magnitudes of each row ``[R, S]``, finite.
 
-    Ties are common: a server's mean of values rounded to bf16 has many.
-
-    Args:
-        rows: ``[R, S]``, a floating dtype, finite.
-        k: Number of entries to select from each row, in [1, S].
-
-    Returns:
-        ``[R, k]`` int64, ascending in each row.
+    Of equal ones, the first. Ties are common: a server's mean of values rounded to bf16 has many.
     """
     magnitude = rows.abs()
     threshold = magnitude.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     above, ties = magnitude > threshold, magnitude == threshold
-    room = k - above.sum(dim=1, keepdim=True)
-    chosen = above | (ties & (ties.cumsum(dim=1, dtype=torch.int32) <= room))
+    allowed = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (ties & (ties.cumsum(dim=1, dtype=torch.int32) <= allowed))
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
-    """Counts the entries of each row whose magnitude reaches a threshold.
-
-    Args:
-        rows: ``[R, S]``, a floating dtype, finite.
-        threshold: ``[R, 1]``, at least 0.
-
-    Returns:
-        ``[R, 1]`` int64.
-    """
+    """Counts the entries of each row ``[R, S]`` whose magnitude reaches ``threshold`` ``[R, 1]``: ``[R, 1]`` int64."""
     return (rows.abs() >= threshold).sum(dim=1, keepdim=True)
 
 
 def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Returns the positions of the entries whose magnitude reaches a threshold; the k largest if more than k do.
+    """Ascending positions ``[R, k]`` int64 of the entries of ``[R, S]`` whose magnitude reaches a threshold ``[R, 1]``.
 
-    Args:
-        rows: ``[R, S]``, a floating dtype, finite.
-        threshold: ``[R, 1]``, at least 0.
-        k: Maximum number of entries to select from each row, in [1, S].
-
-    Returns:
-        ``[R, k]`` int64, ascending in each row; rows with fewer than k such entries end in -1.
+    The k largest if more than k do. Rows with fewer than k such entries end in -1.
     """
     index = topk_index(rows, k)
     passed = rows.gather(1, index).abs() >= threshold
@@ -187,26 +149,18 @@ def check(payloads: Tensor, expected: int) -> None:
     """Rejects payloads ``[R, P]`` uint8 whose words do not have the ``expected`` sum.
 
     Raises:
-        ValueError: A payload is damaged, or has another tag or k. On a GPU, a device-side assertion fails
-            instead, which needs no host synchronisation.
+        DamagedError: A payload is damaged, or has another tag or k; names its row. On a GPU, a device-side assertion
+            fails instead, which needs no host synchronisation.
     """
-    whole = payloads.view(torch.int32).sum(dim=1, dtype=torch.int32) == expected
+    intact = payloads.view(torch.int32).sum(dim=1, dtype=torch.int32) == expected
     if payloads.device.type != "cpu":
-        torch._assert_async(whole.all(), f"lightning_topk: a payload {DAMAGED}")
-    elif not whole.all():
-        rows = (~whole).nonzero().flatten().tolist()
-        raise ValueError(f"the payload from rank {', '.join(map(str, rows))} {DAMAGED}.")
+        torch._assert_async(intact.all(), f"lightning_topk: a payload {DAMAGED}")
+    elif not intact.all():
+        raise DamagedError((~intact).nonzero().flatten().tolist())
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Packs booleans eight to a byte, the first in the lowest bit.
-
-    Args:
-        bits: ``[R, n]`` bool or uint8 of 0 and 1.
-
-    Returns:
-        ``[R, ceil(n / 8)]`` uint8.
-    """
+    """Packs bits ``[R, n]``, bool or uint8, eight to a byte, the first lowest: ``[R, ceil(n / 8)]`` uint8."""
     padding = -bits.shape[1] % 8
     octets = torch.nn.functional.pad(bits.to(torch.uint8), (0, padding)).view(bits.shape[0], -1, 8)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
@@ -214,15 +168,7 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, n: int) -> Tensor:
-    """Inverse of :func:`pack_bits`.
-
-    Args:
-        packed: ``[R, ceil(n / 8)]`` uint8.
-        n: Number of bits in each row.
-
-    Returns:
-        ``[R, n]`` uint8 of 0 and 1.
-    """
+    """Inverse of :func:`pack_bits`: ``[R, n]`` uint8 of 0 and 1."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) >> shifts) & 1
     return bits.reshape(packed.shape[0], packed.shape[1] * 8)[:, :n]
@@ -237,11 +183,11 @@ def elias_fano_low_width(universe: int, k: int) -> int:
 
 def elias_fano_bytes(universe: int, k: int, low: int) -> int:
     """Size in bytes of k positions below ``universe`` with ``low`` low bits: the low parts and the high bitmap."""
-    return -(-k * low // 8) + -(-elias_fano_high_bits(universe, k, low) // 8)
+    return -(-k * low // 8) + -(-_high_bits(universe, k, low) // 8)
 
 
-def elias_fano_high_bits(universe: int, k: int, low: int) -> int:
-    """Size in bits of the high bitmap of k positions below ``universe``."""
+def _high_bits(universe: int, k: int, low: int) -> int:
+    """Size in bits of the high bitmap."""
     return k + ((universe - 1) >> low)
 
 
@@ -257,33 +203,23 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
         low: Width of the low part in bits.
 
     Returns:
-        ``[R, elias_fano_bytes(universe, K, low)]`` uint8.
+        ``[R, P]`` uint8, P as :func:`elias_fano_bytes`.
     """
     rows, k = index.shape
     place = torch.arange(low, device=index.device)
     lows = ((index.unsqueeze(-1) >> place) & 1).to(torch.uint8).view(rows, k * low)
-    highs = torch.zeros(rows, elias_fano_high_bits(universe, k, low), dtype=torch.uint8, device=index.device)
+    highs = torch.zeros(rows, _high_bits(universe, k, low), dtype=torch.uint8, device=index.device)
     highs.scatter_(1, (index >> low) + torch.arange(k, device=index.device), 1)
     return torch.cat([pack_bits(lows), pack_bits(highs)], dim=1)
 
 
 def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
-    """Inverse of :func:`elias_fano_encode`.
-
-    Args:
-        code: ``[R, elias_fano_bytes(universe, k, low)]`` uint8.
-        universe: Number of possible positions.
-        k: Number of positions in each row.
-        low: Width of the low part in bits.
-
-    Returns:
-        ``[R, k]`` int64, ascending in each row.
-    """
+    """Inverse of :func:`elias_fano_encode`: ``[R, k]`` int64."""
     rows, low_bytes = code.shape[0], -(-k * low // 8)
     place = torch.arange(low, device=code.device)
     lows = unpack_bits(code[:, :low_bytes], k * low).view(rows, k, low)
     lows = (lows.long() << place).sum(dim=-1)
-    highs = unpack_bits(code[:, low_bytes:], elias_fano_high_bits(universe, k, low))
+    highs = unpack_bits(code[:, low_bytes:], _high_bits(universe, k, low))
     # The i-th set bit is at position h_i + i. Every set bit writes its position to the slot of its rank among the set
     # bits; clear bits write to a spare slot k, so no shape depends on the data.
     rank = highs.cumsum(dim=1, dtype=torch.int64) - 1
@@ -360,8 +296,8 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     if _given(rule.decay):
         g = g + rule.decay * ((d + 1) * x if rule.waits else torch.where(first, x, 0.0))
     if lent is not None:
-        given = rule.sign * g
-        lent.copy_(torch.where(delivered, given if scale is None else given * scale, 0.0))
+        decayed = rule.sign * g
+        lent.copy_(torch.where(delivered, decayed if scale is None else decayed * scale, 0.0))
     v = rule.momentum * b + rule.weight * g
     faded = rule.momentum**d
     moved = torch.where(delivered, b + (1 - faded) / (1 - rule.momentum) * v, 0.0)
