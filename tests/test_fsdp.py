@@ -7,6 +7,7 @@ from contextlib import closing
 from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import laws
@@ -69,14 +70,26 @@ class Watched:
     def __init__(self, state: Any) -> None:
         self.given: dict = {}
         self.delivered: dict = {}
-        self._state, self._begin = state, state._runner.begin
-        state._runner.begin = self._watch
+        self._state, lane_of = state, state.lane
 
-    def _watch(self, g: Tensor, job: Any) -> Any:
-        mean = g.double().clone()
-        dist.all_reduce(mean, group=self._state.groups.all)
-        path, codecs = self._begin(g, job)
-        return self._watched(path, g, job, mean), codecs
+        def lane(device: torch.device) -> Any:
+            found = lane_of(device)
+            return SimpleNamespace(
+                groups=found.groups, mark=found.mark, submit=lambda job: found.submit(self._watch(job))
+            )
+
+        state.lane = lane
+
+    def _watch(self, job: Any) -> Any:
+        begin = job.begin
+
+        def begin_watched() -> Any:
+            mean = job.gradient.double().clone()
+            dist.all_reduce(mean, group=self._state.groups.all)
+            return self._watched(begin(), job.gradient, job, mean)
+
+        job.begin = begin_watched
+        return job
 
     def _watched(self, path: Any, g: Tensor, job: Any, mean: Tensor) -> Any:
         outcome, sizes = (yield from path), [member.numel() for member in job.bucket]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topk.config import TopKConfig, value_or_error, varies
+from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.requests import Among
 
@@ -35,6 +35,7 @@ class Groups:
         peers: Ranks with the same local rank on every node; None without a hierarchy.
         local: Ranks per node.
         some: Whether these are only some of all ranks.
+        timeout: Timeout of their collectives.
         second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
     """
 
@@ -43,6 +44,7 @@ class Groups:
     peers: dist.ProcessGroup | None = None
     local: int = 1
     some: bool = False
+    timeout: timedelta | None = None
     second_groups: Groups | None = None
 
     @classmethod
@@ -70,7 +72,7 @@ class Groups:
         if left:
             return replace(left, local=local)
         ranks, mine = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent)
-        made = cls(_own_group([ranks], 0, parent, timeout), local=local, some=parent is not None)
+        made = cls(_own_group([ranks], 0, parent, timeout), local=local, some=parent is not None, timeout=timeout)
         if hierarchy:
             nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
             node = _own_group(nodes, mine // local, parent, timeout)
@@ -248,9 +250,6 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
 
 # ------------------------------------------------------------------------------------------------ agreement
 
-AHEAD = 1000
-"""Number of steps for which ranks compare functions of the step at once."""
-
 
 def connect(
     config: TopKConfig,
@@ -314,24 +313,6 @@ def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> tu
             "local_world_size=, or topology='sharded'."
         )
     return 1, words
-
-
-def compare_functions(config: TopKConfig, step: int, group: dist.ProcessGroup) -> range:
-    """Compares functions of the step and schedules across ranks; payloads of different sizes would hang the run.
-
-    A collective, if there are any.
-    """
-    steps, given = range(step, step + AHEAD), {"ratio": config.ratio, "server_ratio": config.server_ratio}
-    mine = {name: [value_or_error(ratio, s) for s in steps] for name, ratio in given.items() if varies(ratio)}
-    for rank, row in enumerate(everyones := gathered(mine, group) if mine else []):
-        for name, values in row.items():
-            for at, first, other in zip(steps, everyones[0][name], values, strict=True):
-                if first != other:
-                    raise ValueError(
-                        f"the ranks differ: {name} at step {at} is {first} on rank 0 and {other} on rank {rank}. Pass "
-                        "a function of the step alone, or a schedule, the same on every rank."
-                    )
-    return steps
 
 
 def compare_optimizers(

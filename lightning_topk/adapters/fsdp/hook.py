@@ -43,7 +43,6 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
-from lightning_topk.volume import Volume
 
 # ------------------------------------------------------------------------------------------------ the state
 
@@ -119,7 +118,6 @@ class ShardState(HookState):
             with torch.cuda.stream(group.stream):
                 self._ready = self.lane(g.device).mark()
         self.exchange(bucket, g, f"the gradient of {group}", exposed=not g.is_cuda).wait()
-        self.telemetry.count(Volume(intra_node=group.node_bytes(g)))
 
     def _refresh_trained(self) -> None:
         """Recomputes the density if parameters were frozen or unfrozen."""
@@ -186,7 +184,7 @@ class ShardState(HookState):
         if self.telemetry.timing and lane is not None and lane.stream is not None:
             # Backward did not hide the work that is still on the hook's stream now.
             with torch.cuda.stream(lane.stream):
-                self._runner.note_time(lane, lane.mark(), self._ready)
+                lane.note_time(lane.mark(), self._ready)
         self.end_pass(buckets)
 
     @override
@@ -206,7 +204,7 @@ class ShardState(HookState):
             On every rank, the entry that :mod:`lightning_topk.adapters.fsdp.checkpoint` describes.
         """
         return sharded_checkpoint.collect(
-            self.residuals, self.steps, self._param_groups, self._given, self._device(), self._replicas
+            self.residuals, self.steps, self._param_groups, self._requested, self._device(), self._replicas
         )
 
     def full_state_dict(self) -> dict[str, Any]:
