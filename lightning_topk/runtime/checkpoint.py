@@ -214,9 +214,6 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         return f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)"
-    for count, least in (("steps", 0), ("world_size", 1)):
-        if type(entry[count]) is not int or entry[count] < least:
-            return f"{count}={reprlib.repr(entry[count])} must be an integer of at least {least}"
     settings = entry.get("settings", {})
     if not isinstance(settings, Mapping) or not all(map(_is_plain, settings.values())):
         return f"its settings are {reprlib.repr(settings)} instead of numbers and strings by name"
@@ -231,6 +228,6 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
 def _problem_of(part: Any, shape: tuple[int, ...]) -> str | None:
     if not isinstance(part, Tensor) or part.shape != shape:
         return f"is {tuple(part.shape) if isinstance(part, Tensor) else f'a {type(part).__name__}'} instead of {shape}"
-    if not part.is_floating_point() or part.layout != torch.strided or part.is_meta:
-        return f"is of {part.dtype} and {part.layout} on {part.device} instead of floating-point numbers"
+    if not part.is_floating_point() or part.layout != torch.strided:
+        return f"is of {part.dtype} and {part.layout} instead of floating-point numbers"
     return None if part.isfinite().all() else "has a NaN or an infinity"

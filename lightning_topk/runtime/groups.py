@@ -184,11 +184,6 @@ def on_gpus(group: dist.ProcessGroup | None) -> bool:
     return group is not None and not _only_gloo(group)
 
 
-def launches_in_order() -> bool:
-    """Whether NCCL starts kernels of several communicators in the host's order (NCCL 2.26 and later)."""
-    return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
-
-
 @contextmanager
 def _unbound() -> Iterator[torch.device | None]:
     """Lets some of the ranks create a group without the others; yields the device that the default group is bound to.
@@ -260,16 +255,16 @@ def connect(
     """Creates this rank's groups and agrees with the other ranks on settings and nodes. A collective.
 
     Args:
-        config: The settings that the user gave.
+        config: The user's settings.
         process_group: Group with the ranks and the backend. Default: all ranks.
         timeout: Timeout of collectives. Default: the timeout of ``process_group``.
-        local_world_size: Ranks per node, if given by the user.
+        local_world_size: Ranks per node, if the user passed it.
 
     Returns:
         The groups, the settings resolved for these ranks, and a message for the user, which may be empty.
 
     Raises:
-        ValueError: The ranks have different settings, or cannot be divided into whole nodes.
+        ValueError: The ranks have different settings, or their nodes have different numbers of ranks.
     """
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
     gpus = on_gpus(process_group)
@@ -333,8 +328,8 @@ def compare_optimizers(
     remedy, listed = "Pass the same optimizer= on every rank.", optimizers or ()
     kinds = "a function" if optimizers is None else [type(each).__name__ for each in listed] or "missing"
     check_agreement({"optimizer=": kinds}, remedy, group)
-    given = [(p, type(each).__name__) for each in listed for part in each.param_groups for p in part["params"]]
-    mine = {names[p]: kind for p, kind in given if p in names}
+    stepped = [(p, type(each).__name__) for each in listed for part in each.param_groups for p in part["params"]]
+    mine = {names[p]: kind for p, kind in stepped if p in names}
     rows = gathered([*mine], group)
     every: set[str] = set().union(*rows)
     if sum(map(len, rows)) > len(every):

@@ -131,10 +131,10 @@ class ShardState(HookState):
         if trained == self._trained:
             return
         self._trained = trained
-        whole = self._copied_inside()
+        copied = self._copied_inside()
         if not trained.isdisjoint(self.buckets.compressed):
             try:
-                self.buckets.learn_names(self.names, whole)
+                self.buckets.learn_names(self.names, copied)
             except ValueError as error:  # the settings fit the parameters that were trained at first
                 self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
@@ -248,11 +248,6 @@ def attach(
     """
     check_shardable(config)
     replicas = replicas_of(process_group)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(
-            "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
-            "them before attach."
-        )
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
     earlier = arguments.get("earlier")

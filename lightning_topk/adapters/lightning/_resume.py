@@ -1,4 +1,4 @@
-"""When residuals can be saved, and which ones a run resumes with; shared by all strategies."""
+"""What the Trainer's strategies share: arguments of ``attach``, and which residuals are saved and resumed with."""
 
 from __future__ import annotations
 
@@ -13,6 +13,24 @@ from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
 from lightning_topk.runtime.state import HookState
 
 State = TypeVar("State", bound=HookState)
+
+
+def arguments_of(strategy: Any) -> dict[str, Any]:
+    """The arguments of ``attach`` that come from the Trainer."""
+    return {
+        "epoch": lambda: strategy.lightning_module.trainer.current_epoch if strategy.lightning_module else 0,
+        "optimizer": lambda: strategy.optimizers,
+        "scaler": getattr(strategy.precision_plugin, "scaler", None),
+        "note": rank_zero_info,
+    }
+
+
+def release(strategy: Any) -> None:
+    """Closes the state in use; its residuals stay, on the CPU."""
+    state, strategy.topk_state = strategy.topk_state, None
+    if state is not None:
+        state.close()
+        state.residuals.offload_to_cpu()
 
 
 def entry_to_save(
@@ -41,7 +59,7 @@ def entry_to_resume(checkpoint: Mapping[str, Any], residual_checkpoint: bool) ->
         resumable = "lr_schedulers" in checkpoint  # sharded checkpoints keep optimizer states elsewhere
         entry = absent("it was saved by another strategy" if resumable else "it is weights-only")
     if isinstance(entry, dict) and entry.get("mode") == "none":
-        said = f"the checkpoint has no residuals ({entry.get('reason', 'no reason given')})"
+        said = f"the checkpoint has no residuals ({entry.get('reason', 'for no stated reason')})"
     elif not residual_checkpoint:
         said = "residuals in the checkpoint are ignored (residual_checkpoint=False)"
     else:

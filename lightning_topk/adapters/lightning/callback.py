@@ -86,7 +86,8 @@ class CompressionMonitor(Callback):
     key                            meaning
     ============================== ==========================================================================
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
-    ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
+    ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other (without
+                                   FSDP's own)
     ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
     ``topk/total_uplink_bytes``    sum of uplink bytes since fit began; likewise for each kind of bytes
     ``topk/mbit_per_second``       uplink + downlink over the time since the last step

@@ -39,7 +39,7 @@ class ExchangeVolume(Metric):
             uplink: Bytes that this rank's worker sent to other ranks.
             downlink: Bytes that this rank's server sent to other ranks.
             dense: Bytes that a ring all-reduce of the same gradients sends from one rank.
-            intra_node: Bytes that the ranks of this node sent to each other.
+            intra_node: Bytes that the ranks of this node sent to each other, without FSDP's own.
             inter_node: Bytes that the ranks of this node sent to other nodes.
             **others: Other fields of a :class:`lightning_topk.volume.Volume`; ignored.
         """
