@@ -18,6 +18,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import compare_optimizers
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, parameters_of, unwrapped
+from lightning_topk.runtime.telemetry import Telemetry
 from lightning_topk.runtime.watch import Watch
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
@@ -50,7 +51,7 @@ class Optimizers:
         config: The settings in force.
         buckets: The parameters' names, and the plans of their buckets.
         parameters_of: The parameters of members of buckets, as optimizers hold them.
-        nonfinite: See :class:`.Watch`.
+        telemetry: See :class:`.Watch`.
         say: Shows messages.
     """
 
@@ -61,13 +62,13 @@ class Optimizers:
         config: TopKConfig,
         buckets: Buckets,
         parameters_of: Callable[[Collection[Tensor]], Collection[Tensor]],
-        nonfinite: Callable[[], int],
+        telemetry: Telemetry,
         say: WarnOnce,
     ) -> None:
         self._getter, self._config, self._buckets, self._parameters_of = now, config, buckets, parameters_of
         self._say = say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.watch = Watch(config, say, self._delivers, nonfinite, now is not None, self._scaler is not None)
+        self.watch = Watch(config, say, self._delivers, telemetry, now is not None, self._scaler is not None)
         self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
         self._count = 0  # parameters that they update
         self._elsewhere: set[str] = set()  # parameters in other ranks' optimizers only

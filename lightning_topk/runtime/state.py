@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,9 +88,8 @@ class HookState:
         """Whether the ranks exchange in every step which parameters they used."""
         self.telemetry = telemetry = Telemetry(self.buckets, self.shards_per_node)
         """Bytes, times and errors of the exchanges."""
-        nonfinite = partial(getattr, telemetry, "nonfinite_steps")
         self.optimizers = Optimizers(
-            optimizers, scaler, self.config, self.buckets, self.parameters_of, nonfinite, self._say
+            optimizers, scaler, self.config, self.buckets, self.parameters_of, telemetry, self._say
         )
         """The user's optimizers."""
         self._lane: Lane | None = None

@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import local_part, parameters_of
+from lightning_topk.runtime.telemetry import Telemetry
 
 SETTLED = 5
 """The step whose gradient is checked: buckets are final, and there is momentum."""
@@ -46,7 +47,7 @@ class Watch:
         say: Shows warnings.
         delivers: Returns the parameters of a parameter's bucket, and how many of their entries the last backward pass
             delivered at most.
-        nonfinite: Returns how many backward passes so far delivered a NaN or an infinity; waits for the device.
+        telemetry: Counts backward passes that delivered a NaN or an infinity.
         passed: Whether the user passed optimizers, or a function that returns them.
         scaled: Whether the user passed a GradScaler.
     """
@@ -56,11 +57,17 @@ class Watch:
         config: TopKConfig,
         say: WarnOnce,
         delivers: Callable[[Tensor], tuple[Collection[Tensor], float]],
-        nonfinite: Callable[[], int],
+        telemetry: Telemetry,
         passed: bool,
         scaled: bool,
     ) -> None:
-        self._config, self._say, self._delivers, self.nonfinite, self._scaled = config, say, delivers, nonfinite, scaled
+        self._config, self._say, self._delivers, self._telemetry, self._scaled = (
+            config,
+            say,
+            delivers,
+            telemetry,
+            scaled,
+        )
         self.adapted: Collection[Tensor] = ()
         """Parameters whose momentum is adapted."""
         self.compressed: Collection[Tensor] = ()
@@ -201,7 +208,7 @@ class Watch:
 
         Not of one that was not finite, whose step was skipped, by a GradScaler or by hand. Waits for the device.
         """
-        if self.nonfinite():
+        if self._telemetry.nonfinite_steps:
             return False
         self._say(
             "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "

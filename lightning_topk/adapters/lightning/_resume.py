@@ -59,7 +59,7 @@ def entry_to_resume(checkpoint: Mapping[str, Any], residual_checkpoint: bool) ->
         resumable = "lr_schedulers" in checkpoint  # sharded checkpoints keep optimizer states elsewhere
         entry = absent("it was saved by another strategy" if resumable else "it is weights-only")
     if isinstance(entry, dict) and entry.get("mode") == "none":
-        said = f"the checkpoint has no residuals ({entry.get('reason', 'for no stated reason')})"
+        said = f"the checkpoint has no residuals ({entry.get('reason', 'no reason given')})"
     elif not residual_checkpoint:
         said = "residuals in the checkpoint are ignored (residual_checkpoint=False)"
     else:
