@@ -131,8 +131,7 @@ class Alone:
 
     def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
         self.config, self.residuals, self._say = config.dense, Residuals(), WarnOnce(announce, 0)
-        for message in startup_warnings(config, self.config, 1, has_optimizers=True):
-            self._say(message)
+        self._say(*startup_warnings(config, self.config, 1, has_optimizers=True))
 
     def report(self) -> Report:
         """Returns an empty report."""

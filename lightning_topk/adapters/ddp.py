@@ -64,8 +64,7 @@ class TopKState(HookState):
         Raises:
             RuntimeError: The state was closed.
             TypeError: The bucket is not a GradBucket, or it is on an unsupported device.
-            ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
-                the step.
+            ValueError: An optimizer and the exchange would both apply momentum.
         """
         if not isinstance(bucket, GradBucket):
             raise TypeError(
@@ -86,6 +85,11 @@ class TopKState(HookState):
         if last:
             self.end_pass(self._buckets)
         return future
+
+    def continue_from(self, other: "TopKState") -> None:
+        """Continues the counts, measurements and messages of another state of the same run."""
+        self.telemetry.continue_from(other.telemetry)
+        self._say.said = other._say.said
 
     @override
     def close(self) -> None:

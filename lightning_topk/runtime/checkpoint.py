@@ -130,8 +130,11 @@ def without_parameters(steps: int, config: TopKConfig, world: int) -> dict[str, 
     return {**EMPTY, "world_size": world, "steps": steps, "settings": settings_of(config)}
 
 
-def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
-    """Describes the settings that differ from those of an entry; empty if none do, or if the entry has none."""
+def changes(entry: Mapping[str, Any], config: TopKConfig, keeps: bool) -> str:
+    """Message that settings differ from those of an entry; empty if none do, or if the entry has none.
+
+    ``keeps`` says whether this run keeps residuals.
+    """
     before, now = entry.get("settings", {}), settings_of(config)
     differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
     if "topology" in differ and now["topology"] is None:  # the default depends on the ranks
@@ -141,7 +144,8 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
         new, old = (next(name for name in ("ratio", "saving") if each[name] is not None) for each in (now, before))
         del words["ratio"], words["saving"]
         words = {new: f"{new}={now[new]!r} (checkpoint: {old}={before[old]!r})", **words}
-    return ", ".join(words.values())
+    changed = ", ".join(words.values())
+    return changed and f"lightning_topk: resuming with {changed}." + " Stored residuals are kept." * keeps
 
 
 def settings_of(config: TopKConfig) -> dict[str, Any]:

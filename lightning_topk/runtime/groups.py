@@ -101,7 +101,7 @@ class Groups:
         assert group is not None, who
         return group
 
-    def destroy(self, failed: bool = False) -> None:
+    def destroy(self, idle: bool = True, failed: bool = False) -> None:
         """Destroys the groups, but leaves groups of only some ranks to the next state of the same ranks.
 
         If those were destroyed, torch 2.9 would reuse their names, under which the store has the old addresses.
@@ -110,9 +110,12 @@ class Groups:
         and the caller continues after ``PATIENCE`` seconds, with the error that ended the run.
 
         Args:
+            idle: Whether no collective is in progress. If one is, the groups are left open.
             failed: Whether a collective may have failed, so that the groups cannot be reused.
         """
-        if self.all not in dist.distributed_c10d._world.pg_map:
+        if not idle:
+            _LEFT_OPEN.append(self)
+        if not idle or not dist.is_initialized() or self.all not in dist.distributed_c10d._world.pg_map:
             return  # the caller destroyed all groups
         if self.some:
             if not failed:
@@ -133,6 +136,9 @@ class Groups:
                     dist.destroy_process_group(group)
 
 
+_LEFT_OPEN: list[Groups] = []
+"""Groups with an unfinished collective after an error: ``dist.destroy_process_group()`` would wait for it if nothing
+referred to them (torch 2.14)."""
 _LEFT: list[Groups] = []
 """Unused groups of some of the ranks."""
 
@@ -266,6 +272,7 @@ def connect(
     Raises:
         ValueError: The ranks have different settings, or their nodes have different numbers of ranks.
     """
+    timeout = timeout or timeout_of(process_group)
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
     gpus = on_gpus(process_group)
     if config.adapts_momentum and (torch.cuda.is_available() or not gpus):

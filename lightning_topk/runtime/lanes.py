@@ -78,9 +78,14 @@ class Lane(ABC):
             lambda: (self.seconds(begun, ended), max(0.0, self.seconds(ready, ended)) if exposed else 0.0)
         )
 
-    @abstractmethod
     def close(self) -> bool:
         """Ends the lane; returns whether all jobs ended within ``PATIENCE`` seconds, with no collective in progress."""
+        self.groups = iter(())  # reports refer to the lane, and the threads of a group run while it is referenced
+        return self._ends()
+
+    @abstractmethod
+    def _ends(self) -> bool:
+        """See :meth:`close`."""
 
 
 IDLE = 0.5
@@ -153,7 +158,7 @@ class ThreadLane(Lane):
             self._jobs.put(self._fulfil(job, done))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
-                self._thread.stop = self.close  # type: ignore[attr-defined]  # Lightning's tests call it
+                self._thread.stop = self._ends  # type: ignore[attr-defined]  # Lightning's tests call it
                 self._thread.start()
                 _THREADED.add(self)
         # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
@@ -169,7 +174,7 @@ class ThreadLane(Lane):
         return end - start
 
     @override
-    def close(self) -> bool:
+    def _ends(self) -> bool:
         _THREADED.discard(self)
         thread = self._thread
         if thread is not None:
@@ -242,7 +247,7 @@ class StreamLane(Lane):
         return float(start.elapsed_time(end)) / 1000
 
     @override
-    def close(self) -> bool:
+    def _ends(self) -> bool:
         # A collective that another rank never joins does not end. The groups must then be left alone, since destroying
         # them would wait for it and hide the error that ended the run.
         end = time.monotonic() + PATIENCE

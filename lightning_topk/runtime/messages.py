@@ -31,13 +31,15 @@ class WarnOnce:
         self.said: set[str] = set()
         """Messages so far, on every rank."""
 
-    def __call__(self, message: str) -> None:
-        """Shows a warning, unless it was shown before."""
-        self._show(message, self._tell)
+    def __call__(self, *messages: str) -> None:
+        """Shows warnings, unless they were shown before."""
+        for message in messages:
+            self._show(message, self._tell)
 
-    def note(self, message: str) -> None:
+    def note(self, *messages: str) -> None:
         """Shows information, unless it was shown before."""
-        self._show(message, self._note)
+        for message in messages:
+            self._show(message, self._note)
 
     def _show(self, message: str, by: Callable[[str], None]) -> None:
         if self._rank == 0 and message and message not in self.said:

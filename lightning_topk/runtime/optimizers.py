@@ -121,10 +121,8 @@ class Optimizers:
         if self._config.adapts_momentum:
             ours = [each for each in now if not compressed.isdisjoint(parameters_of(each))]
             notes, warnings = adapt_momentum(ours, self, self._adapted)
-            for message in notes:
-                self._say.note(message)
-            for message in warnings:
-                self._say(message)
+            self._say.note(*notes)
+            self._say(*warnings)
         self._warn_of_decay(now)
         self.watch.adapted = self._adapted
         self.watch.start(now)

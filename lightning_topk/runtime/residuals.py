@@ -135,6 +135,12 @@ class Residuals:
 
     # -------------------------------------------------------------------------------- all parameters
 
+    def move_to(self, state: Any, rank: int) -> None:
+        """Prepares for the exchanges of another state, whose settings may differ."""
+        self.offload_to_cpu()
+        self.forget_changed()
+        self.state, self.rank = state, rank
+
     def offload_to_cpu(self) -> None:
         """Drops all endpoints and moves their memories to the CPU, until the next exchange of their parameters."""
         self.drop_endpoints({*self._by_parameter})

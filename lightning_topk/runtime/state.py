@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig, check_count
-from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
-from lightning_topk.runtime.groups import Groups, connect, timeout_of
+from lightning_topk.runtime.groups import Groups, connect
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.lanes import Future, Lane, lane_for
 from lightning_topk.runtime.messages import (
@@ -35,9 +34,6 @@ from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry
 from lightning_topk.schedule import Schedule
 from lightning_topk.volume import Volume
-
-_LEFT_OPEN: list[Groups] = []
-"""Groups with an unfinished collective after an error. Dropping or destroying one would wait for the collective."""
 
 
 class HookState:
@@ -65,23 +61,18 @@ class HookState:
     ) -> None:
         self._requested = config
         _check_arguments(config, epoch, optimizers, local_world_size)
-        residuals = Residuals() if earlier is None else earlier.residuals
-        residuals.offload_to_cpu()  # their endpoints may come from other settings
-        residuals.forget_changed()
-        timeout = timeout or timeout_of(process_group)
         groups, self.config, uneven = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
-        residuals.rank = self.rank
-        self.residuals: Residuals = residuals
-        residuals.state = self
+        self.residuals: Residuals = Residuals() if earlier is None else earlier.residuals
+        self.residuals.move_to(self, self.rank)
         self._epoch = epoch or (lambda: 0)
         self.steps: int = 0 if earlier is None else earlier.steps
         """Backward passes of the run that were exchanged, for schedules and selectors."""
         self.last_buckets: tuple[Bucket, ...] = ()
         """The buckets of the last backward pass."""
         self._parent = process_group
-        # Every rank of the first node is rank 0 of the replicas of its shard.
+        # Of a sharded model, each rank of the first node is rank 0 of the replicas of its shard.
         self._say = WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank(), note)
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
@@ -99,15 +90,12 @@ class HookState:
         self._collect()
         if not self.steps:  # not for a model that is wrapped again
             self._say.note(start_message(self.config, self.world, self.local))
-            for message in (uneven, *startup_warnings(config, self.config, self.world, optimizers is not None)):
-                self._say(message)
+            self._say(uneven, *startup_warnings(config, self.config, self.world, optimizers is not None))
 
     @property
     def names(self) -> Mapping[Tensor, str]:
         """The parameters' names."""
         return self.buckets.names
-
-    # -------------------------------------------------------------------------------- a backward pass
 
     def lane(self, device: torch.device) -> Lane:
         """Returns the lane for gradients on a device."""
@@ -143,8 +131,7 @@ class HookState:
 
         Raises:
             RuntimeError: The state was closed, or an exchange failed.
-            ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
-                the step.
+            ValueError: An optimizer and the exchange would both apply momentum.
         """
         lane = self.lane(gradient.device)
         if not self._buckets:
@@ -161,7 +148,7 @@ class HookState:
             step=self.steps,
             epoch=self._epoch(),
             scale=self.optimizers.scale,
-            measure=Measure(telemetry.measure, telemetry.measure and telemetry.measure_layers),
+            measure=telemetry.next_measure,
             residuals=self.residuals,
             groups=next(lane.groups),
             results=telemetry.results,
@@ -183,16 +170,12 @@ class HookState:
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
-            for message in saving_warnings(self.buckets, buckets, self.predicted()):
-                self._say(message)
-
-    # -------------------------------------------------------------------------------- between two backward passes
+            self._say(*saving_warnings(self.buckets, buckets, self.predicted()))
 
     def _collect(self) -> None:
         """Takes the results of exchanges, and warns of residuals that were dropped."""
         self.telemetry.collect()
-        for message in self.residuals.take_warnings():
-            self._say(message)
+        self._say(*self.residuals.take_warnings())
 
     def report(self) -> Report:
         """Returns the bytes, times and errors since the last call; see :meth:`.Telemetry.report`."""
@@ -212,19 +195,13 @@ class HookState:
         total = volume_of(self.buckets, self.last_buckets, mine, self.steps, self._epoch(), self.voting)
         return total.of_shards(self.shards_per_node)
 
-    def continue_from(self, other: HookState) -> None:
-        """Continues the counts, measurements and messages of another state of the same run."""
-        self.telemetry.continue_from(other.telemetry)
-        self._say.said = other._say.said
-
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.
 
         A closed state has its residuals too.
 
         Returns:
-            On rank 0, numbers, strings and CPU tensors, see :mod:`lightning_topk.runtime.checkpoint`. On other
-            ranks the same without tensors.
+            On rank 0, the entry that :mod:`lightning_topk.runtime.checkpoint` describes; elsewhere no tensors.
         """
         group = self._parent if self.groups is None else self.groups.all
         return checkpoint.collect(self.residuals, self.steps, self.names, self._requested, self._device(), group)
@@ -242,10 +219,8 @@ class HookState:
         self.open_groups()
         checkpoint.restore(self.residuals, self.names, entry)
         self.steps = entry["steps"]
-        changed = checkpoint.changes(entry, self._requested)
-        if changed:
-            keeps = self.config.compresses and self.config.error_feedback
-            self._say(f"lightning_topk: resuming with {changed}." + " Stored residuals are kept." * bool(keeps))
+        keeps = self.config.compresses and self.config.error_feedback
+        self._say(checkpoint.changes(entry, self._requested, bool(keeps)))
 
     def _device(self) -> torch.device:
         """The device of the parameters; of a closed state, when it was closed: the Trainer then moves the model."""
@@ -257,10 +232,8 @@ class HookState:
         idle = self._lane is None or self._lane.close()
         self._collect()
         self.optimizers.close()
-        if self.groups is not None and idle and dist.is_initialized():
-            self.groups.destroy(failed=self._lane is not None and self._lane.error is not None)
-        elif self.groups is not None and not idle:
-            _LEFT_OPEN.append(self.groups)
+        if self.groups is not None:
+            self.groups.destroy(idle, failed=self._lane is not None and self._lane.error is not None)
         self._lane = self.groups = None
 
 

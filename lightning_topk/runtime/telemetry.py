@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.bucket import Buckets
+from lightning_topk.core.link import Measure
 from lightning_topk.runtime.jobs import Duration, Result
 from lightning_topk.volume import Volume
 
@@ -76,6 +77,11 @@ class Telemetry:
         self._measured: list[Result] = []
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
+
+    @property
+    def next_measure(self) -> Measure:
+        """The errors to measure in the next exchange."""
+        return Measure(self.measure, self.measure and self.measure_layers)
 
     def collect(self) -> None:
         """Adds the results of finished exchanges. Values stay on the device, so the host does not wait."""

@@ -90,7 +90,7 @@ class ShardState(HookState):
         Raises:
             RuntimeError: The state was closed, an exchange failed, or gradients are accumulated with
                 ``set_requires_all_reduce(False)``.
-            ValueError: Replicas have gradients of different parameters; or see :meth:`begin_pass`.
+            ValueError: Replicas have gradients of different parameters; or see :meth:`exchange`.
         """
         if group.skips_all_reduce:
             raise RuntimeError(
