@@ -298,16 +298,12 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torc
 
 def replicas_of(group: Any) -> dist.ProcessGroup:
     """The group of ranks that hold the same shard."""
-    remedy = "Pass process_group=mesh['replicate'], the dimension of a device mesh along which nodes are counted."
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"process_group= is a mesh of shape {tuple(group.shape)}, not one dimension. {remedy}")
-        return group.get_group()
-    if group is None:
-        raise ValueError(f"process_group= is missing: the ranks that hold the same shard, one per node. {remedy}")
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"process_group={group!r} is a {type(group).__name__}, not a process group or a device mesh. {remedy}"
+            f"process_group={group!r} must be the ranks that hold the same shard, one per node: a process group or one "
+            "dimension of a device mesh. Pass mesh['replicate'], the dimension along which nodes are counted."
         )
     return group
 
