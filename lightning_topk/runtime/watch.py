@@ -125,7 +125,7 @@ class Watch:
         """Checks a step of any of torch's optimizers."""
         known = next((each for each in self._watched if each.optimizer() is optimizer), None)
         if known is not None:
-            known.steps += 1
+            known.steps, known.state = known.steps + 1, "nothing"
             if known.steps == 1:
                 self.check_scaler()
             if known.steps == SETTLED and self.exchanged:
@@ -144,7 +144,7 @@ class Watch:
             return
         self._pending, self._by_others = False, 0 if known else self._by_others + 1
         for each in self._watched:
-            if each is known or each.parameter in moved:
+            if each.parameter in moved:
                 each.state = "nothing"
         adapts = self._config.adapts_momentum or self._config.momentum
         if self._by_others == 2 and adapts and self._sees_all:
