@@ -127,12 +127,13 @@ def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for monitor._fit.steps in range(1, 30):
-                monitor._compare(SimpleNamespace(strategy=alone), state, report, dense)
+                monitor._fit.compare(SimpleNamespace(strategy=alone), state, report, dense)
         said = [str(warning.message) for warning in caught]
         assert len(said) == expected
         for words in said:
             assert "takes 10.0 ms per step at a density of 0.12" in words
             assert ("density decays to 0.001" in words) == (ratio is decays)
+            assert "run `python -m lightning_topk bench`" in words
             assert "about 1.0 ms, so plain DDP is probably faster on this link: try strategy='ddp'." in words
 
 

@@ -60,7 +60,7 @@ def test_exchanges_use_the_timeout_of_the_users_own_group(default_group):
         (dist.new_group([0], timeout=some), None, some),
         (None, own, own),
     ):
-        state = TopKState(process_group=group, timeout=given)
+        state = TopKState(TopKConfig(), process_group=group, timeout=given)
         backend = state.groups.all._get_backend(torch.device("cpu"))
         state.close()
         assert backend.options._timeout == expected

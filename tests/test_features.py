@@ -227,17 +227,6 @@ def test_lbfgs_is_refused_unless_whole_gradients_are_sent(rank, world):
 
 
 @on_ranks(2)
-def test_the_error_for_unused_parameters_names_this_strategy(rank, world):
-    with pytest.raises(RuntimeError, match="parameters that were not used") as caught:
-        fit(rank, world, Branch(), TopKStrategy())
-    words = str(caught.value)
-    assert "strategy='topk_find_unused_parameters_true'" in words
-    assert "strategy=TopKStrategy(find_unused_parameters=True)" in words
-    assert "DDPStrategy" not in words
-    assert "'ddp_" not in words
-
-
-@on_ranks(2)
 def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
     """DDP ignores parameters that were frozen when it was built; ranks would drift apart."""
     model, alone = (Module() for _ in range(2))

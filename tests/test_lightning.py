@@ -29,7 +29,7 @@ from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, To
 from lightning_topk.adapters.lightning import callback
 from lightning_topk.adapters.lightning.callback import DEFAULT
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.volume import format_bytes, volume
+from lightning_topk.volume import Volume, format_bytes, volume
 
 ROOT = Path(__file__).parent.parent
 NAMES = (
@@ -379,7 +379,7 @@ def test_the_summary_tells_who_sends_what_and_since_when():
         monitor = CompressionMonitor()
         fit = monitor._fit
         fit.k, fit.elements, fit.density, fit.steps, fit.since = 5, 100, 0.01, 1000, 2000
-        fit.volume.update(uplink=0, downlink=3_000_000, dense=90_000_000, intra_node=8_000_000, inter_node=1_500_000)
+        fit.volume = Volume(0, 3_000_000, 90_000_000, intra_node=8_000_000, inter_node=1_500_000)
         plan = partial(volume, TopKConfig(0.01, topology=topology), [100_000], 4)
         told[topology] = monitor.summary(
             SimpleNamespace(config=TopKConfig(topology=topology), world=4, local=2, predicted=plan)

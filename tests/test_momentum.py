@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 import lightning_topk
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, kept, unwrapped
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, kept, rule_of, unwrapped
 
 SIZE, STEPS = 64, 40
 
@@ -622,3 +622,18 @@ def test_what_only_acts_as_an_optimizer_is_unwrapped_or_warned_about(rank, world
     assert not any("keeps its own momentum" in line for line in said), "none of the model's parameters is its own"
     attach(model, saving=20, optimizer=hollow, announce=said.append)
     assert any("keeps its own momentum" in line for line in said) == (rank == 0)
+
+
+def test_scalar_tensors_on_the_cpu_give_the_same_rule_as_numbers():
+    """A rule with tensors, as on a GPU, would be stepped parameter by parameter."""
+
+    def rules(number):
+        options = {"lr": number(0.5), "weight_decay": 0.25}
+        sgd, adam = (
+            SGD([nn.Parameter(torch.ones(2))], momentum=0.5, nesterov=True, **options),
+            Adam([nn.Parameter(torch.ones(2))], **options),
+        )
+        return [rule_of(each, each.param_groups[0]) for each in (sgd, adam)]
+
+    assert rules(torch.tensor) == rules(float)
+    assert not any(isinstance(each, torch.Tensor) for rule in rules(torch.tensor) for each in rule)

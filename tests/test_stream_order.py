@@ -98,7 +98,7 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
         parameters = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES]
         optimizers = [torch.optim.SGD(each, 0.1, foreach=False) for each in (parameters[:2], parameters[2:])]
         scaler = Scaler() if case.scaler else None
-    state = ddp.TopKState(optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL, **given)
+    state = ddp.TopKState(TopKConfig(**given), optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL)
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     if case.votes:
         state.watch_use([])
@@ -175,7 +175,7 @@ class Shards:
         self.bucket = lambda g: tuple(self.members)
         sharded = {member: mock.Mock(device_mesh=torch.empty(()), placements=()) for member in self.members}
         self.sharded = sharded.__getitem__
-        self.node_bytes, self.root = lambda g: 0, mock.Mock()
+        self.root = mock.Mock()
         self.stop = lambda: None
 
 
@@ -193,9 +193,10 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
         state.learn_names()
-        note = state._runner.note_time
-        monkeypatch.setattr(state._runner, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
-        state.telemetry.timing, hooks = True, state.lane(CUDA).stream
+        lane = state.lane(CUDA)
+        note, hooks = lane.note_time, lane.stream
+        monkeypatch.setattr(lane, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
+        state.telemetry.timing = True
         for _ in range(3):
             for unit in units:
                 g = torch.empty(sum(member.numel() for member in unit.members), device=CUDA)

@@ -83,7 +83,7 @@ def attach(
     """
     config = one_config(attach, config, settings)
     earlier = None if residuals is None else residuals.state
-    given = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler, "announce": announce}
+    common = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler, "announce": announce}
     if _is_sharded(model):
         # FSDP2 is slow to import; a sharded model has imported it already.
         from lightning_topk.adapters.fsdp import hook as fsdp
@@ -93,7 +93,7 @@ def attach(
                 f"local_world_size={local_world_size} applies only to DDP models: the nodes of an FSDP model follow "
                 "from process_group=. Leave it out."
             )
-        return fsdp.attach(model, config, process_group, optimizer, broadcast_weights, **given)
+        return fsdp.attach(model, config, process_group, optimizer, broadcast_weights, **common)
     if process_group is not None:
         raise ValueError(
             f"process_group= applies only to models wrapped by fully_shard, and this is a {type(model).__name__}. Pass "
@@ -101,7 +101,7 @@ def attach(
         )
     if _trains_alone(model):
         return Alone(config, announce)
-    return ddp.attach(model, config, optimizer, local_world_size=local_world_size, **given)
+    return ddp.attach(model, config, optimizer, local_world_size=local_world_size, **common)
 
 
 def _is_sharded(model: Any) -> bool:
@@ -131,8 +131,7 @@ class Alone:
 
     def __init__(self, config: TopKConfig, announce: Callable[[str], None] | None) -> None:
         self.config, self.residuals, self._say = config.dense, Residuals(), WarnOnce(announce, 0)
-        for message in startup_warnings(config, self.config, 1, has_optimizers=True):
-            self._say(message)
+        self._say(*startup_warnings(config, self.config, 1, has_optimizers=True))
 
     def report(self) -> Report:
         """Returns an empty report."""

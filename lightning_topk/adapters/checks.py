@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from lightning_topk.runtime.groups import check_agreement
 
@@ -31,13 +30,7 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
 
 
 def check_same_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Checks that all ranks have the same parameters, and none without a shape yet. A collective."""
-    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(
-            f"the parameter {lazy[0]!r} (one of {len(lazy)}) is lazy and has no shape yet. Run one batch through the "
-            "module before training, such as in configure_model."
-        )
+    """Checks that all ranks have the same parameters. A collective."""
     shapes = {
         name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in module.named_parameters()

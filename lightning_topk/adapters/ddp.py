@@ -6,6 +6,7 @@ and returns a future immediately, so backward continues while bytes travel.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from typing_extensions import override
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
-from lightning_topk.runtime.groups import device_of, launches_in_order, on_gpus
+from lightning_topk.runtime.groups import device_of, on_gpus
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
@@ -43,7 +44,8 @@ class TopKState(HookState):
     def check_launch_order(self, model: torch.nn.Module) -> None:
         """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
         sync = any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
-        if sync and self.world > 1 and on_gpus(self.open_groups().all) and not launches_in_order():
+        in_order = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
+        if sync and self.world > 1 and on_gpus(self.open_groups().all) and not in_order:
             self._say(
                 "lightning_topk: SyncBatchNorm's collectives run beside the exchange's, which have communicators of "
                 "their own. If a GPU is too busy for kernels of both, they must start in the same order on all ranks: "
@@ -62,10 +64,13 @@ class TopKState(HookState):
         Raises:
             RuntimeError: The state was closed.
             TypeError: The bucket is not a GradBucket, or it is on an unsupported device.
-            ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
-                the step.
+            ValueError: An optimizer and the exchange would both apply momentum.
         """
-        _check_bucket(bucket)
+        if not isinstance(bucket, GradBucket):
+            raise TypeError(
+                f"the hook was called with a {type(bucket).__name__} instead of a GradBucket, as torch.compile does "
+                "with torch._dynamo.config.optimize_ddp = 'python_reducer'. Set it to 'ddp_optimizer' (the default)."
+            )
         # The bucket is only valid during this call, so take everything the job needs from it now.
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
         if index == 0:
@@ -80,6 +85,11 @@ class TopKState(HookState):
         if last:
             self.end_pass(self._buckets)
         return future
+
+    def continue_from(self, other: "TopKState") -> None:
+        """Continues the counts, measurements and messages of another state of the same run."""
+        self.telemetry.continue_from(other.telemetry)
+        self._say.said = other._say.said
 
     @override
     def close(self) -> None:
@@ -135,15 +145,6 @@ class _Usage:
         """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
-
-
-def _check_bucket(bucket: Any) -> None:
-    """Refuses anything but a bucket of DDP's reducer."""
-    if not isinstance(bucket, GradBucket):
-        raise TypeError(
-            f"the hook was called with a {type(bucket).__name__} instead of a GradBucket, as torch.compile does with "
-            "torch._dynamo.config.optimize_ddp = 'python_reducer'. Set it to 'ddp_optimizer' (the default)."
-        )
 
 
 def topk_hook(model: InUse, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

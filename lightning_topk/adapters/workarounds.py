@@ -83,21 +83,6 @@ def synchronise_a_new_static_graph(strategy: Any) -> None:
     strategy._pl_static_graph_delay_done = False
 
 
-_ADVICE = {
-    "strategy='ddp_find_unused_parameters_true'": "strategy='topk_find_unused_parameters_true'",
-    "strategy=DDPStrategy(find_unused_parameters=True)": "strategy=TopKStrategy(find_unused_parameters=True)",
-}
-
-
-def name_this_strategy(exception: BaseException) -> None:
-    """Replaces DDPStrategy in Lightning's advice about unused parameters, in the exception's arguments.
-
-    Lightning 2.6 words it for DDPStrategy alone. Obsolete once it names the strategy in use.
-    """
-    for theirs, ours in _ADVICE.items():
-        exception.args = tuple(each.replace(theirs, ours) if isinstance(each, str) else each for each in exception.args)
-
-
 def unfrozen(frozen: Iterable[Tensor]) -> list[Tensor]:
     """The parameters that are trained now, of those that were frozen when DDP wrapped them.
 

@@ -1,5 +1,5 @@
 """Runs the exchange during backward, for any wrapper: groups, lanes, residuals, optimizers.
 
-May import: ``core``, the settings (``config``, ``schedule``, ``build``), ``volume`` and ``torch.distributed``. It uses
+May import: ``core``, the settings (``config``, ``schedule``, ``bucket``), ``volume`` and ``torch.distributed``. It uses
 neither DDP nor Lightning.
 """

@@ -130,8 +130,11 @@ def without_parameters(steps: int, config: TopKConfig, world: int) -> dict[str, 
     return {**EMPTY, "world_size": world, "steps": steps, "settings": settings_of(config)}
 
 
-def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
-    """Describes the settings that differ from those of an entry; empty if none do, or if the entry has none."""
+def changes(entry: Mapping[str, Any], config: TopKConfig, keeps: bool) -> str:
+    """Message that settings differ from those of an entry; empty if none do, or if the entry has none.
+
+    ``keeps`` says whether this run keeps residuals.
+    """
     before, now = entry.get("settings", {}), settings_of(config)
     differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
     if "topology" in differ and now["topology"] is None:  # the default depends on the ranks
@@ -141,7 +144,8 @@ def changes(entry: Mapping[str, Any], config: TopKConfig) -> str:
         new, old = (next(name for name in ("ratio", "saving") if each[name] is not None) for each in (now, before))
         del words["ratio"], words["saving"]
         words = {new: f"{new}={now[new]!r} (checkpoint: {old}={before[old]!r})", **words}
-    return ", ".join(words.values())
+    changed = ", ".join(words.values())
+    return changed and f"lightning_topk: resuming with {changed}." + " Stored residuals are kept." * keeps
 
 
 def settings_of(config: TopKConfig) -> dict[str, Any]:
@@ -214,9 +218,6 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         return f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)"
-    for count, least in (("steps", 0), ("world_size", 1)):
-        if type(entry[count]) is not int or entry[count] < least:
-            return f"{count}={reprlib.repr(entry[count])} must be an integer of at least {least}"
     settings = entry.get("settings", {})
     if not isinstance(settings, Mapping) or not all(map(_is_plain, settings.values())):
         return f"its settings are {reprlib.repr(settings)} instead of numbers and strings by name"
@@ -231,6 +232,6 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
 def _problem_of(part: Any, shape: tuple[int, ...]) -> str | None:
     if not isinstance(part, Tensor) or part.shape != shape:
         return f"is {tuple(part.shape) if isinstance(part, Tensor) else f'a {type(part).__name__}'} instead of {shape}"
-    if not part.is_floating_point() or part.layout != torch.strided or part.is_meta:
-        return f"is of {part.dtype} and {part.layout} on {part.device} instead of floating-point numbers"
+    if not part.is_floating_point() or part.layout != torch.strided:
+        return f"is of {part.dtype} and {part.layout} instead of floating-point numbers"
     return None if part.isfinite().all() else "has a NaN or an infinity"

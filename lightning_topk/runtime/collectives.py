@@ -6,15 +6,15 @@ import logging
 import time
 from collections.abc import Generator
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.core.endpoint import Exchange, Outcome
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
-from lightning_topk.runtime.groups import Groups, all_gather
+from lightning_topk.runtime.groups import all_gather
+from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.volume import Volume, request_volume
 
@@ -32,40 +32,19 @@ def finish(steps: Steps[T]) -> T:
             return end.value
 
 
-class Turn(Protocol):
-    """An exchange that a lane performs when it is its turn.
-
-    Attributes:
-        groups: The process groups. Exchanges in progress at the same time have different ones.
-        name: Name in the DEBUG log.
-    """
-
-    groups: Groups
-    name: str
-
-    def begin(self) -> Exchange | None:
-        """Begins the exchange; None if there is nothing to exchange."""
-
-    def end(self, outcome: Outcome | None, sent: Volume) -> Tensor:
-        """Takes the outcome, None if there is none, and the bytes sent; returns the delivered gradient."""
-
-    def failure(self, error: Exception) -> Exception:
-        """The error that users see."""
-
-
 @torch.no_grad()
-def drive(turn: Turn, background: bool = False) -> Steps[Tensor]:
+def drive(job: Job, background: bool = False) -> Steps[Tensor]:
     """Drives one rank's exchange over process groups; returns the delivered gradient.
 
     In the ``background``, collectives run asynchronously while other exchanges progress; if not, it never yields. The
     DEBUG log gets a line with the exchange's name before each collective: after a timeout, NCCL's watchdog ends the
     process and names only the group, the collective and its size.
     """
-    groups, outcome, sent, reply = turn.groups, None, Volume(), None
+    groups, outcome, sent, reply = job.groups, None, Volume(), None
     logged = LOGGER.isEnabledFor(logging.DEBUG)
     place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
     try:
-        exchange = turn.begin()
+        exchange = job.begin()
         if exchange is None and background:
             yield None  # ends in its turn: until then the next exchange must not use its groups
         while exchange is not None:
@@ -78,15 +57,15 @@ def drive(turn: Turn, background: bool = False) -> Steps[Tensor]:
             if logged:
                 kind, size = type(request).__name__, request.payload.numel()
                 where = f"{request.among}, {request.direction}"
-                LOGGER.debug("%s: %s of %d elements among %s", turn.name, kind, size, where)
+                LOGGER.debug("%s: %s of %d elements among %s", job, kind, size, where)
             across = request.among == "all" and 1 < groups.local < place[1]
             reply, work = perform(request, groups.among(request.among), background, across)
             if work is not None:
                 yield work
                 work.wait()
-        return turn.end(outcome, sent)
+        return job.end(outcome, sent)
     except Exception as error:
-        raise turn.failure(error) from error
+        raise job.failure(error) from error
 
 
 def perform(

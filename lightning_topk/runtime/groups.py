@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topk.config import TopKConfig, value_or_error, varies
+from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.requests import Among
 
@@ -35,6 +35,7 @@ class Groups:
         peers: Ranks with the same local rank on every node; None without a hierarchy.
         local: Ranks per node.
         some: Whether these are only some of all ranks.
+        timeout: Timeout of their collectives.
         second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
     """
 
@@ -43,6 +44,7 @@ class Groups:
     peers: dist.ProcessGroup | None = None
     local: int = 1
     some: bool = False
+    timeout: timedelta | None = None
     second_groups: Groups | None = None
 
     @classmethod
@@ -70,7 +72,7 @@ class Groups:
         if left:
             return replace(left, local=local)
         ranks, mine = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent)
-        made = cls(_own_group([ranks], 0, parent, timeout), local=local, some=parent is not None)
+        made = cls(_own_group([ranks], 0, parent, timeout), local=local, some=parent is not None, timeout=timeout)
         if hierarchy:
             nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
             node = _own_group(nodes, mine // local, parent, timeout)
@@ -99,7 +101,7 @@ class Groups:
         assert group is not None, who
         return group
 
-    def destroy(self, failed: bool = False) -> None:
+    def destroy(self, idle: bool = True, failed: bool = False) -> None:
         """Destroys the groups, but leaves groups of only some ranks to the next state of the same ranks.
 
         If those were destroyed, torch 2.9 would reuse their names, under which the store has the old addresses.
@@ -108,9 +110,12 @@ class Groups:
         and the caller continues after ``PATIENCE`` seconds, with the error that ended the run.
 
         Args:
+            idle: Whether no collective is in progress. If one is, the groups are left open.
             failed: Whether a collective may have failed, so that the groups cannot be reused.
         """
-        if self.all not in dist.distributed_c10d._world.pg_map:
+        if not idle:
+            _LEFT_OPEN.append(self)
+        if not idle or not dist.is_initialized() or self.all not in dist.distributed_c10d._world.pg_map:
             return  # the caller destroyed all groups
         if self.some:
             if not failed:
@@ -131,6 +136,9 @@ class Groups:
                     dist.destroy_process_group(group)
 
 
+_LEFT_OPEN: list[Groups] = []
+"""Groups with an unfinished collective after an error: ``dist.destroy_process_group()`` would wait for it if nothing
+referred to them (torch 2.14)."""
 _LEFT: list[Groups] = []
 """Unused groups of some of the ranks."""
 
@@ -180,11 +188,6 @@ def on_gpus(group: dist.ProcessGroup | None) -> bool:
     """Whether the ranks of a group exchange CUDA tensors over NCCL. Default: all ranks."""
     group = group or dist.group.WORLD
     return group is not None and not _only_gloo(group)
-
-
-def launches_in_order() -> bool:
-    """Whether NCCL starts kernels of several communicators in the host's order (NCCL 2.26 and later)."""
-    return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
 
 
 @contextmanager
@@ -248,9 +251,6 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
 
 # ------------------------------------------------------------------------------------------------ agreement
 
-AHEAD = 1000
-"""Number of steps for which ranks compare functions of the step at once."""
-
 
 def connect(
     config: TopKConfig,
@@ -261,17 +261,18 @@ def connect(
     """Creates this rank's groups and agrees with the other ranks on settings and nodes. A collective.
 
     Args:
-        config: The settings that the user gave.
+        config: The user's settings.
         process_group: Group with the ranks and the backend. Default: all ranks.
         timeout: Timeout of collectives. Default: the timeout of ``process_group``.
-        local_world_size: Ranks per node, if given by the user.
+        local_world_size: Ranks per node, if the user passed it.
 
     Returns:
         The groups, the settings resolved for these ranks, and a message for the user, which may be empty.
 
     Raises:
-        ValueError: The ranks have different settings, or cannot be divided into whole nodes.
+        ValueError: The ranks have different settings, or their nodes have different numbers of ranks.
     """
+    timeout = timeout or timeout_of(process_group)
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
     gpus = on_gpus(process_group)
     if config.adapts_momentum and (torch.cuda.is_available() or not gpus):
@@ -316,24 +317,6 @@ def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> tu
     return 1, words
 
 
-def compare_functions(config: TopKConfig, step: int, group: dist.ProcessGroup) -> range:
-    """Compares functions of the step and schedules across ranks; payloads of different sizes would hang the run.
-
-    A collective, if there are any.
-    """
-    steps, given = range(step, step + AHEAD), {"ratio": config.ratio, "server_ratio": config.server_ratio}
-    mine = {name: [value_or_error(ratio, s) for s in steps] for name, ratio in given.items() if varies(ratio)}
-    for rank, row in enumerate(everyones := gathered(mine, group) if mine else []):
-        for name, values in row.items():
-            for at, first, other in zip(steps, everyones[0][name], values, strict=True):
-                if first != other:
-                    raise ValueError(
-                        f"the ranks differ: {name} at step {at} is {first} on rank 0 and {other} on rank {rank}. Pass "
-                        "a function of the step alone, or a schedule, the same on every rank."
-                    )
-    return steps
-
-
 def compare_optimizers(
     optimizers: Sequence[Optimizer] | None, names: Mapping[Tensor, str], group: dist.ProcessGroup
 ) -> set[str]:
@@ -352,8 +335,8 @@ def compare_optimizers(
     remedy, listed = "Pass the same optimizer= on every rank.", optimizers or ()
     kinds = "a function" if optimizers is None else [type(each).__name__ for each in listed] or "missing"
     check_agreement({"optimizer=": kinds}, remedy, group)
-    given = [(p, type(each).__name__) for each in listed for part in each.param_groups for p in part["params"]]
-    mine = {names[p]: kind for p, kind in given if p in names}
+    stepped = [(p, type(each).__name__) for each in listed for part in each.param_groups for p in part["params"]]
+    mine = {names[p]: kind for p, kind in stepped if p in names}
     rows = gathered([*mine], group)
     every: set[str] = set().union(*rows)
     if sum(map(len, rows)) > len(every):

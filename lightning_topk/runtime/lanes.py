@@ -22,6 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_topk.runtime.collectives import Turn, drive, finish
-from lightning_topk.runtime.groups import PATIENCE
+from lightning_topk.runtime.collectives import drive, finish
+from lightning_topk.runtime.groups import PATIENCE, Groups
+from lightning_topk.runtime.jobs import Duration, Job
 
 Future = torch.futures.Future[Tensor]
 
@@ -42,14 +44,19 @@ class Lane(ABC):
         max_in_flight: Maximum number of jobs in progress at the same time.
         stream: Stream of the jobs on CUDA; None on CPU.
         error: The first error of any job.
+        groups: The process groups of the jobs, in turn.
+        durations: Takes the durations of timed jobs.
     """
 
     max_in_flight: int
+    groups: Iterator[Groups]
+    durations: deque[Duration]
     stream: torch.cuda.Stream | None = None
     error: Exception | None = None
+    _ended: Any = None  # end of the last timed exchange, as a mark
 
     @abstractmethod
-    def submit(self, turn: Turn) -> Future:
+    def submit(self, job: Job) -> Future:
         """Queues a job; returns a future of its result, or of the first error of any job."""
 
     @abstractmethod
@@ -60,9 +67,25 @@ class Lane(ABC):
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks. Waits for the device."""
 
-    @abstractmethod
+    def note_time(self, begun: Any, ready: Any | None) -> None:
+        """Records the duration of an exchange that ends now, see :class:`.Job`."""
+        ended = self.mark()
+        if self.max_in_flight > 1 and self._ended is not None:
+            begun = max(begun, self._ended)  # time that two exchanges share counts once
+        self._ended = ended
+        exposed = ready is not None
+        self.durations.append(
+            lambda: (self.seconds(begun, ended), max(0.0, self.seconds(ready, ended)) if exposed else 0.0)
+        )
+
     def close(self) -> bool:
         """Ends the lane; returns whether all jobs ended within ``PATIENCE`` seconds, with no collective in progress."""
+        self.groups = iter(())  # reports refer to the lane, and the threads of a group run while it is referenced
+        return self._ends()
+
+    @abstractmethod
+    def _ends(self) -> bool:
+        """See :meth:`close`."""
 
 
 IDLE = 0.5
@@ -83,7 +106,7 @@ class ThreadLane(Lane):
         self._thread: threading.Thread | None = None
 
     def _run(self) -> None:
-        """Begins the next job if one is queued and there is room; otherwise advances the oldest one by a step."""
+        """Begins the next job if one is queued and may start; otherwise advances the oldest one by a step."""
         in_progress: deque[Iterator[bool]] = deque()
         waits = True  # for the next job
         while True:
@@ -110,9 +133,9 @@ class ThreadLane(Lane):
                 return True
         return False
 
-    def _fulfil(self, turn: Turn, promised: Future) -> Iterator[bool]:
+    def _fulfil(self, job: Job, promised: Future) -> Iterator[bool]:
         """Runs a job, yields True whenever it waits, and completes its future."""
-        collective, steps = None, drive(turn, background=self.max_in_flight > 1)
+        collective, steps = None, drive(job, background=self.max_in_flight > 1)
         try:
             while True:
                 if self.error is not None:
@@ -129,13 +152,13 @@ class ThreadLane(Lane):
             promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
 
     @override
-    def submit(self, turn: Turn) -> Future:
+    def submit(self, job: Job) -> Future:
         done: Future = torch.futures.Future()
         with self._lock:
-            self._jobs.put(self._fulfil(turn, done))
+            self._jobs.put(self._fulfil(job, done))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
-                self._thread.stop = self.close  # type: ignore[attr-defined]  # Lightning's tests call it
+                self._thread.stop = self._ends  # type: ignore[attr-defined]  # Lightning's tests call it
                 self._thread.start()
                 _THREADED.add(self)
         # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
@@ -151,7 +174,7 @@ class ThreadLane(Lane):
         return end - start
 
     @override
-    def close(self) -> bool:
+    def _ends(self) -> bool:
         _THREADED.discard(self)
         thread = self._thread
         if thread is not None:
@@ -197,7 +220,7 @@ class StreamLane(Lane):
         self.stream = torch.cuda.Stream(device, priority=-1)
 
     @override
-    def submit(self, turn: Turn) -> Future:
+    def submit(self, job: Job) -> Future:
         """Enqueues a job; its future records the side stream, so that waiting for it happens on the GPU."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future = torch.futures.Future(devices=[self._device])
@@ -205,7 +228,7 @@ class StreamLane(Lane):
             if self.error is not None:
                 raise self.error  # another rank may be waiting in the exchange that failed here
             try:
-                done.set_result(finish(drive(turn)))
+                done.set_result(finish(drive(job)))
             except Exception as error:
                 self.error = error
                 raise
@@ -224,7 +247,7 @@ class StreamLane(Lane):
         return float(start.elapsed_time(end)) / 1000
 
     @override
-    def close(self) -> bool:
+    def _ends(self) -> bool:
         # A collective that another rank never joins does not end. The groups must then be left alone, since destroying
         # them would wait for it and hide the error that ended the run.
         end = time.monotonic() + PATIENCE
@@ -238,3 +261,13 @@ class StreamLane(Lane):
         except RuntimeError:  # from the device, after an earlier error that must stay visible
             return False
         return True
+
+
+def lane_for(device: torch.device, groups: Groups, durations: deque[Duration]) -> Lane:
+    """Creates the lane for gradients on a device."""
+    if device.type not in ("cpu", "cuda"):
+        raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
+    several = [groups] if device.type == "cuda" or groups.second_groups is None else [groups, groups.second_groups]
+    lane: Lane = StreamLane(device) if device.type == "cuda" else ThreadLane(len(several))
+    lane.groups, lane.durations = cycle(several), durations
+    return lane

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import torch
+
 from lightning_topk.bucket import TOLERANCE, Bucket, Buckets
 from lightning_topk.config import TopKConfig
+from lightning_topk.core import ops
 from lightning_topk.volume import Volume, bucket_volume
 
 LOGGER = logging.getLogger("lightning_topk")
@@ -28,13 +31,15 @@ class WarnOnce:
         self.said: set[str] = set()
         """Messages so far, on every rank."""
 
-    def __call__(self, message: str) -> None:
-        """Shows a warning, unless it was shown before."""
-        self._show(message, self._tell)
+    def __call__(self, *messages: str) -> None:
+        """Shows warnings, unless they were shown before."""
+        for message in messages:
+            self._show(message, self._tell)
 
-    def note(self, message: str) -> None:
+    def note(self, *messages: str) -> None:
         """Shows information, unless it was shown before."""
-        self._show(message, self._note)
+        for message in messages:
+            self._show(message, self._note)
 
     def _show(self, message: str, by: Callable[[str], None]) -> None:
         if self._rank == 0 and message and message not in self.said:
@@ -67,6 +72,14 @@ def startup_warnings(requested: TopKConfig, config: TopKConfig, world: int, has_
             "training may end behind DDP's. Pass optimizer=, or adapt_momentum=False to silence this."
         ]
     return []
+
+
+def slow_compression(config: TopKConfig, device: torch.device) -> str:
+    """Warning that compression runs in plain torch on a CPU, with the reason; empty if it does not."""
+    if device.type != "cpu" or not config.compresses or ops.fast(device) is not None:
+        return ""
+    remedy = f"it fails here with {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
+    return f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}"
 
 
 def volume_of(settings: Buckets, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:

@@ -80,7 +80,7 @@ class AdaptedMomentum:
         self._first: list[tuple[Tensor, _Member]] = []  # parameters in their first step
         self._buffers, self._lent = _Temporary(), _Temporary()
         self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
-        self._name = _buffer_name(optimizer) or ""
+        self._name = _steps_as(type(optimizer)) or ""
         _before_update(optimizer, self._adapt)
         restore = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
@@ -290,7 +290,7 @@ class _Temporary:
         for model, part, begin in zip(self._models, parts, at, strict=True):
             strides = torch.empty_like(part, device="meta").stride()
             made = flat[part.device, part.dtype].as_strided(part.shape, strides, begin)
-            self._made.append(_whole(made, model))
+            self._made.append(_as_sharded(made, model))
 
     def free(self) -> None:
         """Frees the memory."""
@@ -318,7 +318,7 @@ def adapt_momentum(
     notes, warnings = [], []
     for optimizer in optimizers:
         name, has_momentum = type(optimizer).__name__, any(map(_momentum, optimizer.param_groups))
-        if _buffer_name(optimizer):
+        if _steps_as(type(optimizer)):
             AdaptedMomentum.of(optimizer).requests[requester] = parameters
             if has_momentum:
                 notes.append(
@@ -355,13 +355,8 @@ def unwrapped(optimizer: Any) -> Any:
         optimizer = inner
 
 
-def _buffer_name(optimizer: Optimizer) -> str | None:
-    """The name of an optimizer's momentum buffer; None if its ``step`` cannot be adapted."""
-    return _steps_as(type(optimizer))
-
-
 def _steps_as(kind: type) -> str | None:
-    """The name of the momentum buffer of a class of optimizers, if its ``step`` is one of torch's that are adapted."""
+    """The name of the momentum buffer of a class of optimizers; None if its ``step`` cannot be adapted."""
     step = getattr(kind, "step", None)
     return None if step is None else _STEPS.get(inspect.unwrap(step))
 
@@ -374,18 +369,23 @@ def _momentum(group: Mapping[str, Any]) -> Any:
 
 def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
     """The rule for the parameters of a group."""
-    m, sgd = _momentum(group), "dampening" in group
-    a, sign, decay = 1 - (group["dampening"] if sgd else m), -1 if group["maximize"] else 1, group["weight_decay"]
+    m, sgd, decay = _number(_momentum(group)), "dampening" in group, _number(group["weight_decay"])
+    a, sign = 1 - (_number(group["dampening"]) if sgd else m), -1 if group["maximize"] else 1
     if group.get("decoupled_weight_decay") or not (isinstance(decay, Tensor) or decay):
         return Rule(m, a, sign)
     if not sgd:
         return Rule(m, a, sign, decay, waits=True)
     nesterov = group["nesterov"]
-    lr = group["lr"] + 1e-6  # not 0; the rate hardly depends on so small a one
+    lr = _number(group["lr"]) + 1e-6  # not 0; the rate hardly depends on so small a one
     rate = (1 - kept(lr, m, a, decay, nesterov)) / lr
     # SGD's own step adds its decay once more, with nesterov 1 + m times, and multiplies the buffer by m.
     settled = (rate - (1 + m) * decay) / m**2 if nesterov else (rate - a * decay) / m
     return Rule(m, a, sign, decay, settled)
+
+
+def _number(x: Any) -> Any:
+    """A scalar tensor on the CPU as a number, so that one launch can step it; on a GPU, reading it would wait."""
+    return x.item() if isinstance(x, Tensor) and x.device.type == "cpu" else x
 
 
 def kept(lr: Any, momentum: Any, weight: Any, decay: Any, nesterov: bool) -> Any:
@@ -420,7 +420,7 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _whole(local: Tensor, like: Any) -> Tensor:
+def _as_sharded(local: Tensor, like: Any) -> Tensor:
     """The DTensor of which ``local`` is this rank's shard, if ``like`` is a DTensor; else ``local``."""
     if not hasattr(like, "to_local"):
         return local
@@ -435,10 +435,10 @@ def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -
     """Calls ``prepare`` in each ``optimizer.step()``: after all pre-hooks, and after its closure if it has one."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        theirs = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
         def closure() -> Any:
-            loss = given() if callable(given) else None
+            loss = theirs() if callable(theirs) else None
             prepare(optimizer)
             return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import compare_optimizers
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, parameters_of, unwrapped
-from lightning_topk.runtime.watch import Exchanges, Watch
+from lightning_topk.runtime.telemetry import Telemetry
+from lightning_topk.runtime.watch import Watch
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Returns the optimizers, which may be created later or replaced."""
@@ -44,34 +46,35 @@ class Optimizers:
     """The user's optimizers, which may be created later or replaced: their momentum, and the loss scale.
 
     Args:
-        given: Returns the optimizers; None if the user passed none.
+        now: Returns the optimizers; None if the user passed none.
         scaler: The GradScaler that scales the loss.
         config: The settings in force.
         buckets: The parameters' names, and the plans of their buckets.
         parameters_of: The parameters of members of buckets, as optimizers hold them.
-        exchanges: See :class:`.Watch`.
+        telemetry: See :class:`.Watch`.
         say: Shows messages.
     """
 
     def __init__(
         self,
-        given: GetOptimizers | None,
+        now: GetOptimizers | None,
         scaler: torch.amp.GradScaler | None,
         config: TopKConfig,
         buckets: Buckets,
         parameters_of: Callable[[Collection[Tensor]], Collection[Tensor]],
-        exchanges: Exchanges,
+        telemetry: Telemetry,
         say: WarnOnce,
     ) -> None:
-        self._given, self._config, self._buckets, self._parameters_of = given, config, buckets, parameters_of
+        self._getter, self._config, self._buckets, self._parameters_of = now, config, buckets, parameters_of
         self._say = say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.watch = Watch(config, say, exchanges, given is not None, self._scaler is not None, lambda: self._in_use)
+        self.watch = Watch(config, say, self._delivers, telemetry, now is not None, self._scaler is not None)
         self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
-        self._parameters = 0  # number of parameters that they update
+        self._count = 0  # parameters that they update
         self._elsewhere: set[str] = set()  # parameters in other ranks' optimizers only
         self._adapted: set[Tensor] = set()  # parameters whose momentum is adapted
         self._as_adapted: Collection[Tensor] = ()  # the same, as computed in the last pass
+        self._last: tuple[Sequence[Bucket], int, int] = (), 0, 0  # buckets, step and epoch of the last pass
 
     @property
     def _in_use(self) -> list[Optimizer]:
@@ -79,9 +82,9 @@ class Optimizers:
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     def _now(self) -> list[Optimizer]:
-        """The optimizers that the user gives now."""
-        given: Any = [] if self._given is None else self._given()
-        return [*map(unwrapped, [given] if _is_optimizer(given) else given)]
+        """The user's optimizers now."""
+        found: Any = [] if self._getter is None else self._getter()
+        return [*map(unwrapped, [found] if _is_optimizer(found) else found)]
 
     @property
     def scale(self) -> Tensor | None:
@@ -100,6 +103,11 @@ class Optimizers:
         if exist:
             self.sync()
 
+    def begin_pass(self) -> None:
+        """Begins a backward pass that is exchanged."""
+        self.sync()
+        self.watch.begin_pass()
+
     def sync(self) -> None:
         """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass."""
         now, compressed = self._now(), frozenset(self._parameters_of(self._buckets.compressed))
@@ -107,38 +115,48 @@ class Optimizers:
         check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         self.watch.compressed = compressed
         count = sum(len(parameters_of(each)) for each in now)
-        if [*map(id, now)] == [*map(id, self._in_use)] and count == self._parameters:
+        if [*map(id, now)] == [*map(id, self._in_use)] and count == self._count:
             return
-        self.release()
+        AdaptedMomentum.release(self._in_use, self)
         if self._config.adapts_momentum:
             ours = [each for each in now if not compressed.isdisjoint(parameters_of(each))]
             notes, warnings = adapt_momentum(ours, self, self._adapted)
-            for message in notes:
-                self._say.note(message)
-            for message in warnings:
-                self._say(message)
+            self._say.note(*notes)
+            self._say(*warnings)
         self._warn_of_decay(now)
         self.watch.adapted = self._adapted
         self.watch.start(now)
-        self._known, self._parameters = [*map(ref, now)], count
+        self._known, self._count = [*map(ref, now)], count
         if now and self._config.compresses:
             self._warn_of_idle({p for each in now for p in parameters_of(each)}, compressed)
 
-    def end_pass(self, buckets: Sequence[Bucket], step: int, epoch: int) -> None:
-        """Ends a backward pass that exchanged these buckets."""
+    def end_pass(self, buckets: Sequence[Bucket], step: int, epoch: int, voted: bool) -> None:
+        """Ends a backward pass that exchanged these buckets; ``voted``: unused parameters leave entries to others."""
         every, compressed = self._buckets.delivers_everything, self._buckets.compressed
-        whole = frozenset(m for bucket in buckets if every(bucket, step, epoch) for m in bucket)
-        adapted = self._parameters_of(compressed - whole if whole else compressed)
+        dense = frozenset(m for bucket in buckets if every(bucket, step, epoch) for m in bucket)
+        adapted = self._parameters_of(compressed - dense if dense else compressed)
         if adapted is not self._as_adapted:
             self._as_adapted = adapted
             self._adapted.clear()  # adapted momentum and the watch keep the set
             self._adapted.update(adapted)
+        self._last = () if voted else tuple(buckets), step, epoch
         self.watch.end_pass()
 
-    def release(self) -> None:
+    def _delivers(self, parameter: Tensor) -> tuple[Collection[Tensor], float]:
+        """The parameters of a parameter's bucket, and how many of their entries the last pass delivered at most."""
+        buckets, step, epoch = self._last
+        for bucket in buckets:
+            parameters = set(self._parameters_of(bucket))
+            if parameter in parameters:
+                plan = self._buckets.plan_of(bucket)
+                k = plan.codecs(step, epoch).reply.k
+                return parameters, k * plan.layout.shards / plan.layout.numel * plan.numel
+        return {parameter}, math.inf
+
+    def close(self) -> None:
         """Stops adapting and watching the optimizers."""
         AdaptedMomentum.release(self._in_use, self)
-        self.watch.stop()
+        self.watch.close()
 
     def _warn_of_decay(self, optimizers: Iterable[Optimizer]) -> None:
         """Names Adam with weight decay in the gradient where momentum is not adapted, or beta1 is zero."""

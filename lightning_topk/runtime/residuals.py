@@ -68,10 +68,8 @@ class Residuals:
         """This rank."""
         self.counts: dict[Tensor, int] = {}
         """Slices of a parameter among the ranks of a node; this rank holds slice ``rank % count``. 1 if missing."""
-        self.reset = 0
-        """Number of parameters whose residual was dropped because their size or memory format changed."""
-        self.dropped = 0
-        """Number of parameters whose residual was dropped because their endpoint keeps none."""
+        self._reset = 0  # residuals dropped since the last warning: their parameter's size or memory format changed
+        self._dropped = 0  # likewise, because their endpoint keeps none
         self._by_parameter: Memories = {}  # views of an endpoint's memory, while a parameter has an endpoint
         self._loaded: set[Tensor] = set()  # parameters whose memory every rank has in full, from a checkpoint
         self._forms: dict[Tensor, Form] = {}
@@ -105,7 +103,7 @@ class Residuals:
         self.forget_changed(parameters)
         mine, nothing = end.uplink.memory.tensors(), {parameter: dict[str, Tensor]() for parameter in parameters}
         if not mine:
-            self.dropped += sum(map(self._is_kept, parameters))
+            self._dropped += sum(map(self._is_kept, parameters))
             self._by_parameter.update(nothing)
         self._cut(parameters, end.plan.parts.count)
         for name, flat in mine.items():
@@ -137,6 +135,12 @@ class Residuals:
 
     # -------------------------------------------------------------------------------- all parameters
 
+    def move_to(self, state: Any, rank: int) -> None:
+        """Prepares for the exchanges of another state, whose settings may differ."""
+        self.offload_to_cpu()
+        self.forget_changed()
+        self.state, self.rank = state, rank
+
     def offload_to_cpu(self) -> None:
         """Drops all endpoints and moves their memories to the CPU, until the next exchange of their parameters."""
         self.drop_endpoints({*self._by_parameter})
@@ -155,7 +159,7 @@ class Residuals:
         for parameter in [*self._forms] if parameters is None else parameters:
             now = form_of(parameter)
             if self._forms.get(parameter, now) != now:
-                self.reset += self._is_kept(parameter)
+                self._reset += self._is_kept(parameter)
                 self._forget(parameter)
             self._forms[parameter] = now
 
@@ -173,6 +177,19 @@ class Residuals:
         self._loaded = set(memories)
 
     # -------------------------------------------------------------------------------- queries
+
+    def take_warnings(self) -> list[str]:
+        """Returns warnings about residuals that were dropped since the last call."""
+        reset, dropped, self._reset, self._dropped, found = self._reset, self._dropped, 0, 0, []
+        if reset:
+            which = "1 parameter has" if reset == 1 else f"{reset} parameters have"
+            found.append(f"lightning_topk: {which} a different size or memory format now; the residuals start at zero.")
+        if dropped:
+            found.append(
+                f"lightning_topk: the residuals of {dropped} parameter{'s' * (dropped > 1)} from an earlier run were "
+                "dropped, since this run keeps none: the gradients in them are lost."
+            )
+        return found
 
     def held(self, name: str = "residual") -> dict[Tensor, tuple[Tensor, Tensor]]:
         """Returns this rank's memory ``name`` of each exchanged parameter, as a worker and as a server.

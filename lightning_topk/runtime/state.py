@@ -6,7 +6,6 @@ this module turns them into jobs, queues them on the lane, and collects their re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,26 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from lightning_topk.bucket import Bucket, Buckets
-from lightning_topk.config import Settings, TopKConfig, check_count, one_config
-from lightning_topk.core import ops
-from lightning_topk.core.link import Measure
+from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.runtime import checkpoint
-from lightning_topk.runtime.collectives import dense_cost
-from lightning_topk.runtime.groups import Groups, compare_functions, connect, timeout_of
-from lightning_topk.runtime.jobs import Job, JobRunner
-from lightning_topk.runtime.lanes import Future, Lane, StreamLane, ThreadLane
-from lightning_topk.runtime.messages import WarnOnce, saving_warnings, start_message, startup_warnings, volume_of
+from lightning_topk.runtime.groups import Groups, connect
+from lightning_topk.runtime.jobs import Job
+from lightning_topk.runtime.lanes import Future, Lane, lane_for
+from lightning_topk.runtime.messages import (
+    WarnOnce,
+    saving_warnings,
+    slow_compression,
+    start_message,
+    startup_warnings,
+    volume_of,
+)
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.telemetry import PROBE_BYTES, Report, Telemetry
+from lightning_topk.runtime.telemetry import Report, Telemetry
 from lightning_topk.schedule import Schedule
 from lightning_topk.volume import Volume
-
-_LEFT_OPEN: list[Groups] = []
-"""Groups with an unfinished collective after an error. Dropping or destroying one would wait for the collective."""
 
 
 class HookState:
@@ -49,7 +48,7 @@ class HookState:
 
     def __init__(
         self,
-        config: TopKConfig | None = None,
+        config: TopKConfig,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         earlier: HookState | None = None,
@@ -59,65 +58,51 @@ class HookState:
         local_world_size: int | None = None,
         announce: Callable[[str], None] | None = None,
         note: Callable[[str], None] | None = None,
-        **settings: Unpack[Settings],
     ) -> None:
-        self._given = config = one_config(type(self), config, settings)
+        self._requested = config
         _check_arguments(config, epoch, optimizers, local_world_size)
-        residuals = Residuals() if earlier is None else earlier.residuals
-        residuals.offload_to_cpu()  # their endpoints may come from other settings
-        residuals.forget_changed()
-        timeout = timeout or timeout_of(process_group)
         groups, self.config, uneven = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
-        residuals.rank = self.rank
-        self.residuals: Residuals = residuals
-        residuals.state = self
+        self.residuals: Residuals = Residuals() if earlier is None else earlier.residuals
+        self.residuals.move_to(self, self.rank)
         self._epoch = epoch or (lambda: 0)
         self.steps: int = 0 if earlier is None else earlier.steps
         """Backward passes of the run that were exchanged, for schedules and selectors."""
         self.last_buckets: tuple[Bucket, ...] = ()
         """The buckets of the last backward pass."""
         self._parent = process_group
-        # Every rank of the first node is rank 0 of the replicas of its shard.
+        # Of a sharded model, each rank of the first node is rank 0 of the replicas of its shard.
         self._say = WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank(), note)
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
-        self.optimizers = Optimizers(optimizers, scaler, self.config, self.buckets, self.parameters_of, self, self._say)
-        """The user's optimizers."""
-        self._runner = JobRunner(residuals, groups, timeout)
-        self.telemetry = Telemetry(self._runner.finished, lambda: self.names, self.shards_per_node)
+        self.telemetry = telemetry = Telemetry(self.buckets, self.shards_per_node)
         """Bytes, times and errors of the exchanges."""
+        self.optimizers = Optimizers(
+            optimizers, scaler, self.config, self.buckets, self.parameters_of, telemetry, self._say
+        )
+        """The user's optimizers."""
         self._lane: Lane | None = None
         self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._unchanged = 0  # passes with the same buckets as the pass before
-        self._compared = range(0)  # steps for which functions of the step agree on all ranks
         self._closed_on: torch.device | None = None
-        self._say_what_was_dropped()
+        self._collect()
         if not self.steps:  # not for a model that is wrapped again
             self._say.note(start_message(self.config, self.world, self.local))
-            for message in (uneven, *startup_warnings(config, self.config, self.world, optimizers is not None)):
-                self._say(message)
+            self._say(uneven, *startup_warnings(config, self.config, self.world, optimizers is not None))
 
     @property
     def names(self) -> Mapping[Tensor, str]:
         """The parameters' names."""
         return self.buckets.names
 
-    # -------------------------------------------------------------------------------- a backward pass
-
     def lane(self, device: torch.device) -> Lane:
         """Returns the lane for gradients on a device."""
         groups = self.open_groups()
         if self._lane is None:
-            if device.type not in ("cpu", "cuda"):
-                raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
-            in_flight = 1 if groups.second_groups is None else 2
-            self._lane = StreamLane(device) if device.type == "cuda" else ThreadLane(in_flight)
-            if device.type == "cpu" and self.config.compresses and ops.fast(device) is None:
-                remedy = f"it fails here with {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
-                self._say(f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}")
+            self._lane = lane_for(device, groups, self.telemetry.durations)
+            self._say(slow_compression(self.config, device))
         return self._lane
 
     def open_groups(self) -> Groups:
@@ -128,15 +113,6 @@ class HookState:
                 "residuals=state.residuals."
             )
         return self.groups
-
-    def begin_pass(self) -> None:
-        """Begins a backward pass, when its first gradients are ready."""
-        if self.steps not in self._compared:
-            self._compared = compare_functions(self.config, self.steps, self.open_groups().all)
-        self.telemetry.collect()
-        self._say_what_was_dropped()
-        self.optimizers.sync()
-        self.optimizers.watch.begin_pass()
 
     def exchange(
         self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None, exposed: bool = False
@@ -155,15 +131,16 @@ class HookState:
 
         Raises:
             RuntimeError: The state was closed, or an exchange failed.
-            ValueError: An optimizer and the exchange would both apply momentum, or ranks have different functions of
-                the step.
+            ValueError: An optimizer and the exchange would both apply momentum.
         """
         lane = self.lane(gradient.device)
         if not self._buckets:
-            self.begin_pass()
+            self._collect()
+            self.optimizers.begin_pass()
         self._buckets.append(bucket)
-        timed = self.telemetry.timing
+        telemetry = self.telemetry
         job = Job(
+            gradient,
             bucket,
             self.buckets.plan_of(bucket),
             name,
@@ -171,53 +148,34 @@ class HookState:
             step=self.steps,
             epoch=self._epoch(),
             scale=self.optimizers.scale,
-            measure=Measure(self.telemetry.measure, self.telemetry.measure and self.telemetry.measure_layers),
+            measure=telemetry.next_measure,
+            residuals=self.residuals,
+            groups=next(lane.groups),
+            results=telemetry.results,
+            clock=lane if telemetry.timing else None,
+            ready=lane.mark() if telemetry.timing and exposed else None,
         )
-        return lane.submit(self._runner.turn(gradient, job, lane, timed, lane.mark() if timed and exposed else None))
+        return lane.submit(job)
 
     def parameters_of(self, members: Collection[Tensor]) -> Collection[Tensor]:
         """The parameters of members of buckets, as optimizers hold them, in order: here the members themselves."""
         return members
 
-    def delivers(self, parameter: Tensor) -> tuple[Collection[Tensor], float]:
-        """The parameters of a parameter's bucket; how many of their entries the last backward pass delivered at most.
-
-        Unlimited where unused parameters leave their entries to others.
-        """
-        for bucket in () if self.voting else self.last_buckets:
-            parameters = set(self.parameters_of(bucket))
-            if parameter in parameters:
-                plan = self.buckets.plan_of(bucket)
-                reply = plan.codecs(self.steps - 1, self._epoch()).reply
-                return parameters, reply.k * plan.layout.shards / plan.layout.numel * plan.numel
-        return {parameter}, math.inf
-
     def end_pass(self, buckets: Sequence[Bucket]) -> None:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        self.optimizers.end_pass(buckets, self.steps, self._epoch())
+        self.optimizers.end_pass(buckets, self.steps, self._epoch(), self.voting)
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
-            for message in saving_warnings(self.buckets, buckets, self.predicted()):
-                self._say(message)
+            self._say(*saving_warnings(self.buckets, buckets, self.predicted()))
 
-    # -------------------------------------------------------------------------------- between two backward passes
-
-    def _say_what_was_dropped(self) -> None:
-        """Warns about dropped residuals: of parameters whose size or format changed, or because settings keep none."""
-        residuals = self.residuals
-        (reset, residuals.reset), (dropped, residuals.dropped) = (residuals.reset, 0), (residuals.dropped, 0)
-        if reset:
-            which = "1 parameter has" if reset == 1 else f"{reset} parameters have"
-            self._say(f"lightning_topk: {which} a different size or memory format now; the residuals start at zero.")
-        if dropped:
-            self._say(
-                f"lightning_topk: the residuals of {dropped} parameter{'s' * (dropped > 1)} from an earlier run were "
-                "dropped, since this run keeps none: the gradients in them are lost."
-            )
+    def _collect(self) -> None:
+        """Takes the results of exchanges, and warns of residuals that were dropped."""
+        self.telemetry.collect()
+        self._say(*self.residuals.take_warnings())
 
     def report(self) -> Report:
         """Returns the bytes, times and errors since the last call; see :meth:`.Telemetry.report`."""
@@ -237,27 +195,16 @@ class HookState:
         total = volume_of(self.buckets, self.last_buckets, mine, self.steps, self._epoch(), self.voting)
         return total.of_shards(self.shards_per_node)
 
-    def measure_link(self) -> None:
-        """Times two all-reduces of at most 1 MiB. A collective; call it between two backward passes."""
-        groups, nbytes = self.open_groups(), min(self.telemetry.largest, PROBE_BYTES)
-        self.telemetry.dense_cost = dense_cost(nbytes, self._device(), groups.all)
-
-    def continue_from(self, other: HookState) -> None:
-        """Continues the counts, measurements and messages of another state of the same run."""
-        self.telemetry.continue_from(other.telemetry)
-        self._say.said = other._say.said
-
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.
 
         A closed state has its residuals too.
 
         Returns:
-            On rank 0, numbers, strings and CPU tensors, see :mod:`lightning_topk.runtime.checkpoint`. On other
-            ranks the same without tensors.
+            On rank 0, the entry that :mod:`lightning_topk.runtime.checkpoint` describes; elsewhere no tensors.
         """
         group = self._parent if self.groups is None else self.groups.all
-        return checkpoint.collect(self.residuals, self.steps, self.names, self._given, self._device(), group)
+        return checkpoint.collect(self.residuals, self.steps, self.names, self._requested, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
@@ -272,10 +219,8 @@ class HookState:
         self.open_groups()
         checkpoint.restore(self.residuals, self.names, entry)
         self.steps = entry["steps"]
-        changed = checkpoint.changes(entry, self._given)
-        if changed:
-            keeps = self.config.compresses and self.config.error_feedback
-            self._say(f"lightning_topk: resuming with {changed}." + " Stored residuals are kept." * bool(keeps))
+        keeps = self.config.compresses and self.config.error_feedback
+        self._say(checkpoint.changes(entry, self._requested, bool(keeps)))
 
     def _device(self) -> torch.device:
         """The device of the parameters; of a closed state, when it was closed: the Trainer then moves the model."""
@@ -285,14 +230,10 @@ class HookState:
         """Ends the lane and releases the process groups, but keeps the residuals."""
         self._closed_on = self._device() if self.names else None
         idle = self._lane is None or self._lane.close()
-        self.telemetry.collect()
-        self._say_what_was_dropped()
-        self.optimizers.release()
-        if self.groups is not None and idle and dist.is_initialized():
-            self.groups.destroy(failed=self._lane is not None and self._lane.error is not None)
-        elif self.groups is not None and not idle:
-            _LEFT_OPEN.append(self.groups)
-        self._runner.close()
+        self._collect()
+        self.optimizers.close()
+        if self.groups is not None:
+            self.groups.destroy(idle, failed=self._lane is not None and self._lane.error is not None)
         self._lane = self.groups = None
 
 

@@ -1,23 +1,21 @@
-"""Turns outcomes into reports of one rank's exchanges: bytes, times and compression errors.
+"""Turns results into reports of one rank's exchanges: bytes, times and compression errors.
 
 Only the thread that runs backward uses it, between two passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lightning_topk.core.endpoint import Outcome
-from lightning_topk.runtime.jobs import Duration, Job, Result
+from lightning_topk.bucket import Buckets
+from lightning_topk.core.link import Measure
+from lightning_topk.runtime.jobs import Duration, Result
 from lightning_topk.volume import Volume
-
-PROBE_BYTES = 1 << 20
-"""Size of the timed all-reduce from which longer ones are estimated: a quarter of a second at 100 Mbit/s."""
 
 
 @dataclass
@@ -25,7 +23,7 @@ class Report:
     """One rank's exchanges since the last report.
 
     Attributes:
-        bytes: Bytes sent to other ranks in exchanges; with FSDP2, ``intra_node`` includes FSDP's own bytes.
+        bytes: Bytes sent to other ranks in exchanges; with FSDP2, without those that FSDP sends inside a node.
         elements: Gradient elements exchanged.
         k: Capacity of this worker's payloads in entries.
         selected: Nonzero entries that its selector selected, and uncompressed elements; zero unless measured.
@@ -63,63 +61,53 @@ class Telemetry:
     """Bytes, times and compression errors of one rank's exchanges.
 
     Args:
-        finished: Returns the results and durations since its last call.
-        names: Returns the parameters' names.
+        buckets: The parameters' names.
         shards_per_node: Ranks of this node, this one included, that each exchange a shard of the same gradients.
     """
 
-    def __init__(
-        self,
-        finished: Callable[[], tuple[list[Result], list[Duration]]],
-        names: Callable[[], Mapping[Tensor, str]],
-        shards_per_node: int = 1,
-    ) -> None:
-        self._finished, self._names, self._shards_per_node = finished, names, shards_per_node
+    def __init__(self, buckets: Buckets, shards_per_node: int = 1) -> None:
+        self._buckets, self._shards_per_node = buckets, shards_per_node
+        self.results: deque[Result] = deque()
+        """Results of exchanges, from the lane."""
+        self.durations: deque[Duration] = deque()
+        """Durations of timed exchanges, from the lane."""
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the error of each parameter, and their time."""
-        self.dense_cost: tuple[float, float] | None = None
-        """Seconds for each all-reduce, and for each byte of it; None before they are measured."""
         self._report = Report()
-        self._measured: list[tuple[Job, Outcome]] = []
+        self._measured: list[Result] = []
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
 
+    @property
+    def next_measure(self) -> Measure:
+        """The errors to measure in the next exchange."""
+        return Measure(self.measure, self.measure and self.measure_layers)
+
     def collect(self) -> None:
         """Adds the results of finished exchanges. Values stay on the device, so the host does not wait."""
-        report, (results, durations) = self._report, self._finished()
-        report.durations += durations
-        for job, outcome, volume, k in results:
-            nbytes = job.plan.numel * job.plan.itemsize
-            report.bytes += volume.of_shards(self._shards_per_node)
-            report.elements += job.plan.layout.numel
-            report.k += k
+        report, results = self._report, [self.results.popleft() for _ in range(len(self.results))]
+        report.durations += [self.durations.popleft() for _ in range(len(self.durations))]
+        for result in results:
+            nbytes = result.plan.numel * result.plan.itemsize
+            report.bytes += result.sent.of_shards(self._shards_per_node)
+            report.elements += result.plan.layout.numel
+            report.k += result.k
             report.exchanges += 1
             report.nbytes += nbytes
             report.largest = max(report.largest, nbytes)
-            if job.measure.error:
-                self._measured.append((job, outcome))
+        self._measured += [result for result in results if result.measured]
         if results:
-            failed = torch.stack([~outcome.finite for _, outcome, _, _ in results]).any()
+            failed = torch.stack([~result.outcome.finite for result in results]).any()
             before = self._nonfinite_steps
             if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
                 before.record_stream(torch.cuda.current_stream(before.device))
             self._nonfinite_steps = self._nonfinite_steps + failed
-
-    def count(self, sent: Volume) -> None:
-        """Adds bytes that were sent outside of exchanges."""
-        self._report.bytes += sent
 
     @property
     def exchanged(self) -> bool:
         """Whether anything was exchanged since the last report."""
         self.collect()
         return self._report.elements > 0
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest gradient since the last report."""
-        self.collect()
-        return self._report.largest
 
     @property
     def nonfinite_steps(self) -> int:
@@ -134,16 +122,16 @@ class Telemetry:
         """
         self.collect()
         report, self._report = self._report, Report()
-        for job, outcome in self._measured:
-            up, plan = outcome.uplink, job.plan
+        for bucket, plan, _, outcome, _, _ in self._measured:
+            up = outcome.uplink
             for side, stats in enumerate((up, outcome.downlink)):
                 if stats is not None and stats.error is not None:
                     report.energy[side] += stats.error.cpu()
             if up.selected is not None:
                 report.selected += int(up.selected) + plan.uncompressed_numel // plan.parts.count
             if up.per_layer is not None:
-                for parameter, measured in zip(job.bucket, up.per_layer.cpu().T, strict=True):
-                    name = self._names()[parameter]
+                for parameter, measured in zip(bucket, up.per_layer.cpu().T, strict=True):
+                    name = self._buckets.names[parameter]
                     report.layers[name] = report.layers.get(name, 0) + measured
         self._measured.clear()
         self._nonfinite_reported = self._nonfinite_steps
@@ -156,15 +144,7 @@ class Telemetry:
         self._measured.clear()
         self._nonfinite_steps = self._nonfinite_reported
 
-    def dense_seconds(self, report: Report) -> float | None:
-        """Estimated seconds to all-reduce the same gradients; None before :attr:`dense_cost` is measured."""
-        if self.dense_cost is None:
-            return None
-        latency, seconds_per_byte = self.dense_cost
-        return report.exchanges * latency + report.nbytes * seconds_per_byte
-
     def continue_from(self, other: Telemetry) -> None:
         """Continues the counts and measurements of another state of the same run."""
         self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
-        self.dense_cost = other.dense_cost
         self._nonfinite_steps = self._nonfinite_reported = other._nonfinite_steps

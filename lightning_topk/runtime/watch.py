@@ -3,7 +3,7 @@
 Each warning names a case that trained badly without an error:
 
 - ``check_bypass``: training calls another module than the attached one, so nothing is exchanged.
-- ``after_any_step``: an optimizer made after attach takes the steps, and is not adapted.
+- ``check_others``: an optimizer made after attach takes the steps, and is not adapted.
 - ``check_delivered``: a hook changes every entry of the gradient between backward and the step.
 - ``check_scaler``: a GradScaler that was not passed scales the loss.
 - ``warn_of_loss``: a gradient is zeroed after its exchange, as a GAN's discriminator's is in the generator's turn.
@@ -14,14 +14,14 @@ The gradient of one parameter of each optimizer (:class:`_Watched`) shows the la
     nothing     backward computes the parameter's gradient       computed
     computed    the backward pass ends: it will be delivered     delivered
     delivered   a step of an optimizer that has the parameter    nothing
-    delivered   before the next backward, the gradient is None   nothing, with a warning
+    delivered   before the next backward, the gradient is None   computed, with a warning
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -29,22 +29,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import local_part, parameters_of
+from lightning_topk.runtime.telemetry import Telemetry
 
-
-class Exchanges(Protocol):
-    """What the watch asks about the exchanges."""
-
-    def delivers(self, parameter: Tensor) -> tuple[Collection[Tensor], float]:
-        """The parameters of a parameter's bucket, and how many of their entries the last pass delivered at most."""
-
-    @property
-    def nonfinite_steps(self) -> int:
-        """Backward passes so far that delivered a NaN or an infinity. Waits for the device."""
+SETTLED = 5
+"""The step whose gradient is checked: buckets are final, and there is momentum."""
 
 
 class Watch:
@@ -53,22 +45,29 @@ class Watch:
     Args:
         config: The settings in force.
         say: Shows warnings.
-        exchanges: Asked where a warning depends on what was exchanged.
-        given: Whether the user passed optimizers, or a function that returns them.
+        delivers: Returns the parameters of a parameter's bucket, and how many of their entries the last backward pass
+            delivered at most.
+        telemetry: Counts backward passes that delivered a NaN or an infinity.
+        passed: Whether the user passed optimizers, or a function that returns them.
         scaled: Whether the user passed a GradScaler.
-        known: Returns the user's optimizers.
     """
 
     def __init__(
         self,
         config: TopKConfig,
         say: WarnOnce,
-        exchanges: Exchanges,
-        given: bool,
+        delivers: Callable[[Tensor], tuple[Collection[Tensor], float]],
+        telemetry: Telemetry,
+        passed: bool,
         scaled: bool,
-        known: Callable[[], Sequence[Optimizer]],
     ) -> None:
-        self._config, self._say, self._exchanges, self._scaled, self._known = config, say, exchanges, scaled, known
+        self._config, self._say, self._delivers, self._telemetry, self._scaled = (
+            config,
+            say,
+            delivers,
+            telemetry,
+            scaled,
+        )
         self.adapted: Collection[Tensor] = ()
         """Parameters whose momentum is adapted."""
         self.compressed: Collection[Tensor] = ()
@@ -76,18 +75,24 @@ class Watch:
         self.exchanged = False
         """Whether any backward pass has begun."""
         self._watched: list[_Watched] = []
+        self._sees_all = passed  # whether there are known optimizers, and torch calls hooks after their steps
         self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
         self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
-        self._any_step: RemovableHandle | None = None
         self._bypassed = 0  # steps with gradients before any exchange, up to 2
-        self._hooked = given  # whether each known optimizer calls hooks after its step
+        living = ref(self)
+
+        @_disable_dynamo
+        def hook(optimizer: Optimizer, *_: Any) -> None:
+            if (owner := living()) is not None:
+                owner.after_step(optimizer)
+
+        self._hook = register_optimizer_step_post_hook(hook)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Watches optimizers, in place of those before."""
         self.stop()
-        torchs = [each for each in optimizers if hasattr(each, "_optimizer_step_post_hooks")]
-        self._hooked = len(torchs) == len(optimizers)
-        self._watched = [_Watched(each, self._first_that_learns(each), self) for each in torchs]
+        self._sees_all = all(hasattr(each, "_optimizer_step_post_hooks") for each in optimizers)
+        self._watched = [_Watched(each, self._first_that_learns(each), self) for each in optimizers]
 
     def _first_that_learns(self, optimizer: Optimizer) -> Tensor | None:
         """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
@@ -95,36 +100,54 @@ class Watch:
         return next(known, None) if self._config.compresses and not self._scaled else None
 
     def stop(self) -> None:
-        """Removes all hooks."""
-        if self._any_step is not None:
-            self._any_step.remove()
-            self._any_step = None
+        """Watches no parameters any more."""
         while self._watched:
             self._watched.pop().stop()
+
+    def close(self) -> None:
+        """Removes all hooks."""
+        self.stop()
+        self._hook.remove()
 
     # -------------------------------------------------------------------------------- events
 
     def begin_pass(self) -> None:
         """Begins a backward pass that is exchanged."""
         self.exchanged = self._pending = True
-        if self._any_step is None and self._hooked:
-            self._any_step = _on_any_step(self)
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
         for each in self._watched:
-            each.delivered, each.computed = each.delivered or each.computed, False
+            if each.state == "computed":
+                each.state = "delivered"
 
-    def after_any_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Checks a step of any of torch's optimizers."""
+        known = next((each for each in self._watched if each.optimizer() is optimizer), None)
+        if known is not None:
+            known.steps, known.state = known.steps + 1, "nothing"
+            if known.steps == 1:
+                self.check_scaler()
+            if known.steps == SETTLED and self.exchanged:
+                self.check_delivered(optimizer)
+        if self.exchanged:
+            self.check_others(optimizer, known)
+        elif known is not None:
+            self.check_bypass(optimizer)
+
+    # -------------------------------------------------------------------------------- warnings
+
+    def check_others(self, optimizer: Optimizer, known: _Watched | None) -> None:
         """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
-        known = any(optimizer is each for each in self._known())
         moved = {p for p in parameters_of(optimizer) if p.grad is not None}
-        if not known and (not self._pending or moved.isdisjoint(self.compressed)):
+        if known is None and (not self._pending or moved.isdisjoint(self.compressed)):
             return
         self._pending, self._by_others = False, 0 if known else self._by_others + 1
         for each in self._watched:
-            each.forget(moved)
-        if self._by_others == 2 and (self._config.adapts_momentum or self._config.momentum):
+            if each.parameter in moved:
+                each.state = "nothing"
+        adapts = self._config.adapts_momentum or self._config.momentum
+        if self._by_others == 2 and adapts and self._sees_all:
             self._say(
                 f"lightning_topk: {type(optimizer).__name__} takes steps, but it is not among those that "
                 "optimizer= gave: it is neither checked nor adapted to compression, and training may end behind DDP's. "
@@ -132,24 +155,13 @@ class Watch:
                 "again. In Lightning, return it from configure_optimizers."
             )
 
-    def after_step(self, optimizer: Optimizer, steps: int) -> None:
-        """Checks a step of a known optimizer, its ``steps``-th."""
-        if steps == 1:
-            self.check_scaler()
-        if steps == SETTLED and self.exchanged:
-            self.check_delivered(optimizer)
-        if not self.exchanged:
-            self.check_bypass(optimizer)
-
-    # -------------------------------------------------------------------------------- warnings
-
     def check_delivered(self, optimizer: Optimizer) -> None:
         """Warns if a step's gradient has far more nonzero entries than exchanges deliver. Waits for the device."""
         adapted = [p for p in parameters_of(optimizer) if p in self.adapted]
         dense = [p for p in adapted if p.grad is not None and p.grad.numel() and not p.grad.is_sparse]
         if not dense or not self._config.adapts_momentum:
             return
-        bucket, most = self._exchanges.delivers(max(dense, key=Tensor.numel))
+        bucket, most = self._delivers(max(dense, key=Tensor.numel))
         gradients = [local_part(p.grad) for p in dense if p in bucket and p.grad is not None]
         numel = max(1, sum(map(Tensor.numel, gradients)))
         found, density = float(sum(map(Tensor.count_nonzero, gradients))) / numel, min(1.0, most / numel)
@@ -196,7 +208,7 @@ class Watch:
 
         Not of one that was not finite, whose step was skipped, by a GradScaler or by hand. Waits for the device.
         """
-        if self._exchanges.nonfinite_steps:
+        if self._telemetry.nonfinite_steps:
             return False
         self._say(
             "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
@@ -212,60 +224,32 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else local_part(gradient)
 
 
-def _on_any_step(owner: Watch) -> RemovableHandle:
-    """Calls ``owner.after_any_step`` after each step of any torch optimizer, as long as the owner lives."""
-    living = ref(owner)
-
-    @_disable_dynamo
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        if (owner := living()) is not None:
-            owner.after_any_step(optimizer)
-
-    return register_optimizer_step_post_hook(hook)
-
-
-SETTLED = 5
-"""The step whose gradient is checked: buckets are final, and there is momentum."""
-
-
 class _Watched:
-    """The states of the gradient of one parameter, and the steps of its optimizer.
+    """An optimizer, and the state of the gradient of one of its parameters.
 
     Args:
         optimizer: The optimizer.
         parameter: One of its parameters, whose gradient is checked before each backward pass adds to it; or None.
-        owner: Gets the events.
+        owner: Warns if the gradient is lost.
     """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Watch) -> None:
-        self.computed = self.delivered = False
-        self._owner, self._parameter = ref(owner), parameter  # an optimizer keeps its hooks, but not the owner
+        self.optimizer, self.parameter = ref(optimizer), parameter
+        self.state: Literal["nothing", "computed", "delivered"] = "nothing"
+        self.steps = 0  # stays 0 if the user takes the steps without the optimizer
+        self._owner = ref(owner)  # the garbage collector does not see a tensor's hooks
         self._warned = False
-        self._steps = 0  # stays 0 if the user takes the steps without the optimizer
-        self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._after_step)]
-        if parameter is not None:
-            self._hooks.append(parameter.register_hook(self._before_gradient))
+        self._hook = None if parameter is None else parameter.register_hook(self._before_gradient)
 
     def _before_gradient(self, _: Tensor) -> None:
-        if self.delivered and self._steps and self._parameter is not None and self._parameter.grad is None:
-            self.delivered = False
-            owner = self._owner()
+        assert self.parameter is not None
+        if self.state == "delivered" and self.steps and self.parameter.grad is None:
+            self.state, owner = "nothing", self._owner()
             self._warned = self._warned or (owner is not None and owner.warn_of_loss())
-        self.computed = True
-
-    @_disable_dynamo
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self.computed = self.delivered = False
-        self._steps += 1
-        if (owner := self._owner()) is not None:
-            owner.after_step(optimizer, self._steps)
-
-    def forget(self, moved: Collection[Tensor]) -> None:
-        """Notes that another optimizer has used the parameter's gradient, if it is among ``moved``."""
-        if self._parameter in moved:
-            self.computed = self.delivered = False
+        if self.state == "nothing":
+            self.state = "computed"
 
     def stop(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        """Removes the hook."""
+        if self._hook is not None:
+            self._hook.remove()

@@ -43,7 +43,6 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
-from lightning_topk.volume import Volume
 
 # ------------------------------------------------------------------------------------------------ the state
 
@@ -91,7 +90,7 @@ class ShardState(HookState):
         Raises:
             RuntimeError: The state was closed, an exchange failed, or gradients are accumulated with
                 ``set_requires_all_reduce(False)``.
-            ValueError: Replicas have gradients of different parameters; or see :meth:`begin_pass`.
+            ValueError: Replicas have gradients of different parameters; or see :meth:`exchange`.
         """
         if group.skips_all_reduce:
             raise RuntimeError(
@@ -119,7 +118,6 @@ class ShardState(HookState):
             with torch.cuda.stream(group.stream):
                 self._ready = self.lane(g.device).mark()
         self.exchange(bucket, g, f"the gradient of {group}", exposed=not g.is_cuda).wait()
-        self.telemetry.count(Volume(intra_node=group.node_bytes(g)))
 
     def _refresh_trained(self) -> None:
         """Recomputes the density if parameters were frozen or unfrozen."""
@@ -133,10 +131,10 @@ class ShardState(HookState):
         if trained == self._trained:
             return
         self._trained = trained
-        whole = self._copied_inside()
+        copied = self._copied_inside()
         if not trained.isdisjoint(self.buckets.compressed):
             try:
-                self.buckets.learn_names(self.names, whole)
+                self.buckets.learn_names(self.names, copied)
             except ValueError as error:  # the settings fit the parameters that were trained at first
                 self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
@@ -186,7 +184,7 @@ class ShardState(HookState):
         if self.telemetry.timing and lane is not None and lane.stream is not None:
             # Backward did not hide the work that is still on the hook's stream now.
             with torch.cuda.stream(lane.stream):
-                self._runner.note_time(lane, lane.mark(), self._ready)
+                lane.note_time(lane.mark(), self._ready)
         self.end_pass(buckets)
 
     @override
@@ -206,7 +204,7 @@ class ShardState(HookState):
             On every rank, the entry that :mod:`lightning_topk.adapters.fsdp.checkpoint` describes.
         """
         return sharded_checkpoint.collect(
-            self.residuals, self.steps, self._param_groups, self._given, self._device(), self._replicas
+            self.residuals, self.steps, self._param_groups, self._requested, self._device(), self._replicas
         )
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -250,11 +248,6 @@ def attach(
     """
     check_shardable(config)
     replicas = replicas_of(process_group)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(
-            "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
-            "them before attach."
-        )
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
     earlier = arguments.get("earlier")
@@ -305,16 +298,12 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torc
 
 def replicas_of(group: Any) -> dist.ProcessGroup:
     """The group of ranks that hold the same shard."""
-    remedy = "Pass process_group=mesh['replicate'], the dimension of a device mesh along which nodes are counted."
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"process_group= is a mesh of shape {tuple(group.shape)}, not one dimension. {remedy}")
-        return group.get_group()
-    if group is None:
-        raise ValueError(f"process_group= is missing: the ranks that hold the same shard, one per node. {remedy}")
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"process_group={group!r} is a {type(group).__name__}, not a process group or a device mesh. {remedy}"
+            f"process_group={group!r} must be the ranks that hold the same shard, one per node: a process group or one "
+            "dimension of a device mesh. Pass mesh['replicate'], the dimension along which nodes are counted."
         )
     return group
 

@@ -122,18 +122,6 @@ class ParamGroup:
         """Whether ``set_gradient_divide_factor`` was called: then the exchange returns a sum, which FSDP divides."""
         return self._group.gradient_divide_factor is not None
 
-    def node_bytes(self, g: Tensor) -> int:
-        """Bytes that FSDP sends inside the node for a forward and a backward pass, by all its ranks together.
-
-        A reduce-scatter of the gradient, and an all-gather of the parameters for each pass that gathers them.
-        """
-        ranks, again = len(self.ranks), self._group.post_forward_mesh_info is not None
-        gathered = sum(
-            each.padded_sharded_param_size.numel() * (each.param_dtype or each.orig_dtype).itemsize
-            for each in self._group.fsdp_params
-        )
-        return ranks * (ranks - 1) * (g.nbytes + (1 + again) * int(gathered))
-
     @property
     def device(self) -> torch.device:
         """Device on which gradients are reduced."""

@@ -1,4 +1,4 @@
-"""When residuals can be saved, and which ones a run resumes with; shared by all strategies."""
+"""What the Trainer's strategies share: arguments of ``attach``, and which residuals are saved and resumed with."""
 
 from __future__ import annotations
 
@@ -13,6 +13,24 @@ from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
 from lightning_topk.runtime.state import HookState
 
 State = TypeVar("State", bound=HookState)
+
+
+def arguments_of(strategy: Any) -> dict[str, Any]:
+    """The arguments of ``attach`` that come from the Trainer."""
+    return {
+        "epoch": lambda: strategy.lightning_module.trainer.current_epoch if strategy.lightning_module else 0,
+        "optimizer": lambda: strategy.optimizers,
+        "scaler": getattr(strategy.precision_plugin, "scaler", None),
+        "note": rank_zero_info,
+    }
+
+
+def release(strategy: Any) -> None:
+    """Closes the state in use; its residuals stay, on the CPU."""
+    state, strategy.topk_state = strategy.topk_state, None
+    if state is not None:
+        state.close()
+        state.residuals.offload_to_cpu()
 
 
 def entry_to_save(

@@ -14,9 +14,9 @@ import torch
 from typing_extensions import override
 
 from lightning_topk.adapters.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
-from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.bucket import names_of
 from lightning_topk.config import check_bool
+from lightning_topk.runtime.collectives import dense_cost
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.schedule import LATE, Schedule
@@ -45,6 +45,11 @@ DEFAULT = (
 SETTLED, COMPARED = 3, 5
 """Steps until DDP has its final buckets, and then steps whose median time is compared with dense all-reduces; they are
 not measured, even if they are logged."""
+PROBE_BYTES = 1 << 20
+"""Size of the timed all-reduce from which longer ones are estimated: a quarter of a second at 100 Mbit/s."""
+
+Values = dict[str, torch.Tensor | float]
+"""What is logged, by key."""
 
 
 class CompressionMonitor(Callback):
@@ -81,7 +86,8 @@ class CompressionMonitor(Callback):
     key                            meaning
     ============================== ==========================================================================
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
-    ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other
+    ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other (without
+                                   FSDP's own)
     ``topk/inter_node_bytes``      bytes that they sent to other nodes: what the node's network interface counts
     ``topk/total_uplink_bytes``    sum of uplink bytes since fit began; likewise for each kind of bytes
     ``topk/mbit_per_second``       uplink + downlink over the time since the last step
@@ -117,7 +123,6 @@ class CompressionMonitor(Callback):
         if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"per_layer={per_layer!r} must be True, False, a name pattern, or several of them.")
         self.per_layer, self.details = [patterns] if isinstance(patterns, str) else list(patterns), details
-        self._last = 0.0  # when the last step ended
         self._even = False  # whether an epoch ends at the same step on all ranks
         self._logs = False  # whether the current step is logged; equal on all ranks
         self._fit = _Totals()
@@ -174,100 +179,42 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is None or not state.telemetry.exchanged:
             return
-        if self._fit.steps == 0:
-            self._fit.since = trainer.global_step - len(trainer.optimizers)
+        report, fit, device = state.report(), self._fit, trainer.strategy.root_device
+        if fit.steps == 0:
+            fit.since = trainer.global_step - len(trainer.optimizers)
             if state.world > 1:
-                state.measure_link()
-        report = state.report()
-        self._fit.add(report)
-        dense = state.telemetry.dense_seconds(report)
-        if state.telemetry.timing and self._fit.steps > SETTLED:
-            self._fit.unmeasured = self._fit.steps, report
-            self._compare(trainer, state, report, dense)
-        values = self._every_step(state, report)
+                fit.cost = dense_cost(min(report.largest, PROBE_BYTES), device, state.open_groups().all)
+        fit.add(report)
+        dense = fit.dense_seconds(report)
+        if state.telemetry.timing and fit.steps > SETTLED:
+            fit.unmeasured = fit.steps, report
+            fit.compare(trainer, state, report, dense)
+        values = fit.every_step(report, state.config.by_node)
         if self._logs:
-            values |= self._times(dense)
+            values |= fit.times(dense)
         if state.telemetry.measure:
             values |= self._measured(trainer, state, report)
         # A call of Lightning's log takes a millisecond, and loggers store values at log steps only.
         shown = [name for name in values if self.details or "/" in name or name in DEFAULT]
         for name in shown if self._logs else EVERY_STEP:
-            # Lightning does not know the batch size of training_step(dataloader_iter); a step's values need none.
-            pl_module.log(f"topk/{name}", values[name].double(), prog_bar=name == "saving", batch_size=1)
+            # float64 holds every count below 2^53 exactly, and Lightning's `log` turns integers into float32. It does
+            # not know the batch size of training_step(dataloader_iter); a step's values need none.
+            value = torch.as_tensor(values[name], dtype=torch.float64)
+            pl_module.log(f"topk/{name}", value, prog_bar=name == "saving", batch_size=1)
 
-    def _every_step(self, state: HookState, report: Report) -> dict[str, torch.Tensor]:
-        """Values that need no waiting or reading of data: bytes and densities, of this step and of all steps."""
-        fit, step = self._fit, ExchangeVolume(sync_on_compute=False)
-        step.update(**vars(report.bytes))
-        values = dict(step.compute())
-        sent = values.pop("total_bytes")
-        now, before, self._last = time.perf_counter(), self._last, time.perf_counter()
-        if fit.steps > 1:
-            values["mbit_per_second"] = 8e-6 * sent / (now - before)
-        values["bound"] = torch.tensor((1 - fit.density) ** 2)
-        for name, total in fit.volume.compute().items():
-            if name.endswith("_bytes"):
-                values[name if name == "total_bytes" else f"total_{name}"] = total
-        values["saving"] = torch.tensor(fit.saving(state))
-        values["density"] = torch.tensor(fit.density)
-        values["average_density"] = torch.tensor(fit.k / fit.elements)
-        return values
-
-    def _times(self, dense: float | None) -> dict[str, torch.Tensor]:
-        """Times of the latest step that was not measured, and estimated seconds of dense all-reduces, if known."""
-        values: dict[str, torch.Tensor] = {}
-        if self._fit.unmeasured is not None:
-            (step, report), self._fit.unmeasured = self._fit.unmeasured, None
-            self._fit.timed[step] = seconds, exposed = report.times
-            values["exchange_seconds"] = torch.tensor(seconds)
-            values["hidden_share"] = torch.tensor(1 - exposed / max(seconds, 1e-9))
-        if dense is not None:
-            values["dense_seconds"] = torch.tensor(dense)
-        return values
-
-    def _measured(self, trainer: Trainer, state: HookState, report: Report) -> dict[str, torch.Tensor]:
+    def _measured(self, trainer: Trainer, state: HookState, report: Report) -> Values:
         """Values of measured steps: errors and residuals, which all ranks reduce, and layers."""
         local = torch.cat([report.energy.view(-1), state.residuals.energy()]).to(trainer.strategy.root_device)
         values = _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
-        values["nonfinite_steps"] = torch.tensor(state.nonfinite_steps)
-        values["selected_density"] = torch.tensor(report.selected / report.elements)
+        values["nonfinite_steps"] = state.nonfinite_steps
+        values["selected_density"] = report.selected / report.elements
         self._fit.errors.append(float(values["uplink_error"]))
-        values["average_error"] = torch.tensor(mean(self._fit.errors))
+        values["average_error"] = mean(self._fit.errors)
         shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
         if shown:
             values |= _by_layer(trainer, state, report.layers, shown)
             _draw_histograms(trainer, state, shown)
         return values
-
-    def _compare(self, trainer: Trainer, state: HookState, report: Report, dense: float | None) -> None:
-        """Times a settled step that is not measured; after some, warns if dense all-reduces would be faster.
-
-        Args:
-            trainer: The Trainer.
-            state: The state.
-            report: The step's report.
-            dense: Estimated seconds of dense all-reduces; None if unknown.
-        """
-        fit = self._fit
-        if dense is None or len(fit.timed) >= COMPARED:
-            return
-        fit.timed[fit.steps] = report.times
-        if len(fit.timed) < COMPARED:
-            return
-        # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
-        mine = torch.tensor(median(seconds for seconds, _ in fit.timed.values()), device=trainer.strategy.root_device)
-        least = float(trainer.strategy.reduce(mine, reduce_op="min"))
-        fit.compared = least, fit.density
-        if least > dense:
-            ratio, later = state.config.ratio, ""
-            if isinstance(ratio, Schedule) and (end := ratio.at(LATE, LATE)) < 0.9 * fit.density:
-                later = f" The density decays to {end:.3g}, and the exchange time with it."
-            rank_zero_warn(
-                f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of "
-                f"{fit.density:.3g}, and dense all-reduces of the same gradients would take about "
-                f"{1000 * dense:.1f} ms, so plain DDP is probably faster on this link: try strategy='ddp'. Compression "
-                f"pays on slower links, with larger models and with a larger saving.{later}"
-            )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -300,44 +247,100 @@ class _Totals:
 
     def __init__(self) -> None:
         self.since = self.steps = 0  # optimizer steps before this fit, in a resumed run, and in it
-        self.volume = ExchangeVolume(sync_on_compute=False)
+        self.volume = Volume()
         self.k = self.elements = 0  # entries that fit in the payloads, and elements exchanged
         self.density = 0.0  # of the last step
+        self.ended = 0.0  # when the last step ended
         self.errors: list[float] = []  # of the measured steps
         self.unmeasured: tuple[int, Report] | None = None  # the latest step that was timed, if no log step followed
         self.timed: dict[int, tuple[float, float]] = {}  # seconds and exposed seconds of a step's exchanges, by step
+        self.cost: tuple[float, float] | None = None  # seconds for each dense all-reduce, and for each of its bytes
         self.compared: tuple[float, float] | None = None  # seconds of an exchange alone, and its density
         self.told = False  # whether the summary was printed
 
     def add(self, report: Report) -> None:
         """Adds a step."""
-        self.volume.update(**vars(report.bytes))
+        self.volume += report.bytes
         self.steps, self.k, self.elements = self.steps + 1, self.k + report.k, self.elements + report.elements
         self.density = report.k / report.elements
 
-    def saving(self, state: HookState | None) -> float:
-        """Dense bytes since fit began over those that ``saving`` counts."""
-        total = {name: int(getattr(self.volume, name)) for name in ("uplink", "downlink", "dense", "inter_node")}
-        return Volume(**total).saved(by_node=state is not None and state.config.by_node)
+    def every_step(self, report: Report, by_node: bool) -> Values:
+        """Values that need no waiting or reading of data: bytes and densities, of this step and of all steps."""
+        values: Values = {}
+        for kind in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
+            values[f"{kind}_bytes"], values[f"total_{kind}_bytes"] = report.bytes[kind], self.volume[kind]
+        now, before, self.ended = time.perf_counter(), self.ended, time.perf_counter()
+        if self.steps > 1:
+            values["mbit_per_second"] = 8e-6 * report.bytes.sent / (now - before)
+        return values | {
+            "total_bytes": self.volume.sent,
+            "saving": self.volume.saved(by_node),
+            "density": self.density,
+            "average_density": self.k / self.elements,
+            "bound": (1 - self.density) ** 2,
+        }
+
+    def dense_seconds(self, report: Report) -> float | None:
+        """Estimated seconds to all-reduce the same gradients; None if unknown."""
+        return None if self.cost is None else report.exchanges * self.cost[0] + report.nbytes * self.cost[1]
+
+    def times(self, dense: float | None) -> Values:
+        """Times of the latest step that was not measured, and estimated seconds of dense all-reduces, if known."""
+        values: Values = {}
+        if self.unmeasured is not None:
+            (step, report), self.unmeasured = self.unmeasured, None
+            self.timed[step] = seconds, exposed = report.times
+            values |= {"exchange_seconds": seconds, "hidden_share": 1 - exposed / max(seconds, 1e-9)}
+        return values if dense is None else values | {"dense_seconds": dense}
+
+    def compare(self, trainer: Trainer, state: HookState, report: Report, dense: float | None) -> None:
+        """Times a settled step that is not measured; after some, warns if dense all-reduces would be faster.
+
+        Args:
+            trainer: The Trainer.
+            state: The state.
+            report: The step's report.
+            dense: Estimated seconds of dense all-reduces; None if unknown.
+        """
+        if dense is None or len(self.timed) >= COMPARED:
+            return
+        self.timed[self.steps] = report.times
+        if len(self.timed) < COMPARED:
+            return
+        # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
+        mine = torch.tensor(median(seconds for seconds, _ in self.timed.values()), device=trainer.strategy.root_device)
+        least = float(trainer.strategy.reduce(mine, reduce_op="min"))
+        self.compared = least, self.density
+        if least > dense:
+            ratio, later = state.config.ratio, ""
+            if isinstance(ratio, Schedule) and (end := ratio.at(LATE, LATE)) < 0.9 * self.density:
+                later = f" The density decays to {end:.3g}, and the exchange time with it."
+            rank_zero_warn(
+                f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of "
+                f"{self.density:.3g}, and dense all-reduces of the same gradients would take about "
+                f"{1000 * dense:.1f} ms, so plain DDP is probably faster on this link: try strategy='ddp'. Compression "
+                "pays on slower links, with larger models and with a larger saving. To compare whole steps on these "
+                f"machines, run `python -m lightning_topk bench` under torchrun.{later}"
+            )
 
     def summary(self, state: HookState | None = None) -> str:
         """See :meth:`CompressionMonitor.summary`."""
-        volume = {name: float(value) for name, value in self.volume.compute().items()}
-        up, down, instead = (format_bytes(volume[f"{kind}_bytes"]) for kind in ("uplink", "downlink", "dense"))
+        volume, by_node = self.volume, state is not None and state.config.by_node
+        up, down, instead = map(format_bytes, (volume.uplink, volume.downlink, volume.dense))
         begun = f"{self.steps:,} step{'s' * (self.steps != 1)}" + f" since step {self.since:,}" * (self.since > 0)
-        if state is not None and state.config.by_node:
-            outside, inside = (format_bytes(volume[f"{kind}_node_bytes"]) for kind in ("inter", "intra"))
+        if by_node:
+            outside, inside = format_bytes(volume.inter_node), format_bytes(volume.intra_node)
             sent = f"each node sent {outside} to others (and {inside} inside)"
         elif state is not None and state.config.topology == "single_server":
             worker = format_bytes(self.steps * state.predicted(rank=state.world - 1).uplink)
             sent = f"rank 0, which serves all, sent {down} down, and each other rank about {worker} up,"
         else:
             sent = f"each rank sent {up} up and {down} down"
-            node = volume["dense_bytes"] / volume["inter_node_bytes"] if volume["inter_node_bytes"] else 0.0
-            if node and not 0.9 < node / self.saving(state) < 1.1:
+            node = volume.dense / volume.inter_node if volume.inter_node else 0.0
+            if node and not 0.9 < node / volume.saved(by_node) < 1.1:
                 sent += f" ({node:.1f}x less between nodes)"
         words = [
-            f"lightning_topk: in {begun} {sent} instead of {instead} ({self.saving(state):.1f}x less)",
+            f"lightning_topk: in {begun} {sent} instead of {instead} ({volume.saved(by_node):.1f}x less)",
             self._density_in_words(),
             *([f"topology={state.config.topology!r}"] if state is not None else []),
         ]
@@ -360,9 +363,7 @@ class _Totals:
         return f"density {average}" if average == end else f"density {average} on average, {end} at the end"
 
 
-def _by_layer(
-    trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor], shown: Collection[str]
-) -> dict[str, torch.Tensor]:
+def _by_layer(trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor], shown: Collection[str]) -> Values:
     """The logged values of the layers shown, over all ranks."""
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
@@ -394,7 +395,7 @@ def _draw_histograms(trainer: Trainer, state: HookState, shown: Collection[str])
             draw(f"topk/residual/{state.names[parameter]}", worker, trainer.global_step)
 
 
-def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
+def _errors(sums: torch.Tensor, world: int) -> Values:
     """The logged errors and residual norms.
 
     Args:
@@ -403,11 +404,9 @@ def _errors(sums: torch.Tensor, world: int) -> dict[str, torch.Tensor]:
         world: Number of workers.
     """
     up, down, (worker, server) = sums.view(3, 2)
-    values = {"worker_residual_norm": (worker / world).sqrt(), "server_residual_norm": server.sqrt()}
+    values: Values = {"worker_residual_norm": (worker / world).sqrt(), "server_residual_norm": server.sqrt()}
     for name, (energy, lost) in (("uplink_error", up), ("downlink_error", down)):
-        error = CompressionError(sync_on_compute=False)
-        error.update(energy, lost)
-        values[name] = error.compute()
+        values[name] = lost / energy if energy > 0 else 0.0
     return values
 
 

@@ -7,6 +7,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+KINDS = ("uplink", "downlink", "dense", "intra_node", "inter_node")
+"""The bytes that are counted."""
+
 
 class ExchangeVolume(Metric):
     """Bytes sent, compared with a ring all-reduce.
@@ -21,12 +24,10 @@ class ExchangeVolume(Metric):
     uplink: Tensor
     downlink: Tensor
     dense: Tensor
-    intra_node: Tensor
-    inter_node: Tensor
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)
-        for name in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
+        for name in KINDS:
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     @override
@@ -39,29 +40,19 @@ class ExchangeVolume(Metric):
             uplink: Bytes that this rank's worker sent to other ranks.
             downlink: Bytes that this rank's server sent to other ranks.
             dense: Bytes that a ring all-reduce of the same gradients sends from one rank.
-            intra_node: Bytes that the ranks of this node sent to each other.
+            intra_node: Bytes that the ranks of this node sent to each other, without FSDP's own.
             inter_node: Bytes that the ranks of this node sent to other nodes.
             **others: Other fields of a :class:`lightning_topk.volume.Volume`; ignored.
         """
-        self.uplink += uplink
-        self.downlink += downlink
-        self.dense += dense
-        self.intra_node += intra_node
-        self.inter_node += inter_node
+        for kind, nbytes in zip(KINDS, (uplink, downlink, dense, intra_node, inter_node), strict=True):
+            getattr(self, kind).add_(nbytes)
 
     @override
     def compute(self) -> dict[str, Tensor]:
         """Returns the sums in bytes, float64, and ``saving``: dense bytes over total bytes (1 if nothing was sent)."""
         sent = self.uplink + self.downlink
-        volume = {
-            "uplink_bytes": self.uplink,
-            "downlink_bytes": self.downlink,
-            "dense_bytes": self.dense,
-            "intra_node_bytes": self.intra_node,
-            "inter_node_bytes": self.inter_node,
-            "total_bytes": sent,
-            "saving": self.dense / sent if sent else torch.ones(()),
-        }
+        volume = {f"{kind}_bytes": getattr(self, kind) for kind in KINDS} | {"total_bytes": sent}
+        volume["saving"] = self.dense / sent if sent else torch.ones(())
         # float64 holds every count below 2^53 exactly, and Lightning's `log` turns integers into float32.
         return {name: value.double() for name, value in volume.items()}
 

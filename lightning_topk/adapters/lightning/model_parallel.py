@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Unpack, override
 
 from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
-from lightning_topk.adapters.lightning._compat import ModelParallelStrategy, TrainerFn, rank_zero_info
+from lightning_topk.adapters.lightning._compat import ModelParallelStrategy, TrainerFn
 from lightning_topk.adapters.lightning._nodes import check_size, in_shards, meshes, resume, save_shards
-from lightning_topk.adapters.lightning._resume import entry_to_resume, entry_to_save
+from lightning_topk.adapters.lightning._resume import arguments_of, entry_to_resume, entry_to_save, release
 from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
 from lightning_topk.runtime.checkpoint import KEY, SHARDED
@@ -134,11 +134,8 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             self.config,
             timeout=self._timeout_or_none,
             earlier=self._last,
-            epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
-            optimizer=lambda: self.optimizers,
-            scaler=getattr(self.precision_plugin, "scaler", None),
-            note=rank_zero_info,
             process_group=self._replicas,
+            **arguments_of(self),
         )
         self.topk_state.optimizers.sync()
 
@@ -181,9 +178,6 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         """Releases the exchange's process group, then the resources of ModelParallelStrategy."""
         try:
-            if self.topk_state is not None:
-                self.topk_state.close()
-                self.topk_state.residuals.offload_to_cpu()
-                self.topk_state = None
+            release(self)
         finally:
             super().teardown()

@@ -11,16 +11,10 @@ from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_ddp_options, check_same_model
 from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
-from lightning_topk.adapters.lightning._compat import (
-    DDPStrategy,
-    StrategyRegistry,
-    TrainerFn,
-    rank_zero_info,
-)
-from lightning_topk.adapters.lightning._resume import entry_to_resume, entry_to_save
+from lightning_topk.adapters.lightning._compat import DDPStrategy, StrategyRegistry, TrainerFn
+from lightning_topk.adapters.lightning._resume import arguments_of, entry_to_resume, entry_to_save, release
 from lightning_topk.adapters.workarounds import (
     connect_after_restart,
-    name_this_strategy,
     own_memory_,
     synchronise_a_new_static_graph,
     unfrozen,
@@ -60,7 +54,7 @@ class TopKStrategy(DDPStrategy):
             :class:`lightning_topk.schedule.Schedule`, or a function of the step. Default: the ratio that ``saving``
             needs.
         bidirectional: Whether the servers compress too. If not, they send every nonzero entry.
-        server_ratio: Fraction of a bucket that the servers together send, given like ``ratio``; not with ``saving``.
+        server_ratio: Fraction of a bucket that the servers together send, as ``ratio``; not with ``saving``.
             Default: ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
@@ -189,11 +183,8 @@ class TopKStrategy(DDPStrategy):
             self.config,
             timeout=self._timeout,
             earlier=None if exchanged and parameters.isdisjoint(exchanged) else last,  # another model starts anew
-            epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
-            optimizer=lambda: self.optimizers,
-            scaler=getattr(self.precision_plugin, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
-            note=rank_zero_info,
+            **arguments_of(self),
         )
         if self._resumed is not None:
             self.topk_state.load_state_dict(self._resumed)
@@ -230,19 +221,10 @@ class TopKStrategy(DDPStrategy):
             self.topk_state.optimizers.sync()
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Names this strategy, not DDPStrategy, in Lightning's advice about unused parameters."""
-        super().on_exception(exception)
-        name_this_strategy(exception)
-
-    @override
     def teardown(self) -> None:
         """Releases the exchange's process group and thread, then the resources of DDPStrategy."""
         try:
-            if self.topk_state is not None:
-                self.topk_state.close()
-                self.topk_state.residuals.offload_to_cpu()
-                self.topk_state = None
+            release(self)
         finally:
             super().teardown()
 
