@@ -80,7 +80,7 @@ class Course(NamedTuple):
     stride: int = 1
 
 
-ADAMW = Optimizer(3.5e-4, 0.9, adamw=True, clip_norm=1.0, warmup=40)
+ADAMW = Optimizer(3.5e-4, 0.9, kind="AdamW", clip_norm=1.0, warmup=40)
 COURSE = Course(MODELS["large gpt"], source_code, steps=240, optimizer=ADAMW, batch=2, every=20, stride=32)
 
 
@@ -158,7 +158,8 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     net = course.model()
     model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer), gradient_as_bucket_view=True)
-    optimizer = course.optimizer.make(model.parameters())
+    optimizer: Any
+    (optimizer,) = course.optimizer.make(dict(model.named_parameters()))
     state = RACERS[racer](model, {"optimizer": optimizer})
     if isinstance(state, PeriodicModelAverager):
         optimizer = PostLocalSGDOptimizer(optimizer, state)
@@ -172,7 +173,7 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
             chosen = torch.randint(len(data.labels), (course.batch,), generator=batches)
             optimizer.zero_grad()
             _loss(model(data.examples[chosen]), data.labels[chosen]).backward()
-            course.optimizer.step(optimizer, now, course.steps)
+            course.optimizer.step([optimizer], now, course.steps)
         dist.barrier()
         seconds, step = seconds + time.perf_counter() - begin, step + course.every
         curve.append((round(seconds, 3), step, _held_out(net, data, course.stride)))
