@@ -32,8 +32,8 @@ SYSTEMS = (
     *_diloco,
     *(f"{name} saving 50" for name in _diloco),
 )
-"""``local 50`` is post-local SGD that averages the weights every 50 steps; ``DiLoCo 30 at 0.7`` exchanges every 30 steps
-and has an outer learning rate of 0.7; with ``saving 50``, it exchanges through ours."""
+"""``local 50`` is post-local SGD that averages the weights every 50 steps. ``DiLoCo 30 at 0.7`` exchanges every 30, with
+an outer learning rate of 0.7; with ``saving 50``, it exchanges through ours."""
 BOTH = ("dense", "saving 50")
 
 
@@ -228,6 +228,30 @@ def panels(found: Runs, setups: Sequence[Setup]) -> list[Panel]:
                     panel.curves[system] = [step * scale for step in passed], accuracies if images else losses
             drawn += [panel] * bool(panel.curves)
     return drawn
+
+
+def gap_over_steps(found: Runs, model: str) -> Panel:
+    """The gap of ``saving=50`` to dense training over the length of a run, a line a batch.
+
+    Both have their best rate of the existing runs. Seeds that have both runs count.
+    """
+    unit = "points" if COURSES[model].images else "%"
+    panel = Panel(model, "steps of the run", xlog=True, ylabel=f"behind dense training, {unit}", level=0.0)
+    kind = COURSES[model].optimizer.kind
+    known = {Setup(*(run[name] for name in Setup._fields)) for run in found.values()}
+    for batch in sorted({each.batch for each in known if each[:2] == (model, kind)}):
+        points = []
+        for each in sorted(each for each in known if each[:3] == (model, kind, batch)):
+            dense, ours = (ends(found, each, system) for system in BOTH)
+            if dense and ours:
+                best = [by_rate[best_rate(model, by_rate)] for by_rate in (ours, dense)]
+                if each_seed := gaps(model, *best):
+                    points.append((each.steps, fmean(each_seed), standard_error(each_seed)))
+        if points:
+            steps, means, errors = zip(*points, strict=True)
+            label = f"{batch} examples a worker"
+            panel.curves[label], panel.errors[label] = (steps, means), errors
+    return panel
 
 
 class PowerSGD:
