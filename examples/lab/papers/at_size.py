@@ -32,8 +32,8 @@ SYSTEMS = (
     *_diloco,
     *(f"{name} saving 50" for name in _diloco),
 )
-"""``local 50`` is post-local SGD that averages the weights every 50 steps. ``DiLoCo 30 at 0.7`` exchanges every 30, with
-an outer learning rate of 0.7; with ``saving 50``, it exchanges through ours."""
+"""``local 50`` is post-local SGD that averages the weights every 50 steps. ``DiLoCo 30 at 0.7`` exchanges every 30,
+with an outer learning rate of 0.7; with ``saving 50``, through our exchange."""
 BOTH = ("dense", "saving 50")
 
 
