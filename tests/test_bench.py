@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_topk
 from lab import commands, hosts
@@ -26,8 +27,9 @@ from lab.bench import race, select, steps, wire
 from lab.bench.peers import PEERS
 from lab.data import digits
 from lab.models import DIGIT, mlp
-from lab.training import Optimizer
+from lab.training import DiLoCo, Optimizer
 from lightning_topk import CompressionMonitor, __main__
+from lightning_topk.bench.peers import ours
 from lightning_topk.plan import link
 from lightning_topk.schedule import ExponentialWarmup
 
@@ -186,3 +188,40 @@ def test_a_training_of_the_race_ends_at_its_steps_its_aim_or_its_budget(groups):
     assert not rest["reached"]
     assert rest["curve"][-1][0] >= 0.2
     assert local["curve"][-1][1] == 60
+
+
+def locally_stepped(rank: int, world: int) -> list[list[torch.Tensor]]:
+    """Weights after seven steps of DiLoCo, averaged every two and every three steps, the latter through ours."""
+    found = []
+    for period, exchange in ((2, PEERS["DDP"]), (3, ours(ratio=1, wire="fp32"))):
+        torch.manual_seed(0)
+        net = DistributedDataParallel(torch.nn.Linear(3, 2))
+        (optimizer,) = Optimizer(0.1, 0.9).make(dict(net.named_parameters()))
+        state = race.diloco(period, exchange)(net, {"optimizer": optimizer})
+        for step in range(7):
+            for parameter in net.parameters():
+                parameter.grad = torch.full_like(parameter, rank + step + 1.0)
+            optimizer.step()
+        found.append([parameter.detach().clone() for parameter in net.parameters()])
+        if state is not None:
+            state.close()
+    return found
+
+
+def test_diloco_between_processes_and_in_the_simulator_is_one_algorithm(groups):
+    for period, ranks in zip((2, 3), zip(*groups(2).run(locally_stepped), strict=True), strict=True):
+        torch.manual_seed(0)
+        start = torch.cat([p.detach().flatten() for p in torch.nn.Linear(3, 2).parameters()])
+        weights = [start.clone(), start.clone()]
+        stepped = [Optimizer(0.1, 0.9).make({"": each})[0] for each in weights]
+        simulated = DiLoCo(period, race.OUTER_RATE, None, 2, [start.shape])
+        simulated.begin(start)
+        for step in range(7):
+            gradients = simulated.step([torch.full_like(start, rank + step + 1.0) for rank in range(2)])
+            for each, made, gradient in zip(weights, stepped, gradients, strict=True):
+                each.grad = gradient
+                made.step()
+            simulated.average_(weights)
+        for mine, own in zip(ranks, weights, strict=True):
+            torch.testing.assert_close(torch.cat([each.flatten() for each in mine]), own)
+        assert not torch.equal(weights[0], weights[1]), "the last step was local"

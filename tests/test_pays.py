@@ -27,6 +27,7 @@ from lightning_topk.volume import volume
 
 CPU = torch.device("cpu")
 ROWS = ["no exchange", "DDP", "16-bit hook", "PowerSGD", "saving=50", "saving=150", "ratio=0.001"]
+COMPUTED = ["DiLoCo, H=30 (computed)", "DiLoCo, H=100 (computed)", "DiLoCo, H=30, saving=50 (computed)"]
 
 
 class Tiny(nn.Sequential):
@@ -62,7 +63,8 @@ def test_every_exchange_is_timed_and_one_line_decides(rank, world, name, tmp_pat
         assert said is None
         return
     found, kept = cells(said), json.loads((tmp_path / "found.json").read_text())
-    assert [*found] == [*kept["seconds"]] == ROWS
+    assert [*found] == [*ROWS, *COMPUTED]
+    assert [*kept["seconds"]] == ROWS
     assert said.splitlines()[-1] == kept["verdict"]
     assert re.search("saving=50|nothing", kept["verdict"])
     assert kept["bytes"]["no exchange"] == 0
@@ -116,6 +118,16 @@ def test_ranks_that_were_asked_for_different_things_say_so(rank, world):
 
 def times(**seconds: list[float]) -> dict[str, list[float]]:
     return {name.replace("_", "="): values for name, values in seconds.items()}
+
+
+@pytest.mark.unit
+def test_diloco_exchanges_in_one_step_of_h():
+    seconds, sent = {"no exchange": [1.0], "DDP": [4.0], "saving=50": [0.5]}, {"DDP": 3_000_000, "saving=50": 60_000}
+    often, seldom, ours = command.local_steps(seconds, sent, "saving=50", "MB")
+    assert (often["ms a step"], often["of DDP's time"], often["MB"]) == ("1100", "0.28", "0.1")
+    assert (seldom["ms a step"], seldom["MB"]) == ("1030", "0.03")
+    assert (ours["ms a step"], ours["MB"]) == ("1000", "0.002"), "never faster than without an exchange"
+    assert command.local_steps({"DDP": [4.0]}, sent, "saving=50", "MB") == []
 
 
 @pytest.mark.unit

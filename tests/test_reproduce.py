@@ -40,7 +40,7 @@ def test_simulated_training_learns_and_sends_what_is_predicted(monkeypatch, imag
     optimizer, steps, batch, folder = training.Optimizer(0.3), 30, 10, None
     if model in TEXT:
         monkeypatch.setattr(training, "documentation", little_text)
-        optimizer, steps, batch = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0), 15, 4
+        optimizer, steps, batch = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0), 15, 4
     elif model == "resnet20":
         optimizer, batch, folder = training.Optimizer(0.05), 5, images
     start = training.Problem(model, 0, folder)
@@ -129,7 +129,7 @@ def test_the_union_of_two_selections_is_at_most_twice_one_and_errors_are_within_
 
 
 def test_at_size_compares_systems_and_rates_and_repeats_no_run(monkeypatch, images, tmp_path):
-    adam = training.Optimizer(0.01, 0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=2)
+    adam = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=2)
     convnet = at_size.Course(training.Optimizer(0.05), 1, 2, images=True)
     monkeypatch.setattr(at_size, "COURSES", {"gpt": at_size.Course(adam, 1, 2), "convnet": convnet})
     monkeypatch.setattr(training, "run_all", alone)

@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "seconds": {"type": float, "help": "time per peer; slow peers take longer (default: 10)"},
     "peers": {"nargs": "+", "help": "peers to time (default: all that apply)"},
     "workers": {"type": count, "help": "processes, or emulated hosts of one process (default: 2)"},
+    "batch": {"type": count, "help": "examples per worker and step (default: the model's own)"},
     "batch_size": {"type": count, "help": "images per worker and step (default: 4)"},
     "image_size": {"type": count, "help": "height and width of an image, pixels (default: 64)"},
     "racers": {"nargs": "+", "help": "racers that take part (default: all)"},
@@ -112,7 +113,7 @@ COMMANDS = {
     "reproduce at-size": (
         "papers.at_size:run",
         "final quality over the learning rate, up to 85 million parameters; hours per run; resumable",
-        "data models systems rates steps seeds minutes device",
+        "data models systems rates optimizers batch steps seeds minutes device",
     ),
     "reproduce decay": (
         "papers.decay:run",

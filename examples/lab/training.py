@@ -6,8 +6,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from typing_extensions import override
 
+from lab.commands import need
 from lab.data import Data, digits, documentation, image_folder, source_code
 from lab.models import LARGE, MODELS, TEXT
 from lightning_topk.config import TopKConfig
@@ -66,12 +69,12 @@ class Problem:
         images = [self.data.augment(self.data.examples[batch], generator) for batch in batches]
         labels = self.data.labels[batches]
         if self._vectorised:
-            gradient = torch.func.grad(lambda theta, *batch: self._loss(self._weights(theta), *batch))
+            gradient = torch.func.grad(lambda theta, *batch: self._loss(self.weights(theta), *batch))
             own = None if theta.dim() == 1 else 0
             return list(torch.func.vmap(gradient, (own, 0, 0))(theta, torch.stack(images), labels))
         found = []
         for each, *batch in zip(theta.detach().expand(len(batches), -1), images, labels, strict=True):
-            weights = [weight.requires_grad_() for weight in self._weights(each)]
+            weights = [weight.requires_grad_() for weight in self.weights(each)]
             gradients = torch.autograd.grad(self._loss(weights, *batch), weights)
             found.append(torch.cat([gradient.flatten() for gradient in gradients]))
         return found
@@ -91,12 +94,12 @@ class Problem:
         loss, right, parts = 0.0, 0, math.ceil(len(labels) / 500)
         for part in range(parts):  # strided: folders are sorted by class, and batch norm mixes a part
             batch, wanted = examples[part::parts], labels[part::parts]
-            scores = self._scores(self._weights(theta), batch)
+            scores = self._scores(self.weights(theta), batch)
             loss += float(nn.functional.cross_entropy(scores.flatten(0, -2), wanted.flatten(), reduction="sum"))
             right += int((scores.argmax(-1) == wanted).sum())
         return loss / labels.numel(), 100 * right / labels.numel()
 
-    def _weights(self, theta: Tensor) -> list[Tensor]:
+    def weights(self, theta: Tensor) -> list[Tensor]:
         """The parameters: views of ``theta`` ``[d]``."""
         parts = theta.split([parameter.numel() for parameter in self.parameters])
         return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
@@ -132,40 +135,68 @@ class Run:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
 
+OPTIMIZERS = ("SGD", "AdamW", "Muon", "Adafactor", "RMSprop", "Adagrad", "Lion", "schedule-free")
+"""Kinds of :class:`Optimizer`. Muon steps the matrices of hidden layers, and AdamW the rest; schedule-free is AdamW."""
+OF_MATRICES = ("Muon", "Adafactor")
+"""Kinds that need the shapes of the parameters."""
+
+
 @dataclass(frozen=True)
 class Optimizer:
-    """SGD, or AdamW with ``momentum`` as its first beta and torch's weight decay.
+    """An optimizer of :data:`OPTIMIZERS`, with ``momentum`` as Adam's and Lion's first beta.
 
     After ``warmup`` steps the learning rate falls to zero along half a ``cosine``, or is constant, as in the thesis.
-    The mean gradient is clipped to ``clip_norm`` after the exchange, as ``gradient_clip_val`` does.
+    The mean gradient is clipped to ``clip_norm`` after the exchange, as ``gradient_clip_val`` does. SGD alone has
+    ``weight_decay``; the others have their own default.
     """
 
     lr: float
     momentum: float = 0.0
-    adamw: bool = False
+    kind: str = "SGD"
     cosine: bool = False
     clip_norm: float | None = None
     weight_decay: float = 0.0
     warmup: int = 0
 
-    def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Makes the optimizer of ``parameters``."""
-        if self.adamw:
-            return torch.optim.AdamW(parameters, self.lr, (self.momentum, 0.999))
-        return torch.optim.SGD(parameters, self.lr, self.momentum, weight_decay=self.weight_decay)
+    def make(self, parameters: Mapping[str, Tensor]) -> list[torch.optim.Optimizer]:
+        """Makes the optimizers of parameters by name."""
+        lr, m, all_of_them, optim = self.lr, self.momentum, [*parameters.values()], torch.optim
+        if self.kind == "SGD":
+            return [optim.SGD(all_of_them, lr, m, weight_decay=self.weight_decay)]
+        if self.kind == "AdamW":
+            return [optim.AdamW(all_of_them, lr, (m, 0.999))]
+        if self.kind == "Muon":  # one learning rate for both (Liu et al. 2025)
+            hidden = [p for name, p in parameters.items() if "blocks" in name and p.dim() == 2]
+            others = [p for name, p in parameters.items() if "blocks" not in name or p.dim() != 2]
+            return [optim.Muon(hidden, lr, adjust_lr_fn="match_rms_adamw"), optim.AdamW(others, lr, (m, 0.999))]
+        if self.kind in ("Adafactor", "RMSprop", "Adagrad"):
+            return [getattr(optim, self.kind)(all_of_them, lr)]
+        if self.kind == "Lion":
+            need("lion_pytorch", "lion-pytorch")
+            from lion_pytorch import Lion  # type: ignore[import-not-found, unused-ignore]
 
-    def step(self, made: torch.optim.Optimizer, step: int, steps: int) -> None:
+            return [Lion(all_of_them, lr, (m, 0.99))]
+        need("schedulefree")
+        from schedulefree import AdamWScheduleFree  # type: ignore[import-not-found, unused-ignore]
+
+        made = AdamWScheduleFree(all_of_them, lr, (m, 0.999))
+        made.train()
+        return [made]
+
+    def step(self, made: Sequence[torch.optim.Optimizer], step: int, steps: int) -> None:
         """Clips the gradient, sets the learning rate for ``step`` of ``steps``, and takes the step."""
-        (group,) = made.param_groups
+        groups = [group for each in made for group in each.param_groups]
         if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(group["params"], self.clip_norm)
+            torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
         rate = self.lr
         if step < self.warmup:
             rate = self.lr * (step + 1) / self.warmup
-        elif self.cosine:
+        elif self.cosine and self.kind != "schedule-free":
             rate = self.lr * (1 + math.cos(math.pi * step / steps)) / 2
-        group["lr"] = rate
-        made.step()
+        for group in groups:
+            group["lr"] = rate
+        for each in made:
+            each.step()
 
 
 class LocalSGD:
@@ -192,10 +223,68 @@ class LocalSGD:
             for own, mean in zip(weights, self._mean(weights), strict=True):
                 own.copy_(mean)
 
+    def begin(self, start: Tensor) -> None:
+        """Called before the first step with the initial weights, ``[d]``."""
+
     def _mean(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         for sent in self.sent_bytes.values():  # an all-reduce sends half before its sums are known, and half after
             sent[:] = [each + self._nbytes for each in sent]
         return [torch.stack([*vectors]).mean(0)] * self.workers
+
+
+class DiLoCo(LocalSGD):
+    """DiLoCo (Douillard et al. 2023, algorithm 1): local steps, and an outer SGD with Nesterov momentum 0.9.
+
+    Each worker trains alone. Every ``period`` steps the workers average how far they moved since the last exchange: the
+    gradient of the outer optimizer, whose result all workers continue from. They keep their inner optimizers' states.
+
+    Args:
+        period: H, the local steps between exchanges.
+        rate: The learning rate of the outer optimizer.
+        config: Settings of our exchange, which then sends the movements, as in SparseLoCo (Sarfi et al. 2025); the
+            outer momentum is adapted. Default: they are averaged in full.
+        workers: Number of workers.
+        shapes: Shapes of the parameters.
+    """
+
+    def __init__(
+        self, period: int, rate: float, config: TopKConfig | None, workers: int, shapes: Sequence[torch.Size]
+    ) -> None:
+        super().__init__(period, workers, shapes, warmup=0)
+        self.rate, self.cluster = rate, None
+        if config is not None:
+            sizes = tuple(shape.numel() for shape in shapes)
+            self.cluster = Cluster(config, workers, sum(sizes), sizes=sizes)
+            self.sent_bytes = self.cluster.sent_bytes
+
+    @override
+    def begin(self, start: Tensor) -> None:
+        self.outer = start.clone()
+        self.optimizer = torch.optim.SGD([self.outer], self.rate, 0.9, nesterov=True)
+        if self.cluster is not None:
+            adapt_momentum([self.optimizer], self.cluster)
+
+    @override
+    @torch.no_grad()
+    def average_(self, weights: Sequence[Tensor]) -> None:
+        if self.steps % self.period:
+            return
+        moved = [self.outer - own for own in weights]
+        self.outer.grad = (self._mean(moved) if self.cluster is None else self.cluster.step(moved))[0]
+        self.optimizer.step()
+        for own in weights:
+            own.copy_(self.outer)
+
+
+@contextmanager
+def evaluating(stepped: Sequence[Sequence[Any]]) -> Iterator[None]:
+    """The weights to evaluate, where an optimizer has others to train (schedule-free)."""
+    switched = [made for each in stepped for made in each if hasattr(made, "eval")]
+    for made in switched:
+        made.eval()
+    yield
+    for made in switched:
+        made.train()
 
 
 def train(
@@ -242,9 +331,14 @@ def train(
     drawn = workers // together, together * batch
     # Each has the weights of all workers, or of one.
     weights = [problem.start.clone() for _ in range(workers if isinstance(ranks, LocalSGD) else 1)]
-    stepped = [optimizer.make([theta]) for theta in weights]
+    names, parts = [name for name, _ in problem.net.named_parameters()], [[theta] for theta in weights]
+    if optimizer.kind in OF_MATRICES:
+        parts = [problem.weights(theta) for theta in weights]
+    stepped = [optimizer.make(dict(zip(names, each, strict=False))) for each in parts]
+    if isinstance(ranks, LocalSGD):
+        ranks.begin(problem.start)
     if isinstance(config, TopKConfig) and config.adapts_momentum:
-        adapt_momentum(stepped, ranks)
+        adapt_momentum(stepped[0], ranks)
     generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
     epoch_steps = max(1, examples // (workers * batch))
     run = Run()
@@ -255,14 +349,18 @@ def train(
             run.seen.append(observe(ranks, gradients))
         delivered = ranks.step(gradients, epoch=step // epoch_steps)
         run.union.append(int(delivered[0].count_nonzero()))
-        for theta, made, gradient in zip(weights, stepped, delivered, strict=False):
-            theta.grad = gradient
+        for each, made, gradient in zip(parts, stepped, delivered, strict=False):
+            gradients = problem.weights(gradient) if optimizer.kind in OF_MATRICES else [gradient]
+            for part, its in zip(each, gradients, strict=True):
+                part.grad = its
             optimizer.step(made, step, steps)
         if isinstance(ranks, LocalSGD):
             ranks.average_(weights)
         if every and (step + 1) % every == 0:
-            run.curve.append((step + 1, *problem.held_out(torch.stack(weights).mean(0), 4)))
-    theta = torch.stack(weights).mean(0)
+            with evaluating(stepped):
+                run.curve.append((step + 1, *problem.held_out(torch.stack(weights).mean(0), 4)))
+    with evaluating(stepped):
+        theta = torch.stack(weights).mean(0)
     if theta.isfinite().all():
         run.loss, run.held_loss, run.accuracy = problem.evaluate(theta)
         run.norm = float(theta.norm())

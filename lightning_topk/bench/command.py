@@ -338,6 +338,7 @@ def report(bench: Bench, json: Path | None = None) -> str | None:
                 )
         rows.append(row)
     judged, *less = amounts(bench.saving)
+    rows += local_steps(times, sent, judged, f"MB a {'rank' if alone else 'node'} sends")
     line = decide(times, judged, [name for name in less if name in sent and sent[name] < sent.get(judged, 0)])
     head = (
         f"{work.words}: {sum(bench.sizes):,} parameters; {counted(ranks.world // bench.local, 'node')} of "
@@ -360,6 +361,19 @@ def report(bench: Bench, json: Path | None = None) -> str | None:
         kept |= {"hidden": hidden, "failed": bench.failed, "verdict": line}
         json.write_text(jsons.dumps(kept, indent=1) + "\n")
     return "\n\n".join([head, markdown(rows), *notes, line])
+
+
+def local_steps(times: Mapping[str, Sequence[float]], sent: Mapping[str, int], judged: str, volume: str) -> list[Row]:
+    """Rows of DiLoCo, computed: an exchange in one of H steps, and none in the others."""
+    rows: list[Row] = []
+    for period, exchange in ((30, "DDP"), (100, "DDP"), (30, judged)):
+        if {"no exchange", exchange, "DDP"} <= times.keys():
+            alone, exchanged, dense = (median(times[name]) for name in ("no exchange", exchange, "DDP"))
+            seconds = alone + max(0.0, exchanged - alone) / period
+            row: Row = {"exchange": f"DiLoCo, H={period}" + f", {exchange}" * (exchange == judged) + " (computed)"}
+            row |= {"ms a step": f"{1000 * seconds:.4g}", "of DDP's time": f"{seconds / dense:.2f}"}
+            rows.append(row | {volume: f"{sent[exchange] / period / 1e6:.4g}"})
+    return rows
 
 
 def _hidden(contender: Contender, bench: Bench) -> str:

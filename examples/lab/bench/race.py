@@ -6,6 +6,7 @@ interrupted command resumes where it stopped.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+from typing_extensions import override
 
 from lab import hosts as emulated
 from lab.bench.peers import BUCKETS, PEERS
@@ -37,6 +39,8 @@ from lightning_topk.runtime.state import HookState
 OURS = "saving 50"
 WARMUP = 40
 """Steps before post-local SGD stops averaging gradients."""
+OUTER_RATE = 0.7
+"""Learning rate of DiLoCo's outer optimizer."""
 TOLERANCE = 0.001
 """How far above the loss of dense training a run may end, as a fraction of that loss: less than its seeds differ by."""
 
@@ -52,6 +56,50 @@ def post_local(period: int) -> Register:
     return register
 
 
+class Weights(nn.Module):
+    """A copy of a model's parameters. Backward starts at them, with gradients that the caller has."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.copies = nn.ParameterList([p.detach().clone() for p in net.parameters()])
+
+    @override
+    def forward(self) -> list[Tensor]:
+        """The parameters."""
+        return [*self.copies]
+
+
+def diloco(period: int, exchange: Register) -> Register:
+    """DiLoCo (Douillard et al. 2023): local steps, and an outer SGD, see :class:`lab.training.DiLoCo`.
+
+    ``exchange`` is how the gradient of the outer SGD, the movement of ``period`` steps, reaches the other ranks.
+    """
+
+    def register(model: DistributedDataParallel, settings: Settings) -> Any:
+        model.require_backward_grad_sync = False
+        outer, inner = DistributedDataParallel(Weights(model.module)), [*model.parameters()]
+        optimizer = torch.optim.SGD(outer.parameters(), OUTER_RATE, 0.9, nesterov=True)
+        state, steps = exchange(outer, {"optimizer": optimizer}), itertools.count(1)
+
+        def stepped(*_: Any) -> None:
+            if next(steps) % period:
+                return
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                weights = outer()
+                moved = [start.detach() - now.detach() for start, now in zip(weights, inner, strict=True)]
+                torch.autograd.backward(weights, moved)
+            optimizer.step()
+            with torch.no_grad():
+                for now, start in zip(inner, outer.parameters(), strict=True):
+                    now.copy_(start)
+
+        settings["optimizer"].register_step_post_hook(stepped)
+        return state
+
+    return register
+
+
 RACERS: dict[str, Register] = {
     OURS: ours(),
     "saving 150": ours(saving=150),
@@ -61,6 +109,9 @@ RACERS: dict[str, Register] = {
     **{name: PEERS[name] for name in ("DDP", "fp16 hook", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4")},
     "local 10": post_local(10),
     "local 50": post_local(50),
+    "DiLoCo 30": diloco(30, PEERS["DDP"]),
+    "DiLoCo 100": diloco(100, PEERS["DDP"]),
+    "DiLoCo 30, saving 50": diloco(30, ours()),
     "no exchange": PEERS["no exchange"],
 }
 
@@ -80,7 +131,7 @@ class Course(NamedTuple):
     stride: int = 1
 
 
-ADAMW = Optimizer(3.5e-4, 0.9, adamw=True, clip_norm=1.0, warmup=40)
+ADAMW = Optimizer(3.5e-4, 0.9, kind="AdamW", clip_norm=1.0, warmup=40)
 COURSE = Course(MODELS["large gpt"], source_code, steps=240, optimizer=ADAMW, batch=2, every=20, stride=32)
 
 
@@ -158,7 +209,8 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     net = course.model()
     model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer), gradient_as_bucket_view=True)
-    optimizer = course.optimizer.make(model.parameters())
+    optimizer: Any
+    (optimizer,) = course.optimizer.make(dict(model.named_parameters()))
     state = RACERS[racer](model, {"optimizer": optimizer})
     if isinstance(state, PeriodicModelAverager):
         optimizer = PostLocalSGDOptimizer(optimizer, state)
@@ -172,7 +224,7 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
             chosen = torch.randint(len(data.labels), (course.batch,), generator=batches)
             optimizer.zero_grad()
             _loss(model(data.examples[chosen]), data.labels[chosen]).backward()
-            course.optimizer.step(optimizer, now, course.steps)
+            course.optimizer.step([optimizer], now, course.steps)
         dist.barrier()
         seconds, step = seconds + time.perf_counter() - begin, step + course.every
         curve.append((round(seconds, 3), step, _held_out(net, data, course.stride)))

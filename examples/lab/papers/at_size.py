@@ -18,16 +18,23 @@ import torch
 from torch import Tensor
 
 from lab.report import Panel, Result, in_words, standard_error
-from lab.training import LocalSGD, Optimizer, Runs, train
+from lab.training import OPTIMIZERS, DiLoCo, LocalSGD, Optimizer, Runs, train
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
 
-_adamw = partial(Optimizer, momentum=0.9, adamw=True, cosine=True, clip_norm=1.0, warmup=100)
+_adamw = partial(Optimizer, momentum=0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=100)
 _sgd = partial(Optimizer, momentum=0.9, cosine=True, weight_decay=5e-4, warmup=100)
 WORKERS = 8
-SYSTEMS = ("dense", "saving 50", "saving 150", "saving 400", "ratio 0.001", "PowerSGD", "local 10", "local 50")
-"""The most useful first; ``local 50`` is post-local SGD that averages the weights every 50 steps."""
-BOTH = SYSTEMS[:2]
+OURS = tuple(f"saving {amount}" for amount in (10, 30, 50, 100, 150, 400))
+_diloco = tuple(f"DiLoCo {period} at {rate}" for period in (30, 100) for rate in (0.4, 0.7, 1.0))
+SYSTEMS = (
+    *("dense", *OURS, "ratio 0.001", "saving 50 not adapted", "PowerSGD", "local 10", "local 50"),
+    *_diloco,
+    *(f"{name} saving 50" for name in _diloco),
+)
+"""``local 50`` is post-local SGD that averages the weights every 50 steps. ``DiLoCo 30 at 0.7`` exchanges every 30,
+with an outer learning rate of 0.7; with ``saving 50``, through our exchange."""
+BOTH = ("dense", "saving 50")
 
 
 class Course(NamedTuple):
@@ -57,29 +64,33 @@ def run(
     models: Sequence[str] = ("large gpt", "narrow resnet18"),
     systems: Sequence[str] = BOTH,
     rates: Sequence[str] = (),
+    optimizers: Sequence[str] = ("",),
+    batch: int = 0,
     steps: int = 3000,
     seeds: int = 2,
     minutes: float = math.inf,
     device: str = "cpu",
     out: Path = Path("reproduced"),
 ) -> Result:
-    """Trains models at several learning rates, by default at each course's.
+    """Trains models at several learning rates. Rate, batch per worker and optimizer are the course's by default.
 
     Models of images need ``data``, a folder of images. ``huge gpt`` is too slow on CPUs.
     """
-    if unknown := {*models} - {*COURSES} | {*systems} - {*SYSTEMS}:
-        raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join((*COURSES, *SYSTEMS))}.")
+    known = (*COURSES, *SYSTEMS, *OPTIMIZERS)
+    if unknown := {*models, *systems, *filter(None, optimizers)} - {*known}:
+        raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(known)}.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no GPU here.")
     chosen = [name for name in models if data is not None or not COURSES[name].images]
     if not chosen:
         raise ValueError("this model learns images: pass their folder by --data.")
     found = Runs(out / "at-size.jsonl")
+    setups = [setup(model, steps, batch, kind) for model in chosen for kind in optimizers]
     jobs = {
-        run_key(model, system, rate, steps, seed): partial(_train, model, system, rate, steps, seed, data, device)
+        run_key(each, system, rate, seed): partial(_train, each, system, rate, seed, data, device)
         for seed in range(seeds)
-        for model in chosen
-        for rate in [float(rate) for rate in rates] or [COURSES[model].optimizer.lr]
+        for each in setups
+        for rate in [float(rate) for rate in rates] or [COURSES[each.model].optimizer.lr]
         for system in systems
     }
     found.complete(jobs, "at-size", minutes)
@@ -87,18 +98,38 @@ def run(
         "at-size",
         "what compression costs, at the best learning rate of each system",
         f"{WORKERS} simulated workers, {steps:,} steps, nothing set but saving= or ratio=; bf16-mixed on GPUs above "
-        "two million parameters. GPT (0.12 million; large: 10.8, huge: 85): AdamW, 256 (large: 128, "
-        "huge: 1,024) characters a worker and step. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD with "
-        "momentum 0.9, 16 (narrow: 8) images a worker and step.",
+        "two million parameters. GPT (0.12 million parameters, texts of 64 characters; large: 10.8, huge: 85, texts of "
+        "128): AdamW by default. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD with momentum 0.9.",
     )
-    result.tables = {model: table(found, model, steps) for model in chosen}
-    result.panels = panels(found, chosen, steps)
+    result.tables = {each.title: table(found, each) for each in setups}
+    result.panels = panels(found, setups)
     return result
 
 
-def run_key(model: str, system: str, rate: float, steps: int, seed: int) -> str:
+class Setup(NamedTuple):
+    """What runs have in common that are compared: model, optimizer, examples a worker and step, and steps."""
+
+    model: str
+    optimizer: str
+    batch: int
+    steps: int
+
+    @property
+    def title(self) -> str:
+        """The setup in words."""
+        return f"{self.model}, {self.optimizer}, {self.batch} examples a worker, {self.steps:,} steps"
+
+
+def setup(model: str, steps: int, batch: int = 0, optimizer: str = "") -> Setup:
+    """A setup with the course's batch and optimizer by default."""
+    course = COURSES[model]
+    return Setup(model, optimizer or course.optimizer.kind, batch or course.batch, steps)
+
+
+def run_key(setup: Setup, system: str, rate: float, seed: int) -> str:
     """Key of a run in ``at-size.jsonl``."""
-    return f"{model}, {steps} steps, {system}, rate {rate:g}, seed {seed}"
+    model, optimizer, batch, steps = setup
+    return f"{model}, {optimizer}, batch {batch}, {steps} steps, {system}, rate {rate:g}, seed {seed}"
 
 
 def quality_of(model: str) -> str:
@@ -106,32 +137,39 @@ def quality_of(model: str) -> str:
     return "held-out accuracy %" if COURSES[model].images else "held-out loss"
 
 
-def _train(
-    model: str, system: str, rate: float, steps: int, seed: int, data: Path | None, device: str = "cpu"
-) -> dict[str, Any]:
-    course, (name, _, amount) = COURSES[model], system.partition(" ")
-    exchanged: Any = partial(PowerSGD, course.powersgd if name == "PowerSGD" else 0)
+def exchange(system: str, course: Course) -> Any:
+    """What a system is for :func:`lab.training.train`."""
+    name, *more = system.split()
+    if name in ("saving", "ratio"):
+        setting: dict[str, Any] = {name: float(more[0]), "adapt_momentum": "adapted" not in more}
+        return TopKConfig(**setting)
     if name == "local":
-        exchanged = partial(LocalSGD, int(amount))
-    elif amount:
-        setting: dict[str, Any] = {name: float(amount)}
-        exchanged = TopKConfig(**setting)
-    given: dict[str, Any] = {"data": data if course.images else None, "every": max(1, steps // 12), "device": device}
-    optimizer = replace(course.optimizer, lr=rate)
-    ended = train(model, exchanged, WORKERS, steps, optimizer, seed, course.batch, **given)
+        return partial(LocalSGD, int(more[0]))
+    if name == "DiLoCo":
+        period, _, rate, *ours = more
+        return partial(DiLoCo, int(period), float(rate), TopKConfig(saving=float(ours[1])) if ours else None)
+    return partial(PowerSGD, course.powersgd if name == "PowerSGD" else 0)
+
+
+def _train(setup: Setup, system: str, rate: float, seed: int, data: Path | None, device: str = "cpu") -> dict[str, Any]:
+    model, kind, batch, steps = setup
+    course = COURSES[model]
+    options: dict[str, Any] = {"every": max(1, steps // 12), "device": device, "data": data if course.images else None}
+    optimizer = replace(course.optimizer, lr=rate, kind=kind)
+    ended = train(model, exchange(system, course), WORKERS, steps, optimizer, seed, batch, **options)
     sent = ended.uplink_bytes + ended.downlink_bytes
     measured = {"held": min(ended.held_loss, 1e3), "accuracy": ended.accuracy, "curve": ended.curve}
-    entry = {"model": model, "system": system, "rate": rate, "steps": steps, "seed": seed}
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return entry | measured | {"sent": sent, "saving": ended.dense_bytes / sent, "where": where}
+    entry = setup._asdict() | {"system": system, "rate": rate, "seed": seed}
+    return entry | measured | {"sent": sent, "saving": ended.dense_bytes / sent if sent else math.inf, "where": where}
 
 
-def ends(found: Runs, model: str, system: str, steps: int) -> dict[float, dict[int, float]]:
+def ends(found: Runs, setup: Setup, system: str) -> dict[float, dict[int, float]]:
     """Final quality by learning rate and seed, for existing runs: held-out loss, or accuracy in percent."""
-    measured = "accuracy" if COURSES[model].images else "held"
+    measured = "accuracy" if COURSES[setup.model].images else "held"
     by_rate: dict[float, dict[int, float]] = {}
     for run in found.values():
-        if (run["model"], run["system"], run["steps"]) == (model, system, steps):
+        if (*(run[name] for name in Setup._fields), run["system"]) == (*setup, system):
             by_rate.setdefault(run["rate"], {})[run["seed"]] = run[measured]
     return dict(sorted(by_rate.items()))
 
@@ -148,47 +186,72 @@ def gaps(model: str, ours: Mapping[int, float], dense: Mapping[int, float]) -> l
     return [b - a if COURSES[model].images else 100 * (a / b - 1) for a, b in both]
 
 
-def table(found: Runs, model: str, steps: int) -> list[Row]:
+def table(found: Runs, setup: Setup) -> list[Row]:
     """Final quality by system and learning rate, with the gaps to dense training at this rate and at its best."""
-    images, rows = COURSES[model].images, []
-    dense, unit = ends(found, model, "dense", steps), "points" if images else "%"
+    images, rows = COURSES[setup.model].images, []
+    dense, unit = ends(found, setup, "dense"), "points" if images else "%"
     for system in SYSTEMS:
-        by_rate = ends(found, model, system, steps)
-        best = best_rate(model, by_rate) if by_rate else None
+        by_rate = ends(found, setup, system)
+        best = best_rate(setup.model, by_rate) if by_rate else None
         for rate, ours in by_rate.items():
-            same, least = dense.get(rate, {}), dense[best_rate(model, dense)] if dense else {}
-            row: Row = {"": f"PowerSGD {COURSES[model].powersgd}" if system == "PowerSGD" else system}
+            same, least = dense.get(rate, {}), dense[best_rate(setup.model, dense)] if dense else {}
+            row: Row = {"": f"PowerSGD {COURSES[setup.model].powersgd}" if system == "PowerSGD" else system}
             row |= {"learning rate": f"{rate:g}" + " (best)" * (rate == best and len(by_rate) > 1)}
-            row |= {quality_of(model): in_words([*ours.values()], ".2f" if images else ".3f")}
+            row |= {quality_of(setup.model): in_words([*ours.values()], ".2f" if images else ".3f")}
             if system != "dense":
-                row[f"behind dense at this rate, {unit}"] = in_words(gaps(model, ours, same), "+.2f")
-                row[f"behind dense at its best, {unit}"] = in_words(gaps(model, ours, least), "+.2f")
+                row[f"behind dense at this rate, {unit}"] = in_words(gaps(setup.model, ours, same), "+.2f")
+                row[f"behind dense at its best, {unit}"] = in_words(gaps(setup.model, ours, least), "+.2f")
             rows.append(row)
     return rows
 
 
-def panels(found: Runs, models: Sequence[str], steps: int) -> list[Panel]:
+def panels(found: Runs, setups: Sequence[Setup]) -> list[Panel]:
     """Final quality over the learning rate, and learning curves of the best rates over steps and bytes."""
     drawn = []
-    for model in models:
-        by_system = {system: ends(found, model, system, steps) for system in SYSTEMS}
-        over = Panel(f"{model}, {steps:,} steps", "learning rate", xlog=True, ylabel=quality_of(model))
+    for setup in setups:
+        images, ylabel = COURSES[setup.model].images, quality_of(setup.model)
+        by_system = {system: ends(found, setup, system) for system in SYSTEMS}
+        over = Panel(setup.title, "learning rate", xlog=True, ylabel=ylabel)
         for system, by_rate in by_system.items():
             if len(by_rate) > 1:
                 over.curves[system] = [*by_rate], [fmean(each.values()) for each in by_rate.values()]
                 over.errors[system] = [standard_error([*each.values()]) for each in by_rate.values()]
         drawn += [over] * bool(over.curves)
         for along in ("steps", "MB that a worker sent"):
-            panel = Panel(model, along, xlog=along != "steps", ylabel=quality_of(model))
+            panel = Panel(setup.title, along, xlog=along != "steps", ylabel=ylabel)
             for system, by_rate in by_system.items():
                 if by_rate:
-                    run = found[run_key(model, system, best_rate(model, by_rate), steps, 0)]
+                    rate = best_rate(setup.model, by_rate)
+                    run = found[run_key(setup, system, rate, min(by_rate[rate]))]
                     passed, losses, accuracies = zip(*run["curve"], strict=True)
                     scale = 1.0 if along == "steps" else run["sent"] / 1e6
-                    quality = accuracies if COURSES[model].images else losses
-                    panel.curves[system] = [step * scale for step in passed], quality
+                    panel.curves[system] = [step * scale for step in passed], accuracies if images else losses
             drawn += [panel] * bool(panel.curves)
     return drawn
+
+
+def gap_over_steps(found: Runs, model: str) -> Panel:
+    """The gap of ``saving=50`` to dense training over the length of a run, a line a batch.
+
+    Both have their best rate of the existing runs. Seeds that have both runs count.
+    """
+    unit = "points" if COURSES[model].images else "%"
+    panel = Panel(model, "steps of the run", xlog=True, ylabel=f"behind dense training, {unit}", level=0.0)
+    kind = COURSES[model].optimizer.kind
+    known = {Setup(*(run[name] for name in Setup._fields)) for run in found.values()}
+    for batch in sorted({each.batch for each in known if each[:2] == (model, kind)}):
+        points = []
+        for each in sorted(each for each in known if each[:3] == (model, kind, batch)):
+            dense, ours = (ends(found, each, system) for system in BOTH)
+            if dense and ours:
+                best = [by_rate[best_rate(model, by_rate)] for by_rate in (ours, dense)]
+                if each_seed := gaps(model, *best):
+                    points.append((each.steps, fmean(each_seed), standard_error(each_seed)))
+        if points:
+            steps, means, errors = zip(*points, strict=True)
+            label = f"{batch} examples a worker"
+            panel.curves[label], panel.errors[label] = (steps, means), errors
+    return panel
 
 
 class PowerSGD:

@@ -48,10 +48,10 @@ WAYS: dict[str, Way] = {
     "SGD, workers clip 1": Way({"clip_norm": None}, {"clip_norm": 1.0}, baseline="SGD"),
     "SGD not adapted": Way(settings={"adapt_momentum": False}, baseline="SGD"),
     "DGC": Way({"momentum": 0.0}, presets["dgc"], baseline="SGD"),
-    "AdamW": Way({"adamw": True}),
-    "AdamW, 3 lr": Way({"adamw": True}, lr=3.0),
-    "AdamW, lr / 3": Way({"adamw": True}, lr=1 / 3),
-    "AdamW not adapted": Way({"adamw": True}, {"adapt_momentum": False}, baseline="AdamW"),
+    "AdamW": Way({"kind": "AdamW"}),
+    "AdamW, 3 lr": Way({"kind": "AdamW"}, lr=3.0),
+    "AdamW, lr / 3": Way({"kind": "AdamW"}, lr=1 / 3),
+    "AdamW not adapted": Way({"kind": "AdamW"}, {"adapt_momentum": False}, baseline="AdamW"),
 }
 """Variants by name; ``decay`` is a weight decay of 0.0005, ``clip`` the norm to which the delivered gradient or each
 worker's is clipped, ``DGC`` the preset with falling density at first."""

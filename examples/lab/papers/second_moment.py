@@ -46,8 +46,8 @@ def measure(rate: float, steps: int, seed: int = 0) -> list[Row]:
     problem, optimizer = Problem("gpt", seed), replace(course.optimizer, lr=rate)
     sizes = tuple(parameter.numel() for parameter in problem.parameters)
     cluster, theta = Cluster(TopKConfig(saving=50), WORKERS, sum(sizes), sizes=sizes), problem.start.clone()
-    made = optimizer.make([theta])
-    adapt_momentum([made], cluster)
+    made = optimizer.make({"": theta})
+    adapt_momentum(made, cluster)
     deliveries, ours, dense = (torch.zeros_like(theta) for _ in range(3))
     generator, rows = torch.Generator().manual_seed(seed), dict[float, Row]()
     for step in range(1, steps + 1):
