@@ -128,12 +128,14 @@ class Shown(NamedTuple):
         model: Name of a model of ``at-size.jsonl``, at dense training's best rate; or of a learner.
         steps: Steps of the run.
         rate: How a learner's rate was chosen; a model's is tuned on a grid.
+        batch: Examples a worker, if not the model's own.
     """
 
     title: str
     model: str
     steps: int
     rate: str = ""
+    batch: int = 0
 
 
 SHOWN = (
@@ -179,14 +181,14 @@ def results() -> str:
 def tuned(shown: Shown) -> Row:
     """A result at the rate that is best for dense training, of those that both have run."""
     found = Runs(RUNS / "at-size.jsonl")
-    course, model = at_size.COURSES[shown.model], shown.model
-    dense, ours = (at_size.ends(found, model, system, shown.steps) for system in at_size.BOTH)
+    model, setup = shown.model, at_size.setup(shown.model, shown.steps, shown.batch)
+    dense, ours = (at_size.ends(found, setup, system) for system in at_size.BOTH)
     both = {*dense} & {*ours}
     if not both:
         return {}
     best = at_size.best_rate(model, {rate: dense[rate] for rate in both})
     rate = "tuned" if len(dense) >= GRID else "tuned on 1,000 steps"
-    return result(shown, batch(model, course.batch, at_size.WORKERS), rate, dense[best], ours[best])
+    return result(shown, batch(model, setup.batch, at_size.WORKERS), rate, dense[best], ours[best])
 
 
 def by_hand(shown: Shown) -> Row:
@@ -219,26 +221,62 @@ def result(shown: Shown, batch: str, rate: str, dense: dict[int, float], ours: d
 def rates() -> str:
     """Final quality of dense training and of ours by learning rate, with the gaps at this rate and at dense's best."""
     found, rows = Runs(RUNS / "at-size.jsonl"), []
-    for model, course in at_size.COURSES.items():
-        for steps in sorted({run["steps"] for run in found.values()}):
-            dense, ours = (at_size.ends(found, model, system, steps) for system in at_size.BOTH)
-            best = {each: at_size.best_rate(model, ends) for each, ends in (("dense", dense), ("ours", ours)) if ends}
-            for rate in dense:
-                style, here = ".2f" if course.images else ".3f", ours.get(rate, {})
-                row: Row = {"model": f"{model} ({'points' if course.images else '%'})", "steps": f"{steps:,}"}
-                row |= {"learning rate": f"{rate:g}"}
-                for title, ends, name in (("dense", dense[rate], "dense"), ("saving 50", here, "ours")):
-                    words = in_words([*ends.values()], style)
-                    row[title] = f"{words}, best" if rate == best.get(name) and len(dense) >= GRID and words else words
-                row["behind dense at this rate"] = in_words(at_size.gaps(model, here, dense[rate]), "+.2f")
-                row["behind dense at its best"] = in_words(at_size.gaps(model, here, dense[best["dense"]]), "+.2f")
-                rows.append(row)
+    for each in at_size.known(found):
+        model, (dense, ours) = each.model, (at_size.ends(found, each, system) for system in at_size.BOTH)
+        if each.optimizer != at_size.COURSES[model].optimizer.kind or not dense:
+            continue
+        best = {name: at_size.best_rate(model, ends) for name, ends in (("dense", dense), ("ours", ours)) if ends}
+        for rate in dense:
+            images, here = at_size.COURSES[model].images, ours.get(rate, {})
+            row: Row = {"model": f"{model} ({'points' if images else '%'})", "examples": each.batch}
+            row |= {"steps": f"{each.steps:,}", "learning rate": f"{rate:g}"}
+            for title, ends, name in (("dense", dense[rate], "dense"), ("saving 50", here, "ours")):
+                words = in_words([*ends.values()], ".2f" if images else ".3f")
+                row[title] = f"{words}, best" if rate == best.get(name) and len(dense) >= GRID and words else words
+            row["behind dense at this rate"] = in_words(at_size.gaps(model, here, dense[rate]), "+.2f")
+            row["behind dense at its best"] = in_words(at_size.gaps(model, here, dense[best["dense"]]), "+.2f")
+            rows.append(row)
+    return page(rows)
+
+
+def optimizers() -> str:
+    """The small GPT with each optimizer: dense training at its best rate, and ours at that rate."""
+    found, rows = Runs(RUNS / "at-size.jsonl"), []
+    for each in at_size.known(found):
+        dense, ours, plain = (at_size.ends(found, each, name) for name in (*at_size.BOTH, "saving 50 not adapted"))
+        if each[0] == "gpt" and each.batch == at_size.COURSES["gpt"].batch and len(dense) >= GRID and ours:
+            rate = at_size.best_rate("gpt", dense)
+            row: Row = {"optimizer": each.optimizer, "steps": f"{each.steps:,}", "rate": f"{rate:g}"}
+            row |= {"grid": ", ".join(f"{each:g}" for each in dense), "dense": in_words([*dense[rate].values()], ".3f")}
+            for title, runs in (("saving 50", ours), ("not adapted", plain)):
+                behind = in_words(at_size.gaps("gpt", runs.get(rate, {}), dense[rate]), "+.2f")
+                row[f"{title}, behind %" if title != "saving 50" else "`saving=50`, behind %"] = behind
+            rows.append(row)
+    return page(rows)
+
+
+def diloco() -> str:
+    """DiLoCo and ours, by bytes, after equal steps of the small GPT."""
+    found, rows = Runs(RUNS / "at-size.jsonl"), []
+    for each in at_size.known(found):
+        dense = at_size.ends(found, each, "dense")
+        names = [name for name in at_size.SYSTEMS if name.startswith("DiLoCo") and at_size.ends(found, each, name)]
+        if not names:
+            continue
+        least, peers = dense[at_size.best_rate(each.model, dense)], ("dense", *at_size.OURS, "ratio 0.001", *names)
+        for name in peers:
+            for rate, ends in at_size.ends(found, each, name).items():
+                if name.startswith(("DiLoCo", "saving", "ratio")) or rate == at_size.best_rate(each.model, dense):
+                    run = found[at_size.run_key(each, name, rate, min(ends))]
+                    row: Row = {"examples": each.batch, "steps": f"{each.steps:,}", "": name, "rate": f"{rate:g}"}
+                    row |= {"fewer bytes": f"{run['saving']:,.0f}x", "held-out loss": in_words([*ends.values()], ".3f")}
+                    rows.append(row | {"behind dense, %": in_words(at_size.gaps(each.model, ends, least), "+.2f")})
     return page(rows)
 
 
 def others() -> str:
     """The large GPT with other amounts and other methods, at dense training's best rate."""
-    rows = at_size.table(Runs(RUNS / "at-size.jsonl"), "large gpt", 1000)
+    rows = at_size.table(Runs(RUNS / "at-size.jsonl"), at_size.setup("large gpt", 1000))
     dense = next(row for row in rows if row["learning rate"].endswith("(best)"))
     rest = [row for row in rows if row[""] not in at_size.BOTH]
     ours = next(row for row in rows if row[""] == "saving 50" and row["learning rate"].endswith("(best)"))
@@ -262,6 +300,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench": pasted,
     "at-size": rates,
     "at-size-others": others,
+    "optimizers": optimizers,
+    "diloco": diloco,
     "bench-hosts": lambda: steps("hosts", also="CPU ms a rank", title="CPU ms of a rank, by link"),
     "bench-train": lambda: steps("train-100mbit", "train-1gbit", also="hidden", title="hidden, by link"),
     "bench-select": compress_step,
@@ -295,9 +335,10 @@ def main() -> None:
         curves = saving_curves.panels(found, [*LEARNERS.values()], saving_curves.LENGTHS)
         draw(curves, RUNS / "saving-curves.svg")
         found = Runs(RUNS / "at-size.jsonl")
-        lengths = {model: 1000 if at_size.ends(found, model, "saving 50", 1000) else 3000 for model in at_size.COURSES}
-        drawn = [each for model, steps in lengths.items() for each in at_size.panels(found, [model], steps)]
-        draw(drawn, RUNS / "at-size.svg")
+        setups = [at_size.setup(model, 1000) for model in at_size.COURSES]
+        setups = [each if at_size.ends(found, each, "saving 50") else each._replace(steps=3000) for each in setups]
+        draw(at_size.panels(found, setups), RUNS / "at-size.svg")
+        draw([at_size.gap_over_steps(found, "gpt")], RUNS / "batch.svg")
         values = (
             ("error", "topk/uplink_error"),
             ("residual norm", "topk/worker_residual_norm"),

@@ -174,6 +174,11 @@ def ends(found: Runs, setup: Setup, system: str) -> dict[float, dict[int, float]
     return dict(sorted(by_rate.items()))
 
 
+def known(found: Runs) -> list[Setup]:
+    """The setups of existing runs: by model, optimizer, batch and length."""
+    return sorted({Setup(*(run[name] for name in Setup._fields)) for run in found.values()})
+
+
 def best_rate(model: str, by_rate: Mapping[float, Mapping[int, float]]) -> float:
     """The learning rate with the best mean quality."""
     best = max if COURSES[model].images else min
@@ -237,11 +242,10 @@ def gap_over_steps(found: Runs, model: str) -> Panel:
     """
     unit = "points" if COURSES[model].images else "%"
     panel = Panel(model, "steps of the run", xlog=True, ylabel=f"behind dense training, {unit}", level=0.0)
-    kind = COURSES[model].optimizer.kind
-    known = {Setup(*(run[name] for name in Setup._fields)) for run in found.values()}
-    for batch in sorted({each.batch for each in known if each[:2] == (model, kind)}):
+    here = [each for each in known(found) if each[:2] == (model, COURSES[model].optimizer.kind)]
+    for batch in dict.fromkeys(each.batch for each in here):
         points = []
-        for each in sorted(each for each in known if each[:3] == (model, kind, batch)):
+        for each in (each for each in here if each.batch == batch):
             dense, ours = (ends(found, each, system) for system in BOTH)
             if dense and ours:
                 best = [by_rate[best_rate(model, by_rate)] for by_rate in (ours, dense)]
