@@ -34,7 +34,6 @@ from lightning_topk.plan import link
 from lightning_topk.schedule import ExponentialWarmup
 
 LAB = Path(commands.__file__).parent
-ON_THIS_HOST = [peer for peer in PEERS if peer not in ("no exchange", "ours, hierarchical")]
 
 
 def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> None:
@@ -63,23 +62,21 @@ def as_json(rank: int, world: int, function: Callable[[dict[str, Any], int, int]
     return json.loads(json.dumps(function(json.loads(options), rank, world)))
 
 
-@pytest.fixture
-def ranks(groups, monkeypatch):
-    """Runs two processes on this host in a group; the test of ``bench hosts`` covers the commands that start others."""
+@pytest.mark.gloo
+def test_hosts_times_every_peer_and_counts_bytes(groups, monkeypatch):
+    """Two processes of a group stand for hosts."""
 
     def run(function, options, timeout):
         return groups(2).run(as_json, function, json.dumps(options), timeout=100.0)
 
-    monkeypatch.setattr(hosts, "local", lambda count: SimpleNamespace(run=run))
     monkeypatch.setattr(hosts, "emulate", lambda *_: nullcontext(SimpleNamespace(run=run)))
     monkeypatch.setattr(hosts, "available", lambda: True)
-
-
-@pytest.mark.gloo
-def test_hosts_times_every_peer_and_counts_bytes(ranks):
     result = steps.hosts(hosts=2, rates=["1gbit"], numel=300_000, seconds=0)
     (rows,) = result.tables.values()
-    assert [row["peer"] for row in rows] == ["no exchange", *ON_THIS_HOST]
+    assert [row["peer"] for row in rows] == [
+        "no exchange",
+        *(peer for peer in PEERS if peer not in ("no exchange", "ours, hierarchical")),
+    ]
     assert next(check for check in result.checks if check.statement.startswith("bytes counted")).holds
 
 

@@ -48,19 +48,16 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn(capfd):
     _, logged = fit(None, 2, strategy="topk_spawn", max_steps=7)
     assert capfd.readouterr().err.count("lightning_topk: in 7 steps each rank sent") == 1
     assert set(logged) >= KEYS
-    assert logged["topk/uplink_bytes"] == PLAN.uplink
-    assert logged["topk/downlink_bytes"] == PLAN.downlink
-    assert logged["topk/dense_bytes"] == PLAN.dense == ELEMENTS * 4
-    assert logged["topk/saving"] == pytest.approx(PLAN.saving)
-    assert logged["topk/total_bytes"] == 7 * SENT
-    assert logged["topk/total_dense_bytes"] == 7 * PLAN.dense
-    assert 0 < logged["topk/uplink_error"] < 1
-    assert 0 < logged["topk/downlink_error"] < 1
-    assert logged["topk/worker_residual_norm"] > 0
-    assert logged["topk/server_residual_norm"] > 0
-    kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.k
-    assert logged["topk/bound"] == pytest.approx((1 - kept / ELEMENTS) ** 2)
-    assert logged["topk/density"] == logged["topk/selected_density"] == pytest.approx(kept / ELEMENTS)
+    kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.k / ELEMENTS
+    sent = {"uplink_bytes": PLAN.uplink, "downlink_bytes": PLAN.downlink, "dense_bytes": ELEMENTS * 4}
+    expected = {
+        **sent, "saving": PLAN.saving, "total_bytes": 7 * SENT, "total_dense_bytes": 7 * PLAN.dense,
+        "bound": (1 - kept) ** 2, "density": kept, "selected_density": kept,
+    }  # fmt: skip
+    assert {name: logged[f"topk/{name}"] for name in expected} == pytest.approx(expected)
+    assert {name: logged[f"topk/{name}"] for name in sent} == sent
+    assert all(0 < logged[f"topk/{way}_error"] < 1 for way in ("uplink", "downlink"))
+    assert all(logged[f"topk/{side}_residual_norm"] > 0 for side in ("worker", "server"))
 
 
 @pytest.mark.parametrize(("every", "reductions"), [(1, 5), (3, 3), (50, 2), (0, 2)])  # the fourth step ends an epoch

@@ -180,7 +180,7 @@ CASES = [
       for case in ("wrapped twice", "inside", "attached")),
     *((left_out, case, LEFT_OUT, case in ("some", "in another optimizer"))
       for case in ("all", "some", "frozen", "dense", "in another optimizer")),
-    *((of_other_ranks, "", words, False) for words in ("are in no optimizer", "takes steps")),
+    (of_other_ranks, "", "are in no optimizer | takes steps", False),
     *((replaced, case, OTHER, case in ("before", "after", "never given", "fused"))
       for case in ("before", "after", "never given", "fused", "returned", "wrapped", "not adapted")),
     (replaced, "after", "was zeroed", False),
@@ -196,9 +196,9 @@ CASES = [
     (copied, False, "is adapted to compression", False),
     (changed, "", "SGD steps with a gradient of which 100% is nonzero, while exchanges", True),
     (heads, "", "nonzero", False),
-    *((in_turn, shares, words, False) for shares in (True, False) for words in ("nonzero", "zeroed")),
+    *((in_turn, shares, "nonzero | zeroed", False) for shares in (True, False)),
 ]  # fmt: skip
-"""A scenario, its case, words, and whether they are a warning there."""
+"""A scenario, its case, words or alternatives, and whether they are a warning there."""
 
 
 @pytest.mark.parametrize(("scenario", "case", "words", "warns"), CASES)
@@ -206,7 +206,7 @@ CASES = [
 def test_a_warning_comes_once_on_one_rank_where_its_cause_is(rank, world, scenario, case, words, warns):
     said: list[str] = []
     scenario(rank, said.append, case)
-    assert sum(words in line for line in said) == (warns and rank == 0), said
+    assert sum(any(each in line for each in words.split(" | ")) for line in said) == (warns and rank == 0), said
 
 
 @on_ranks(2)
