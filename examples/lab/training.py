@@ -173,11 +173,11 @@ class Optimizer:
             return [getattr(optim, self.kind)(all_of_them, lr)]
         if self.kind == "Lion":
             need("lion_pytorch", "lion-pytorch")
-            from lion_pytorch import Lion  # type: ignore[import-not-found, unused-ignore]
+            from lion_pytorch import Lion  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
             return [Lion(all_of_them, lr, (m, 0.99))]
         need("schedulefree")
-        from schedulefree import AdamWScheduleFree  # type: ignore[import-not-found, unused-ignore]
+        from schedulefree import AdamWScheduleFree  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         made = AdamWScheduleFree(all_of_them, lr, (m, 0.999))
         made.train()
