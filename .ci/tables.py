@@ -239,18 +239,22 @@ def rates() -> str:
     return page(rows)
 
 
+MOMENTUM = {"SGD": "adapted", "AdamW": "adapted", "Muon": "own; AdamW's part adapted", "Lion": "own"}
+MOMENTUM |= {"schedule-free": "none; averages the weights"}
+"""What becomes of the momentum of an optimizer; the others have none."""
+
+
 def optimizers() -> str:
-    """The small GPT with each optimizer: dense training at its best rate, and ours at that rate."""
+    """The small GPT with each optimizer: dense training at its best rate of at least three, and ours at that rate."""
     found, rows = Runs(RUNS / "at-size.jsonl"), []
     for each in at_size.known(found):
         dense, ours, plain = (at_size.ends(found, each, name) for name in (*at_size.BOTH, "saving 50 not adapted"))
         if each[0] == "gpt" and each.batch == at_size.COURSES["gpt"].batch and len(dense) >= GRID and ours:
             rate = at_size.best_rate("gpt", dense)
-            row: Row = {"optimizer": each.optimizer, "steps": f"{each.steps:,}", "rate": f"{rate:g}"}
-            row |= {"grid": ", ".join(f"{each:g}" for each in dense), "dense": in_words([*dense[rate].values()], ".3f")}
-            for title, runs in (("saving 50", ours), ("not adapted", plain)):
-                behind = in_words(at_size.gaps("gpt", runs.get(rate, {}), dense[rate]), "+.2f")
-                row[f"{title}, behind %" if title != "saving 50" else "`saving=50`, behind %"] = behind
+            row: Row = {"optimizer": each.optimizer, "momentum": MOMENTUM.get(each.optimizer, "none")}
+            row |= {"rate": f"{rate:g}", "dense": in_words([*dense[rate].values()], ".3f")}
+            for title, runs in (("`saving=50`, behind %", ours), ("not adapted, behind %", plain)):
+                row[title] = in_words(at_size.gaps("gpt", runs.get(rate, {}), dense[rate]), "+.2f")
             rows.append(row)
     return page(rows)
 

@@ -108,7 +108,7 @@ def test_the_callback_for_the_trainer_of_transformers_compresses_each_time_it_tr
 
 
 @pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_packages_bench_runs_on_two_emulated_hosts(tmp_path):
     arguments = ("1gbit", "--params=20000", "--steps=3", "--only", "DDP", "saving=50")
     said = script(ROOT / "examples" / "lab" / "emulate.py", *arguments, log=tmp_path / "log", folder=tmp_path)
