@@ -125,16 +125,14 @@ class Shown(NamedTuple):
 
     Attributes:
         title: The model and the optimizer.
-        model: Name of a model of ``at-size.jsonl``, at dense training's best rate; or of a learner.
+        model: Its name in ``at-size.jsonl``.
         steps: Steps of the run.
-        rate: How a learner's rate was chosen; a model's is tuned on a grid.
         batch: Examples a worker, if not the model's own.
     """
 
     title: str
     model: str
     steps: int
-    rate: str = ""
     batch: int = 0
 
 
@@ -142,9 +140,9 @@ SHOWN = (
     Shown("convnet, 0.2 million parameters, SGD", "convnet", 1000),
     Shown("ResNet-18, 2.8 million, SGD", "narrow resnet18", 3000),
     Shown("GPT, 0.1 million, AdamW (loss)", "gpt", 1000),
-    Shown("the same", "gpt, AdamW, lr / 3", 3000, "a third of the tuned"),
+    Shown("the same", "gpt", 500, batch=32),
+    Shown("the same", "gpt", 1000, batch=32),
     Shown("GPT, 10.8 million, other text, AdamW (loss)", "large gpt", 3000),
-    Shown("GPT-2 of Transformers, 0.1 million, AdamW, 2 workers (loss)", "gpt2, AdamW", 300, "by hand"),
 )
 """The README's results, by model."""
 GRID = 3
@@ -174,28 +172,18 @@ ENDS = (slice(10), slice(-10, None))
 
 def results() -> str:
     """The README's results: final quality of dense training and of ours, of the same seeds."""
-    rows = [tuned(shown) if shown.model in at_size.COURSES else by_hand(shown) for shown in SHOWN]
-    return page([row for row in rows if row])
+    return page([row for row in map(tuned, SHOWN) if row])
 
 
 def tuned(shown: Shown) -> Row:
-    """A result at the rate that is best for dense training, of those that both have run."""
+    """A result at the rate that is best for dense training."""
     found = Runs(RUNS / "at-size.jsonl")
     model, setup = shown.model, at_size.setup(shown.model, shown.steps, shown.batch)
     dense, ours = (at_size.ends(found, setup, system) for system in at_size.BOTH)
-    both = {*dense} & {*ours}
-    if not both:
+    if not dense or (best := at_size.best_rate(model, dense)) not in ours:
         return {}
-    best = at_size.best_rate(model, {rate: dense[rate] for rate in both})
     rate = "tuned" if len(dense) >= GRID else "tuned on 1,000 steps"
     return result(shown, batch(model, setup.batch, at_size.WORKERS), rate, dense[best], ours[best])
-
-
-def by_hand(shown: Shown) -> Row:
-    """A result of a learner."""
-    found, learner = Runs(RUNS / "saving-curves.jsonl"), LEARNERS[shown.model]
-    dense, ours = (saving_curves.ends(found, learner, shown.steps, amount) for amount in (0.0, 50.0))
-    return result(shown, batch(learner.model, learner.batch, learner.workers), shown.rate, dense, ours)
 
 
 def batch(model: str, examples: int, workers: int) -> str:
@@ -288,7 +276,7 @@ def others() -> str:
     return page([{head: row.get(head, "") for head in heads} for row in (dense, ours, *rest)])
 
 
-LEFT_OUT = ("no exchange", "saving=150", "ratio=0.001")
+LEFT_OUT = ("no exchange", "saving=150", "ratio=0.001", "DiLoCo, H=100", "DiLoCo, H=30, saving")
 """Rows of the bench's output that the README leaves out."""
 
 

@@ -52,6 +52,18 @@ def test_simulated_training_learns_and_sends_what_is_predicted(monkeypatch, imag
     assert (run.uplink_bytes, run.downlink_bytes) == (sent.uplink, sent.downlink)
 
 
+@pytest.mark.parametrize("kind", training.OPTIMIZERS[2:])
+def test_every_optimizer_of_the_lab_learns(monkeypatch, kind):
+    package = {"Lion": "lion_pytorch", "schedule-free": "schedulefree"}.get(kind)
+    if package is not None:
+        pytest.importorskip(package)
+    monkeypatch.setattr(training, "documentation", little_text)
+    before, _ = training.Problem("gpt", 0).held_out(training.Problem("gpt", 0).start)
+    optimizer = training.Optimizer(0.01, 0.9, kind=kind, cosine=True, clip_norm=1.0)
+    run = training.train("gpt", TopKConfig(saving=50), 2, 8, optimizer, 0, 4, every=4)
+    assert run.curve[-1][1] < run.curve[0][1] < before
+
+
 def test_simulated_gradients_are_autograds():
     mlp = training.Problem("mlp", seed=0)
     batches = torch.tensor([[0, 1, 2], [3, 4, 5]])
