@@ -257,12 +257,14 @@ def diloco() -> str:
             continue
         least, peers = dense[at_size.best_rate(each.model, dense)], ("dense", *at_size.OURS, "ratio 0.001", *names)
         for name in peers:
-            for rate, ends in at_size.ends(found, each, name).items():
-                if name.startswith(("DiLoCo", "saving", "ratio")) or rate == at_size.best_rate(each.model, dense):
-                    run = found[at_size.run_key(each, name, rate, min(ends))]
-                    row: Row = {"examples": each.batch, "steps": f"{each.steps:,}", "": name, "rate": f"{rate:g}"}
-                    row |= {"fewer bytes": f"{run['saving']:,.0f}x", "held-out loss": in_words([*ends.values()], ".3f")}
-                    rows.append(row | {"behind dense, %": in_words(at_size.gaps(each.model, ends, least), "+.2f")})
+            if by_rate := at_size.ends(found, each, name):
+                rate = at_size.best_rate(each.model, by_rate)
+                ends = by_rate[rate]
+                run = found[at_size.run_key(each, name, rate, min(ends))]
+                row: Row = {"examples": each.batch, "": name, "rate": f"{rate:g}"}
+                row |= {"fewer bytes": f"{run['saving']:,.0f}x", "held-out loss": in_words([*ends.values()], ".3f")}
+                gaps = at_size.gaps(each.model, ends, least) if name != "dense" else []
+                rows.append(row | {"behind dense, %": in_words(gaps, "+.2f")})
     return page(rows)
 
 
