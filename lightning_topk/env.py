@@ -52,6 +52,7 @@ def ranks(gpus: int) -> str:
     try:
         world = int(given.get("WORLD_SIZE") or given.get("SLURM_NTASKS") or 1)
         local = max(1, int(given.get("LOCAL_WORLD_SIZE") or given.get("SLURM_NTASKS_PER_NODE") or 1))
+        local = local if world % local == 0 else 1  # nodes of different sizes, as attach takes them
         topology = TopKConfig().resolve(world, local, gpus=gpus >= local).topology
     except ValueError as error:
         return str(error)

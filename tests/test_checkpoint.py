@@ -183,6 +183,8 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("is a list instead of (", holding([0.0] * 400)),
         ("is of torch.float32 and torch.sparse_coo", holding(torch.zeros(len(unsound)).to_sparse())),
         ("its mode is None", changed(mode=None)),
+        ("world_size=0", changed(world_size=0)),
+        ("steps='7'", changed(steps="7")),
         ("its settings are None", changed(settings=None)),
         ("its settings are {'ratio': [tensor(", changed(settings={"ratio": [torch.ones(2)] * 6})),
         ("from a rank other than 0", changed(mode="on rank 0", parameters={})),

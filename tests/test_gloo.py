@@ -98,7 +98,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     ("world", "topology", "bidirectional", "mode", "settings"),
     [
         *(((2, 3, 4)[one % 3], *way, mode, {"wire": WIRES[other % 4]}) for *way, mode, one, other in SQUARE),
-        *(((2, 3)[one % 2], *way, mode, WHOLE) for *way, mode, one, other in SQUARE if other < 2),
+        *(((2, 3)[one % 2], *way, mode, WHOLE) for *way, mode, one, _ in SQUARE),
         *((3, *way, SEVERAL[0], {**SAVING, **more}) for way in ROUTES for more in ({}, {"dense_parameters": "scale"})),
         (2, "sharded", True, "one_bucket", {**SAVING, "dense_parameters": "scale"}),
         *((2, *way, SEVERAL[0], {"selector": selector}) for way, selector in zip(ROUTES, SELECTED, strict=True)),

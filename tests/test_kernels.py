@@ -115,9 +115,10 @@ def test_selection_stays_exact_if_a_layers_columns_differ_in_scale(width):
 
 def separate(e, x, layout, codec, delivered=None):
     """Payloads of a link's separate steps; the rest stays in ``e``, and ``x`` is zeroed."""
-    link = Link(layout, TopK(), Residual(0, e.dtype, e.device), delivered)
-    link.memory.residual = e
-    with mock.patch.object(ops, "fast", return_value=None):
+    with mock.patch.object(ops, "fast", return_value=None):  # a link chooses its sender when it is made
+        link = Link(layout, TopK(), Residual(0, e.dtype, e.device), delivered)
+        assert link._send is None
+        link.memory.residual = e
         payload, _ = link.send(x, codec)
     return payload
 

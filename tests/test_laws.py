@@ -305,6 +305,15 @@ def test_ranks_of_a_node_are_one_worker_that_exchanges_its_mean(nodes, local, bi
     assert sum(sizes) <= kept <= sum(sizes) + local * len(sizes)
 
 
+def test_the_plan_splits_bytes_within_and_between_nodes():
+    for topology, bidirectional in [*ROUTES, *ON_NODES]:
+        config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional)
+        plans = [volume(config, [(500, 300)], 6, rank, local=3) for rank in range(6)]
+        sent = sum(plan.uplink + plan.downlink for plan in plans)
+        assert sum(plan.intra_node + plan.inter_node for plan in plans[::3]) == sent
+        assert plans[0].inter_node > 0
+
+
 @pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
 def test_the_residual_of_a_newly_uncompressed_parameter_is_delivered(topology):
     config = TopKConfig(ratio=0.5, wire="fp32", topology=topology)

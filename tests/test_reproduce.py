@@ -64,6 +64,20 @@ def test_every_optimizer_of_the_lab_learns(monkeypatch, kind):
     assert run.curve[-1][1] < run.curve[0][1] < before
 
 
+def test_diloco_through_ours_sends_what_is_predicted_and_delivers_as_in_full(monkeypatch):
+    optimizer, sizes = training.Optimizer(0.1), [p.numel() for p in training.Problem("mlp", 0).parameters]
+    ends, sent = {}, TopKConfig(ratio=1, wire="fp32")
+    for name, config in {"in full": None, "everything": sent, "some": TopKConfig(ratio=0.1)}.items():
+        made = partial(training.DiLoCo, 2, 0.7, config)
+        ends[name] = training.train("mlp", made, 2, 6, optimizer, 0, 10)
+        if config is not None:
+            every = volume(config, [sizes], world=2)
+            assert (ends[name].uplink_bytes, ends[name].downlink_bytes) == (every.uplink / 2, every.downlink / 2)
+    # Pixels that are always 0 have no gradient, and adapted momentum waits for one.
+    assert ends["everything"].held_loss == pytest.approx(ends["in full"].held_loss, rel=1e-3)
+    assert ends["some"].held_loss != ends["in full"].held_loss
+
+
 def test_simulated_gradients_are_autograds():
     mlp = training.Problem("mlp", seed=0)
     batches = torch.tensor([[0, 1, 2], [3, 4, 5]])

@@ -251,17 +251,16 @@ class DiLoCo(LocalSGD):
         self, period: int, rate: float, config: TopKConfig | None, workers: int, shapes: Sequence[torch.Size]
     ) -> None:
         super().__init__(period, workers, shapes, warmup=0)
-        self.rate, self.cluster = rate, None
-        if config is not None:
-            sizes = tuple(shape.numel() for shape in shapes)
-            self.cluster = Cluster(config, workers, sum(sizes), sizes=sizes)
-            self.sent_bytes = self.cluster.sent_bytes
+        self.rate, self.config, self.sizes = rate, config, tuple(shape.numel() for shape in shapes)
+        self.cluster: Cluster | None = None
 
     @override
     def begin(self, start: Tensor) -> None:
         self.outer = start.clone()
         self.optimizer = torch.optim.SGD([self.outer], self.rate, 0.9, nesterov=True)
-        if self.cluster is not None:
+        if self.config is not None:
+            self.cluster = Cluster(self.config, self.workers, len(start), sizes=self.sizes, device=start.device)
+            self.sent_bytes = self.cluster.sent_bytes
             adapt_momentum([self.optimizer], self.cluster)
 
     @override

@@ -218,6 +218,9 @@ def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         return f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)"
+    for count, least in (("steps", 0), ("world_size", 1)):
+        if type(entry[count]) is not int or entry[count] < least:
+            return f"{count}={reprlib.repr(entry[count])} must be an integer of at least {least}"
     settings = entry.get("settings", {})
     if not isinstance(settings, Mapping) or not all(map(_is_plain, settings.values())):
         return f"its settings are {reprlib.repr(settings)} instead of numbers and strings by name"

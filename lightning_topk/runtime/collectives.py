@@ -57,7 +57,7 @@ def drive(job: Job, background: bool = False) -> Steps[Tensor]:
             if logged:
                 kind, size = type(request).__name__, request.payload.numel()
                 where = f"{request.among}, {request.direction}"
-                LOGGER.debug("%s: %s of %d elements among %s", job, kind, size, where)
+                LOGGER.debug("%s: %s of %d elements among %s", str(job), kind, size, where)
             across = request.among == "all" and 1 < groups.local < place[1]
             reply, work = perform(request, groups.among(request.among), background, across)
             if work is not None:

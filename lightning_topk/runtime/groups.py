@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -46,6 +46,11 @@ class Groups:
     some: bool = False
     timeout: timedelta | None = None
     second_groups: Groups | None = None
+    place: str = field(init=False, default="")
+    """This rank and their number, in words: known also once a group is gone."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", f"rank {dist.get_rank(self.all)} of {dist.get_world_size(self.all)}")
 
     @classmethod
     def make(

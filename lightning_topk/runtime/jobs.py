@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.bucket import Bucket
@@ -84,10 +83,7 @@ class Job:
     ready: Any | None = None
 
     def __str__(self) -> str:
-        return f"{self._place()}, step {self.step}, {self.name}"
-
-    def _place(self) -> str:
-        return f"rank {dist.get_rank(self.groups.all)} of {dist.get_world_size(self.groups.all)}"
+        return f"{self.groups.place}, step {self.step}, {self.name}"
 
     def begin(self) -> Exchange | None:
         """Begins the exchange; None if there is nothing to exchange."""
@@ -118,6 +114,6 @@ class Job:
         """The error that users see, with its place."""
         return RuntimeError(
             f"lightning_topk: the {self.plan.topology.name} exchange of {self.name} ({self.gradient.numel()} elements) "
-            f"failed on {self._place()}: {error} (A rank that does not respond within the timeout of "
+            f"failed on {self.groups.place}: {error} (A rank that does not respond within the timeout of "
             f"{self.groups.timeout} counts as lost.)"
         )

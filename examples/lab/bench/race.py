@@ -6,6 +6,7 @@ interrupted command resumes where it stopped.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
@@ -216,10 +217,10 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         optimizer = PostLocalSGDOptimizer(optimizer, state)
     batches = torch.Generator().manual_seed(world * seed + rank)
     curve: list[tuple[float, int, float]] = []
-    seconds, step, sent, ended, reached = 0.0, 0, emulated.sent_bytes(), torch.zeros(()), False
+    seconds, step, sent, ended, reached = 0.0, 0, 0, torch.zeros(()), False
     while not ended:
         dist.barrier()
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), emulated.sent_bytes()
         for now in range(step, step + course.every):
             chosen = torch.randint(len(data.labels), (course.batch,), generator=batches)
             optimizer.zero_grad()
@@ -227,11 +228,12 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
             course.optimizer.step([optimizer], now, course.steps)
         dist.barrier()
         seconds, step = seconds + time.perf_counter() - begin, step + course.every
-        curve.append((round(seconds, 3), step, _held_out(net, data, course.stride)))
+        sent += emulated.sent_bytes() - before
+        evaluated = _mean(net) if racer.startswith(("local", "DiLoCo")) else net
+        curve.append((round(seconds, 3), step, _held_out(evaluated, data, course.stride)))
         reached = "aim" in options and smooth(curve)[-1] <= options["aim"]
         ended.fill_(reached or step >= options.get("steps", math.inf) or seconds >= options["budget"])
         dist.broadcast(ended, 0)
-    sent = emulated.sent_bytes() - sent
     if isinstance(state, HookState):
         state.close()
     return {"curve": curve, "reached": reached, "sent": sent, "where": f"{processor()}, torch {torch.__version__}"}
@@ -239,6 +241,15 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
 def _loss(scores: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
+
+
+@torch.no_grad()
+def _mean(net: nn.Module) -> nn.Module:
+    """A copy with the mean of all ranks' weights: what methods of local steps end with."""
+    mean = copy.deepcopy(net)
+    for parameter in mean.parameters():
+        dist.all_reduce(parameter.div_(dist.get_world_size()))
+    return mean
 
 
 @torch.no_grad()

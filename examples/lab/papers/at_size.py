@@ -85,6 +85,8 @@ def run(
     if not chosen:
         raise ValueError("this model learns images: pass their folder by --data.")
     found = Runs(out / "at-size.jsonl")
+    if "Muon" in optimizers and (without := [model for model in chosen if COURSES[model].images]):
+        raise ValueError(f"Muon steps the matrices of a GPT's blocks, and {', '.join(without)} has none.")
     setups = [setup(model, steps, batch, kind) for model in chosen for kind in optimizers]
     jobs = {
         run_key(each, system, rate, seed): partial(_train, each, system, rate, seed, data, device)

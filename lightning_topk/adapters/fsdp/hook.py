@@ -248,6 +248,11 @@ def attach(
     """
     check_shardable(config)
     replicas = replicas_of(process_group)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
+            "them before attach."
+        )
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
     earlier = arguments.get("earlier")
