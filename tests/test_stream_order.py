@@ -254,6 +254,8 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
     lines = [record.message.split(" of ")[1:] for record in caplog.records if "step 2, bucket 1" in record.message]
     assert [line[0] for line in lines] == ["4, step 2, bucket 1: AllToAll", "4, step 2, bucket 1: AllGather"]
     assert [line[1].split(" elements ")[1] for line in lines] == ["among all, uplink", "among all, downlink"]
+    own = [record for record in caplog.records if record.name == "lightning_topk"]
+    assert all(isinstance(each, str | int) for record in own for each in record.args or ()), "or it keeps jobs"
 
 
 @pytest.mark.parametrize("ends", [True, False, RuntimeError("device-side assert triggered")])
