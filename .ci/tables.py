@@ -182,7 +182,7 @@ def tuned(shown: Shown) -> Row:
     dense, ours = (at_size.ends(found, setup, system) for system in at_size.BOTH)
     if not dense or (best := at_size.best_rate(model, dense)) not in ours:
         return {}
-    rate = "tuned" if len(dense) >= GRID else "best of two" if len(dense) == 2 else "tuned on 1,000 steps"
+    rate = "tuned" if len(dense) >= GRID else "tuned on 1,000 steps"
     return result(shown, batch(model, setup.batch, at_size.WORKERS), rate, dense[best], ours[best])
 
 

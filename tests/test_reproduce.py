@@ -154,6 +154,12 @@ def test_the_union_of_two_selections_is_at_most_twice_one_and_errors_are_within_
     assert normal["kurtosis"] == pytest.approx(3, abs=0.1)
 
 
+def test_the_best_rate_is_that_of_the_seeds_that_two_rates_share():
+    lucky, both = {0: 1.0}, {0: 0.9, 1: 1.4}
+    assert at_size.best_rate("gpt", {0.01: lucky, 0.03: both}) == 0.03, "though its mean is worse"
+    assert at_size.best_rate("convnet", {0.01: lucky, 0.03: both}) == 0.01
+
+
 def test_at_size_compares_systems_and_rates_and_repeats_no_run(monkeypatch, images, tmp_path):
     adam = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=2)
     convnet = at_size.Course(training.Optimizer(0.05), 1, 2, images=True)

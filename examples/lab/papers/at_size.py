@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -182,9 +182,14 @@ def known(found: Runs) -> list[Setup]:
 
 
 def best_rate(model: str, by_rate: Mapping[float, Mapping[int, float]]) -> float:
-    """The learning rate with the best mean quality."""
-    best = max if COURSES[model].images else min
-    return best(by_rate, key=lambda rate: fmean(by_rate[rate].values()))
+    """The learning rate with the best quality; each two are compared on the seeds that both have."""
+    sign = 1 if COURSES[model].images else -1
+
+    def better(one: float, other: float) -> float:
+        both = by_rate[one].keys() & by_rate[other].keys()
+        return other if sum(sign * (by_rate[other][seed] - by_rate[one][seed]) for seed in both) > 0 else one
+
+    return reduce(better, by_rate)
 
 
 def gaps(model: str, ours: Mapping[int, float], dense: Mapping[int, float]) -> list[float]:
