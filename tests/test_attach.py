@@ -119,7 +119,6 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "a list of them, or a function": (ddp(), {"optimizer": [net]}),
         "ExponentialWarmup(ratio=0.2, start=0.25, steps=None, epochs=2) depends on": (ddp(), {"ratio": by_epoch}),
         "epochs=2) depends on the epoch": (ddp(), {"ratio": 0.1, "server_ratio": by_epoch}),
-        "epoch=3 must be a function that returns the epoch": (ddp(), {"epoch": 3}),
         "optimizer= is ['SGD'] on rank 0 and missing on rank 1. Pass the same optimizer= on every rank": (
             ddp(net), {"optimizer": None if rank else SGD(net.parameters(), lr=0.1)},
         ),

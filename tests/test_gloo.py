@@ -2,10 +2,10 @@
 
 import copy
 import time
+from collections import deque
 from contextlib import nullcontext
 from datetime import timedelta
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.guards import exchange
-from lightning_topk.runtime.collectives import dense_cost, drive, finish
+from lightning_topk.core.link import NOTHING
+from lightning_topk.runtime.collectives import dense_cost
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.simulate import Cluster
@@ -128,12 +128,13 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
     config, numel = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology), 3001
     simulated, results = Cluster(config, world, numel, local=local), []
     end = simulated.plan.endpoint(rank, torch.float32, torch.device("cpu"))
+    residuals = mock.Mock(endpoint=lambda *_: end)
     for step in range(4):
         given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = given[rank].clone()
-        codecs = simulated.plan.codecs(step, selector=end.uplink.selector)
-        turn = mock.Mock(groups=groups, begin=partial(exchange, end, mine, codecs, step))
-        finish(drive(turn))
+        job = Job(mine, (), simulated.plan, "", None, step, 0, None, NOTHING, residuals, groups, deque())
+        with pytest.raises(StopIteration):
+            next(job.run())
         results.append((mine, simulated.step(given)[rank]))
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
@@ -191,10 +192,9 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
 def test_an_empty_bucket_completes_in_its_turn(rank, world):
     """Otherwise the batch after the next would start on groups in use, on some ranks earlier than on others."""
     _, state = attached(nn.Linear(4, 4))
-    lane, empty = state.lane(torch.device("cpu")), nn.Parameter(torch.empty(0))
-    nothing: Any = dict.fromkeys(("used", "step", "epoch", "scale", "measure", "residuals", "results"))
-    job = Job(torch.empty(0), (empty,), None, "", groups=next(lane.groups), **nothing)
-    assert next(drive(job, background=True), "ended") is None
+    nothing: Any = dict.fromkeys(("plan", "name", "used", "step", "epoch", "scale", "measure", "residuals", "results"))
+    job = Job(torch.empty(0), (nn.Parameter(torch.empty(0)),), groups=state.groups, **nothing)
+    assert next(job.run(background=True), "ended") is None
 
 
 @on_ranks(3)

@@ -12,10 +12,14 @@ import torch
 from lightning_topk.runtime import lanes
 
 
-@pytest.fixture(autouse=True)
-def _jobs_are_generators(monkeypatch):
-    """In place of exchanges, which ``drive`` turns into such generators."""
-    monkeypatch.setattr(lanes, "drive", lambda job, background: job)
+def lane_of(max_in_flight: int = 1) -> lanes.ThreadLane:
+    """A lane with that many sets of groups."""
+    return lanes.ThreadLane([mock.Mock()] * max_in_flight)
+
+
+def submit(lane, steps) -> torch.futures.Future:
+    """Submits a job that takes these steps, a generator."""
+    return lane.submit(mock.Mock(run=lambda **_: steps))
 
 
 def result_of(future: torch.futures.Future) -> torch.Tensor:
@@ -29,13 +33,13 @@ def result_of(future: torch.futures.Future) -> torch.Tensor:
 
 def test_closing_a_cpu_lane_returns_whether_its_work_has_ended(monkeypatch):
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
-    lane, go = lanes.ThreadLane(), threading.Event()
+    lane, go = lane_of(), threading.Event()
 
     def wait():
         yield
         return torch.tensor(float(go.wait(20)))
 
-    future = lane.submit(wait())
+    future = submit(lane, wait())
     assert not lane.close()
     go.set()
     assert result_of(future) == 1
@@ -44,7 +48,7 @@ def test_closing_a_cpu_lane_returns_whether_its_work_has_ended(monkeypatch):
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(max_in_flight):
     """A third job starts when the first has ended; results come in the order of submission."""
-    lane, all_there, log = lanes.ThreadLane(max_in_flight), threading.Event(), []
+    lane, all_there, log = lane_of(max_in_flight), threading.Event(), []
 
     def job(name):
         all_there.wait(20)
@@ -53,7 +57,7 @@ def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(max_in_flight)
             yield
         return torch.tensor(float(ord(name)))
 
-    futures = [lane.submit(job(name)) for name in "abc"]
+    futures = [submit(lane, job(name)) for name in "abc"]
     all_there.set()
     assert [int(result_of(future)) for future in futures] == [97, 98, 99]
     assert lane.close()
@@ -63,7 +67,7 @@ def test_a_lane_of_a_cpu_computes_for_one_job_while_another_waits(max_in_flight)
 
 def test_closing_a_failed_lane_reports_a_collective_in_progress():
     """The lane's groups must not be destroyed, since that would wait for the collective."""
-    lane, both_there, collective = lanes.ThreadLane(max_in_flight=2), threading.Event(), mock.Mock()
+    lane, both_there, collective = lane_of(2), threading.Event(), mock.Mock()
     collective.is_completed.return_value = False
 
     def job(fails):
@@ -73,7 +77,7 @@ def test_closing_a_failed_lane_reports_a_collective_in_progress():
             raise ValueError("first")
         return torch.zeros(1)
 
-    futures = [lane.submit(job(fails)) for fails in (True, False)]
+    futures = [submit(lane, job(fails)) for fails in (True, False)]
     both_there.set()
     for future in futures:
         with pytest.raises(RuntimeError, match="ValueError: first"):
@@ -85,7 +89,7 @@ def test_closing_a_failed_lane_reports_a_collective_in_progress():
 
 def test_a_lane_runs_no_job_after_a_failed_one_and_an_idle_one_has_no_thread(monkeypatch):
     monkeypatch.setattr(lanes, "IDLE", 0.05)
-    lane, ran = lanes.ThreadLane(), []
+    lane, ran = lane_of(), []
 
     def job(number):
         ran.append(number)
@@ -95,7 +99,7 @@ def test_a_lane_runs_no_job_after_a_failed_one_and_an_idle_one_has_no_thread(mon
         return torch.tensor(number)
 
     for number in range(6):
-        future = lane.submit(job(number))
+        future = submit(lane, job(number))
         if number < 3:
             assert result_of(future) == number
             end = time.monotonic() + 20
@@ -111,16 +115,16 @@ def test_a_lane_runs_no_job_after_a_failed_one_and_an_idle_one_has_no_thread(mon
 
 ENDS_WHILE_TORCH_CALLS_BACK = """
 import time
+from unittest import mock
 import torch
 from lightning_topk.runtime import lanes
 
-def job():
+def steps(background):
     yield from ()
     return torch.zeros(1)
 
-lane = lanes.ThreadLane()
-lanes.drive = lambda job, background: job
-lane.submit(job()).then(lambda future: [time.sleep(0.001) for _ in range(500)])
+future = lanes.ThreadLane([None]).submit(mock.Mock(run=steps))
+future.then(lambda future: [time.sleep(0.001) for _ in range(500)])
 time.sleep(0.1)
 """
 
@@ -128,20 +132,3 @@ time.sleep(0.1)
 @pytest.mark.process
 def test_a_process_exits_cleanly_while_the_lane_works():
     assert subprocess.run([sys.executable, "-c", ENDS_WHILE_TORCH_CALLS_BACK], timeout=120).returncode == 0
-
-
-def test_the_thread_of_a_lane_left_open_can_be_stopped_and_starts_again():
-    """Lightning's tests stop daemon threads that have a ``stop``, and fail if any other is left."""
-    lane, before = lanes.ThreadLane(max_in_flight=2), set(threading.enumerate())
-
-    def give(number):
-        yield
-        return torch.tensor(number)
-
-    for number in range(3):
-        assert int(lane.submit(give(number)).wait()) == number
-        (thread,) = set(threading.enumerate()) - before
-        assert thread.daemon
-        thread.stop()
-        assert not thread.is_alive()
-    assert lane.close()

@@ -3,9 +3,11 @@
 See :mod:`streams`. Training is simulated: backward and optimizers are a few operations on the caller's stream.
 """
 
+import contextlib
 import logging
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +24,7 @@ from lightning_topk.adapters.fsdp import hook
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.runtime import collectives as drive
-from lightning_topk.runtime import groups, lanes
+from lightning_topk.runtime import groups, lanes, telemetry
 from lightning_topk.runtime.groups import Groups
 
 CUDA = torch.device("cuda", 0)
@@ -185,7 +187,6 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda)
     monkeypatch.setattr(hook.ShardState, "_agree_on", lambda state, gradient: None)
-    timed: list[Any] = []
     fake = FakeTensorMode()
     with fake:
         units: list[Any] = [Shards(gpu, 0), Shards(gpu, 2)]
@@ -193,10 +194,7 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
     with fake, gpu:
         state.learn_names()
-        lane = state.lane(CUDA)
-        note, hooks = lane.note_time, lane.stream
-        monkeypatch.setattr(lane, "note_time", lambda *marks: (timed.append(marks[-1]), note(*marks)))
-        state.telemetry.timing = True
+        hooks, state.telemetry.timing = state.lane(CUDA).stream, True
         for _ in range(3):
             for unit in units:
                 g = torch.empty(sum(member.numel() for member in unit.members), device=CUDA)
@@ -208,19 +206,21 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
             gpu.current.wait_stream(hooks)
             g.add_(1.0)  # FSDP copies it to the parameters
             state._backward_ended()
-        begun = timed[-2:]
+        (_, ready, ended), (_, exposed, _) = state.report().timings[-2:]
         state.close()
         torch.zeros(1, device=CUDA)
     assert (gpu.races, gpu.reuses) == (set(), set())
-    assert begun[0] is None
-    assert begun[1].clock[hooks] < gpu.current.clock[hooks]  # before the last exchange has ended
+    assert ready is None
+    assert exposed.clock[hooks] < ended.clock[hooks]
 
 
 def test_a_lane_that_does_not_wait_for_backward_is_detected(gpu, monkeypatch):
     def careless(lane, turn):
         done = torch.futures.Future(devices=[CUDA])
         with torch.cuda.stream(lane.stream):
-            done.set_result(drive.finish(drive.drive(turn)))
+            with contextlib.suppress(StopIteration):
+                next(turn.run())
+            done.set_result(turn.gradient)
         return done
 
     monkeypatch.setattr(lanes.StreamLane, "submit", careless)
@@ -262,7 +262,7 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
 def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(gpu, monkeypatch, ends):
     """Groups with work in flight are not destroyed, since that would wait for failed ranks."""
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
-    lane, asked = lanes.StreamLane(CUDA), []
+    lane, asked = lanes.StreamLane(CUDA, mock.Mock()), []
 
     def query(event):
         asked.append(event.clock[lane.stream])
@@ -277,35 +277,34 @@ def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(gpu, monkeypatch,
     assert asked[0] == gpu.operations == 1
 
 
-def test_a_gpu_lane_takes_no_job_after_a_failed_one(gpu, monkeypatch):
+def test_a_gpu_lane_takes_no_job_after_a_failed_one(gpu):
     """Other ranks still wait in the failed exchange, and the next job would answer it."""
-    monkeypatch.setattr(lanes, "drive", lambda job: job)
-    lane, ran = lanes.StreamLane(CUDA), []
+    lane, ran = lanes.StreamLane(CUDA, mock.Mock()), []
 
-    def job(name: str):
+    def steps(name: str):
         ran.append(name)
         if name == "second":
             raise MemoryError
         return []
         yield
 
-    lane.submit(job("first"))
-    for name in ("second", "third"):
+    jobs = [mock.Mock(run=partial(steps, name)) for name in ("first", "second", "third")]
+    lane.submit(jobs[0])
+    for job in jobs[1:]:
         with pytest.raises(MemoryError):
-            lane.submit(job(name))
+            lane.submit(job)
     assert ran == ["first", "second"]
 
 
 def test_times_of_two_streams_are_read_once_both_marks_have_come(gpu):
     """Neither stream waits for the other."""
-    lane = lanes.StreamLane(CUDA)
+    marks = []
     with FakeTensorMode(), gpu:
-        marks = []
-        for stream in (lane.stream, gpu.current):
+        for stream in (torch.cuda.Stream(), gpu.current):
             with gpu.on(stream):
                 torch.zeros(1, device=CUDA)
-                marks.append(lane.mark())
-    assert lane.seconds(*marks) == 1.0
+                marks.append(telemetry.mark(CUDA))
+    assert telemetry.seconds(*marks) == 1.0
 
 
 def test_objects_are_sent_on_the_models_device():

@@ -79,7 +79,7 @@ def attach(
             another type, or a setting is unknown.
         ValueError: A model option bypasses or contradicts the hook, a setting needs an argument that was not passed,
             or an argument belongs to the other wrapper.
-        RuntimeError: The model already has another communication hook, or torch.distributed is not initialised.
+        RuntimeError: The model already has another communication hook.
     """
     config = one_config(attach, config, settings)
     earlier = None if residuals is None else residuals.state

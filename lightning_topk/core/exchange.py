@@ -20,7 +20,7 @@ compare with, and :mod:`lightning_topk.core.guards` what else can happen to a gr
 requests by arithmetic.
 
 An exchange does no I/O: it *yields* a request where bytes must leave and receives the reply. Process groups
-(:mod:`lightning_topk.runtime.collectives`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
+(:mod:`lightning_topk.runtime.jobs`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
 code.
 """
 

@@ -1,12 +1,9 @@
-"""Drives an exchange over process groups: performs its requests as collectives and counts their bytes."""
+"""Performs the requests of exchanges as collectives over process groups."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Generator
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,73 +11,15 @@ from torch import Tensor
 
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
 from lightning_topk.runtime.groups import all_gather
-from lightning_topk.runtime.jobs import Job
-from lightning_topk.runtime.messages import LOGGER
-from lightning_topk.volume import Volume, request_volume
-
-T = TypeVar("T")
-Steps = Generator["dist.Work | None", None, T]
-"""A generator that yields before it waits: a collective, or None to wait until all earlier steps have ended."""
-
-
-def finish(steps: Steps[T]) -> T:
-    """Runs steps to completion and returns their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-@torch.no_grad()
-def drive(job: Job, background: bool = False) -> Steps[Tensor]:
-    """Drives one rank's exchange over process groups; returns the delivered gradient.
-
-    In the ``background``, collectives run asynchronously while other exchanges progress; if not, it never yields. The
-    DEBUG log gets a line with the exchange's name before each collective: after a timeout, NCCL's watchdog ends the
-    process and names only the group, the collective and its size.
-    """
-    groups, outcome, sent, reply = job.groups, None, Volume(), None
-    logged = LOGGER.isEnabledFor(logging.DEBUG)
-    place = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
-    try:
-        exchange = job.begin()
-        if exchange is None and background:
-            yield None  # ends in its turn: until then the next exchange must not use its groups
-        while exchange is not None:
-            try:
-                request = exchange.send(reply)
-            except StopIteration as end:
-                outcome = end.value
-                break
-            sent += request_volume(request, *place)
-            if logged:
-                kind, size = type(request).__name__, request.payload.numel()
-                where = f"{request.among}, {request.direction}"
-                LOGGER.debug("%s: %s of %d elements among %s", str(job), kind, size, where)
-            across = request.among == "all" and 1 < groups.local < place[1]
-            reply, work = perform(request, groups.among(request.among), background, across)
-            if work is not None:
-                yield work
-                work.wait()
-        return job.end(outcome, sent)
-    except Exception as error:
-        raise job.failure(error) from error
 
 
 def perform(
     request: Request, group: dist.ProcessGroup, background: bool = False, across_nodes: bool = False
 ) -> tuple[Tensor | None, dist.Work | None]:
-    """Performs one request as a collective.
+    """Performs one request as a collective, of ranks that share nodes if ``across_nodes``, of which there are several.
 
-    Args:
-        request: The request.
-        group: The ranks that take part.
-        background: Whether to return before the collective ends.
-        across_nodes: Whether these ranks share nodes, of which there are several.
-
-    Returns:
-        The reply (see the request's class), and the work to wait for before reading it; None if there is none.
+    Returns the reply (see the request's class). In the ``background`` it returns before the collective ends, also with
+    the work to wait for before reading the reply.
     """
     payload, rank, world = request.payload, dist.get_rank(group), dist.get_world_size(group)
     if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):

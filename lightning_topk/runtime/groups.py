@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
 from lightning_topk.core.requests import Among
 
@@ -34,18 +34,18 @@ class Groups:
         node: Ranks of this node; None without a hierarchy.
         peers: Ranks with the same local rank on every node; None without a hierarchy.
         local: Ranks per node.
-        some: Whether these are only some of all ranks.
         timeout: Timeout of their collectives.
         second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
+        kind: Groups of only some of all ranks take the place of others of the same kind; None if these have all ranks.
     """
 
     all: dist.ProcessGroup
     node: dist.ProcessGroup | None = None
     peers: dist.ProcessGroup | None = None
     local: int = 1
-    some: bool = False
     timeout: timedelta | None = None
     second_groups: Groups | None = None
+    kind: tuple[Any, ...] | None = None
     place: str = field(init=False, default="")
     """This rank and their number, in words: known also once a group is gone."""
 
@@ -56,44 +56,44 @@ class Groups:
     def make(
         cls,
         parent: dist.ProcessGroup | None,
-        timeout: timedelta | None,
+        timeout: timedelta,
         local: int = 1,
         hierarchy: bool = False,
         second: bool = False,
     ) -> Groups:
-        """Creates new groups, separate from ``parent``. A collective.
+        """Creates groups of a parent's ranks and backend, separate from it. A collective.
 
         Args:
-            parent: Group with the ranks and the backend. Default: all ranks. If these are only some of all ranks,
-                groups that an earlier state has left are reused.
-            timeout: Timeout of collectives. Default: the backend's own.
+            parent: Some of all ranks, whose earlier states may have left groups to use; None for all ranks.
+            timeout: Timeout of collectives.
             local: Ranks per node; they are consecutive.
             hierarchy: Whether to create groups inside nodes and between them.
             second: Whether to create second groups too, if these have all ranks and only use gloo. NCCL needs none: on
                 a GPU one side stream runs all exchanges. There are none either if torch checks collectives before it
                 starts them: see :mod:`lightning_topk.runtime.lanes`.
         """
-        left = parent and _left_by_an_earlier_state(parent, timeout or timeout_of(parent), local if hierarchy else None)
-        if left:
-            return replace(left, local=local)
-        ranks, mine = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent)
-        made = cls(_own_group([ranks], 0, parent, timeout), local=local, some=parent is not None, timeout=timeout)
+        ranks, mine, kind = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent), None
+        if parent is not None:
+            kind = ranks, dist.get_backend(parent), timeout, local, hierarchy
+            _LEFT[:] = [each for each in _LEFT if each.all in dist.distributed_c10d._world.pg_map]
+            left = {each.all.group_name: each for each in _LEFT if each.kind == kind}
+            shared = set.intersection(*map(set, gathered([*left], parent)))  # a rank that failed has left none
+            if shared:
+                _LEFT.remove(groups := left[min(shared)])
+                return groups
+        made = cls(_own_group([ranks], 0, parent, timeout), local=local, timeout=timeout, kind=kind)
         if hierarchy:
             nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
             node = _own_group(nodes, mine // local, parent, timeout)
             peers = _own_group([ranks[each::local] for each in range(local)], mine % local, parent, timeout)
             made = replace(made, node=node, peers=peers)
         checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # exported at run time
-        if second and not made.some and not checked and len(ranks) > 1 and _only_gloo(made.all):
+        if second and parent is None and not checked and len(ranks) > 1 and _only_gloo(made.all):
             made = replace(made, second_groups=cls.make(None, timeout, local, hierarchy))
         return made
 
     def connect(self, device: torch.device) -> None:
-        """Creates NCCL's communicators and connections now, not in the first backward pass. A collective.
-
-        Args:
-            device: The device of this rank's gradients.
-        """
+        """Creates NCCL's communicators and connections now, not in the first backward pass. A collective."""
         for group in (self.all, self.node, self.peers) if device.type == "cuda" else ():
             if group is not None and "nccl" in dist.get_backend_config(group):
                 payload = torch.zeros(dist.get_world_size(group), dtype=torch.uint8, device=device)
@@ -122,7 +122,7 @@ class Groups:
             _LEFT_OPEN.append(self)
         if not idle or not dist.is_initialized() or self.all not in dist.distributed_c10d._world.pg_map:
             return  # the caller destroyed all groups
-        if self.some:
+        if self.kind is not None:
             if not failed:
                 _LEFT.append(self)
         elif _only_gloo(self.all):
@@ -146,24 +146,6 @@ _LEFT_OPEN: list[Groups] = []
 referred to them (torch 2.14)."""
 _LEFT: list[Groups] = []
 """Unused groups of some of the ranks."""
-
-
-def _left_by_an_earlier_state(parent: dist.ProcessGroup, timeout: timedelta, local: int | None) -> Groups | None:
-    """Finds unused groups of the same ranks as ``parent``, with nodes of ``local`` ranks if not None. A collective."""
-    _LEFT[:] = [groups for groups in _LEFT if groups.all in dist.distributed_c10d._world.pg_map]
-    alike = dist.get_process_group_ranks(parent), dist.get_backend(parent), timeout
-    mine = {
-        groups.all.group_name: groups
-        for groups in _LEFT
-        if (dist.get_process_group_ranks(groups.all), dist.get_backend(groups.all), timeout_of(groups.all)) == alike
-        and local in (None, groups.node and dist.get_world_size(groups.node))
-    }
-    shared = set.intersection(*map(set, gathered([*mine], parent)))  # a rank whose exchange failed has left none
-    if not shared:
-        return None
-    groups = mine[min(shared)]
-    _LEFT.remove(groups)
-    return groups
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
@@ -265,18 +247,9 @@ def connect(
 ) -> tuple[Groups, TopKConfig, str]:
     """Creates this rank's groups and agrees with the other ranks on settings and nodes. A collective.
 
-    Args:
-        config: The user's settings.
-        process_group: Group with the ranks and the backend. Default: all ranks.
-        timeout: Timeout of collectives. Default: the timeout of ``process_group``.
-        local_world_size: Ranks per node, if the user passed it.
-
-    Returns:
-        The groups, the settings resolved for these ranks, and a message for the user, which may be empty.
-
-    Raises:
-        ValueError: The ranks have different settings, or their nodes have different numbers of ranks.
+    Returns the groups, the settings resolved for these ranks, and a message for the user, which may be empty.
     """
+    check_count("local_world_size", local_world_size)
     timeout = timeout or timeout_of(process_group)
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
     gpus = on_gpus(process_group)

@@ -1,49 +1,34 @@
-"""Jobs: the exchange of one gradient, from its endpoint to its result.
+"""Jobs: the exchange of one gradient over process groups, from its endpoint to its result.
 
-A lane calls the methods of a job, on CPU from its own thread. A result goes to a queue, which the thread that runs
-backward empties between two passes. So no two threads write the same field, and nothing here calls the side that
-submits jobs.
+A lane runs jobs, on CPU in its own thread. A result goes to a queue, which the thread that runs backward empties
+between two passes. So no two threads write the same field, and nothing here calls the side that submits jobs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.bucket import Bucket
-from lightning_topk.core.endpoint import BucketPlan, Exchange, Outcome
-from lightning_topk.core.guards import exchange
+from lightning_topk.core import guards
+from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.link import Measure
+from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
+from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.volume import Volume, dense_volume
+from lightning_topk.runtime.telemetry import Mark, Result, mark
+from lightning_topk.volume import Volume, dense_volume, request_volume
 
-Duration = Callable[[], tuple[float, float]]
-"""Returns the seconds of an exchange, and of the part after the last gradient was ready. Waits for the device."""
-
-
-class Result(NamedTuple):
-    """The result of a job.
-
-    Attributes:
-        bucket: The parameters of the gradient.
-        plan: The exchange plan.
-        measured: Whether errors were measured.
-        outcome: The outcome.
-        sent: Bytes sent, and those of a ring all-reduce.
-        k: Entries that fit into this worker's payloads.
-    """
-
-    bucket: Bucket
-    plan: BucketPlan
-    measured: bool
-    outcome: Outcome
-    sent: Volume
-    k: int
+T = TypeVar("T")
+Steps = Generator["dist.Work | None", None, T]
+"""A generator that yields before it waits: a collective, or None to wait until all earlier steps have ended."""
 
 
 @dataclass(eq=False)
@@ -63,8 +48,8 @@ class Job:
         residuals: The rank's residuals.
         groups: The process groups. Exchanges in progress at the same time have different ones.
         results: Takes the result.
-        clock: The lane, if the exchange is timed.
-        ready: The lane's mark, after which backward does not hide the exchange; None if backward hides all of it.
+        timed: Whether to time the exchange.
+        ready: Mark after which backward does not hide the exchange; None if backward hides all of it.
     """
 
     gradient: Tensor
@@ -79,41 +64,59 @@ class Job:
     residuals: Residuals
     groups: Groups
     results: deque[Result]
-    clock: Any | None = None
-    ready: Any | None = None
+    timed: bool = False
+    ready: Mark | None = None
 
-    def __str__(self) -> str:
-        return f"{self.groups.place}, step {self.step}, {self.name}"
+    @torch.no_grad()
+    def run(self, background: bool = False) -> Steps[Tensor]:
+        """Exchanges the gradient; returns the delivered one.
 
-    def begin(self) -> Exchange | None:
-        """Begins the exchange; None if there is nothing to exchange."""
-        self._begun = None if self.clock is None else self.clock.mark()
+        In the ``background``, collectives run asynchronously while other jobs progress; if not, it never yields.
+        """
         # Sparse gradients are converted to dense tensors for the exchange, and back afterwards. On a GPU the host waits
         # for that: the size of a sparse tensor depends on data.
-        self._dense = (self.gradient.to_dense() if self.gradient.is_sparse else self.gradient).view(-1)
-        if self._dense.numel() == 0:
-            return None
-        end = self.residuals.endpoint(self.bucket, self.plan)
-        self._codecs = self.plan.codecs(self.step, self.epoch, end.uplink.selector)
-        return exchange(end, self._dense, self._codecs, self.step, self.scale, self.used, self.measure)
+        sparse = self.gradient.is_sparse
+        try:
+            g = (self.gradient.to_dense() if sparse else self.gradient).view(-1)
+            if g.numel():
+                yield from self._exchange(g, background)
+            elif background:
+                yield None  # ends in its turn: until then the next exchange must not use its groups
+            return g.view(self.gradient.shape).to_sparse(1) if sparse else self.gradient
+        except Exception as error:
+            raise RuntimeError(
+                f"lightning_topk: the {self.plan.topology.name} exchange of {self.name} ({self.gradient.numel()} "
+                f"elements) failed on {self.groups.place}: {error} (A rank that does not respond within the timeout of "
+                f"{self.groups.timeout} counts as lost.)"
+            ) from error
 
-    def end(self, outcome: Outcome | None, sent: Volume) -> Tensor:
-        """Takes the outcome, None if there is none, and the bytes sent; returns the delivered gradient."""
-        plan = self.plan
-        if outcome is not None:
-            k = self._codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
-            sent += dense_volume(plan, self.residuals.rank)
-            k = min(k, plan.layout.numel)
-            self.results.append(Result(self.bucket, plan, self.measure.error, outcome, sent, k))
-        if self.clock is not None:
-            self.clock.note_time(self._begun, self.ready)
-        shaped = self._dense.view(self.gradient.shape)
-        return shaped.to_sparse(1) if self.gradient.is_sparse else self.gradient
+    def _exchange(self, g: Tensor, background: bool) -> Steps[None]:
+        """Exchanges ``g`` ``[numel]`` and queues the result: performs the exchange's requests, and counts their bytes.
 
-    def failure(self, error: Exception) -> RuntimeError:
-        """The error that users see, with its place."""
-        return RuntimeError(
-            f"lightning_topk: the {self.plan.topology.name} exchange of {self.name} ({self.gradient.numel()} elements) "
-            f"failed on {self.groups.place}: {error} (A rank that does not respond within the timeout of "
-            f"{self.groups.timeout} counts as lost.)"
-        )
+        The DEBUG log gets a line before each collective: after a timeout, NCCL's watchdog ends the process and names
+        only the group, the collective and its size.
+        """
+        begun, plan, groups = mark(g.device) if self.timed else None, self.plan, self.groups
+        place = rank, world, local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
+        end = self.residuals.endpoint(self.bucket, plan)
+        codecs, sent, reply = plan.codecs(self.step, self.epoch, end.uplink.selector), Volume(), None
+        exchange = guards.exchange(end, g, codecs, self.step, self.scale, self.used, self.measure)
+        while True:
+            try:
+                request = exchange.send(reply)
+            except StopIteration as stopped:
+                outcome = stopped.value
+                break
+            sent += request_volume(request, *place)
+            kind, size = type(request).__name__, request.payload.numel()
+            where = groups.place, self.step, self.name
+            what = kind, size, request.among, request.direction  # no job: a log record outlives the exchange
+            LOGGER.debug("%s, step %d, %s: %s of %d elements among %s, %s", *where, *what)
+            across_nodes = request.among == "all" and 1 < local < world
+            reply, work = collectives.perform(request, groups.among(request.among), background, across_nodes)
+            if work is not None:
+                yield work
+                work.wait()
+        k = codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
+        sent, timing = sent + dense_volume(plan, rank), None if begun is None else (begun, self.ready, mark(g.device))
+        self.results.append(Result(self.bucket, plan, outcome, sent, min(k, plan.layout.numel), timing))

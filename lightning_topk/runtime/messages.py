@@ -31,20 +31,16 @@ class WarnOnce:
         self.said: set[str] = set()
         """Messages so far, on every rank."""
 
-    def __call__(self, *messages: str) -> None:
+    def __call__(self, *messages: str, show: Callable[[str], None] | None = None) -> None:
         """Shows warnings, unless they were shown before."""
         for message in messages:
-            self._show(message, self._tell)
+            if self._rank == 0 and message and message not in self.said:
+                (show or self._tell)(message)
+            self.said.add(message)
 
     def note(self, *messages: str) -> None:
         """Shows information, unless it was shown before."""
-        for message in messages:
-            self._show(message, self._note)
-
-    def _show(self, message: str, by: Callable[[str], None]) -> None:
-        if self._rank == 0 and message and message not in self.said:
-            by(message)
-        self.said.add(message)
+        self(*messages, show=self._note)
 
 
 def start_message(config: TopKConfig, world: int, local: int) -> str:
@@ -82,58 +78,25 @@ def slow_compression(config: TopKConfig, device: torch.device) -> str:
     return f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}"
 
 
-def volume_of(settings: Buckets, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:
-    """Predicts the bytes that a rank sends in a step; with ``voting``, ranks share which parameters they used."""
-    plans = [(settings.plan_of(bucket), len(bucket) if voting else None) for bucket in buckets]
-    return sum((bucket_volume(plan, rank, step, epoch, voters) for plan, voters in plans), Volume())
-
-
 def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -> list[str]:
-    """Returns the warnings about ``saving=`` once the buckets are final; ``sent`` are the bytes of a step."""
-    if settings.config.saving is None or not settings.config.compresses:
+    """Returns the warnings about a missed ``saving=`` once the buckets are final; ``sent`` are the bytes of a step."""
+    asked, by_node, found = settings.config.saving, settings.config.by_node, []
+    if asked is None or not settings.config.compresses:
         return []
-    found = _missed_saving(settings, buckets, sent), _missed_between_nodes(settings, sent), _narrow(settings, buckets)
-    return [words for words in found if words]
-
-
-def _missed_saving(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -> str:
-    """Warning that the saving is lower than requested, with the reason; empty if it is not."""
-    asked, by_node = settings.config.saving or 0, settings.config.by_node
-    seen = sent.saved(by_node)
-    if seen >= asked * (1 - TOLERANCE):
-        return ""
-    together = volume_of(settings, [tuple(p for bucket in buckets for p in bucket)], 0, 0, 0, voting=False)
-    small, remedy = "this model is", "Use DDP"
-    if len(buckets) > 1 and together.saved(by_node) >= asked * (1 - TOLERANCE):
-        small, remedy = "its buckets are", "Use a larger bucket_cap_mb= or, with fully_shard, larger modules"
-    return (
-        f"lightning_topk: saving={asked:g} was requested, but {small} too small: each step saves {seen:.3g}x. {remedy}."
-    )
-
-
-def _missed_between_nodes(settings: Buckets, sent: Volume) -> str:
-    """Warning that a node saves less than each of its ranks, with the remedy; empty if it does not."""
-    asked = settings.config.saving or 0
-    alone = settings.config.by_node or settings.local == 1 or not sent.inter_node
-    if alone or sent.node_saving >= 0.9 * asked:
-        return ""
-    return (
-        f"lightning_topk: saving={asked:g} holds for each rank, but between nodes each step saves only "
-        f"{sent.node_saving:.3g}x, since the ranks of a node send for themselves. Pass topology='hierarchical', the "
-        "default on GPUs; on CPUs it may take longer per step."
-    )
-
-
-def _narrow(settings: Buckets, buckets: Sequence[Bucket]) -> str:
-    """Explains the baseline of ``saving`` for gradients of less than four bytes per entry; empty otherwise."""
-    asked, narrow = settings.config.saving or 0, [bucket for bucket in buckets if bucket[0].itemsize < 4]
-    plans = [plan for bucket in narrow if (plan := settings.plan_of(bucket)).numel]
-    if not plans:
-        return ""
-    kept = sum(plan.density() * plan.numel for plan in plans) / sum(plan.numel for plan in plans)
-    dtype = str(narrow[0][0].dtype).removeprefix("torch.")
-    return (
-        f"lightning_topk: saving={asked:g} is relative to the {dtype} gradients that DDP would send: the density "
-        f"is {kept:.2g}. saving={asked * narrow[0][0].itemsize / 4:g} sends as many entries as saving={asked:g} does "
-        "of float32 gradients."
-    )
+    seen, least = sent.saved(by_node), asked * (1 - TOLERANCE)
+    if seen < least:
+        together = bucket_volume(settings.plan_of(tuple(p for bucket in buckets for p in bucket)), 0)
+        small, remedy = "this model is", "Use DDP"
+        if len(buckets) > 1 and together.saved(by_node) >= least:
+            small, remedy = "its buckets are", "Use a larger bucket_cap_mb= or, with fully_shard, larger modules"
+        found.append(
+            f"lightning_topk: saving={asked:g} was requested, but {small} too small: each step saves {seen:.3g}x. "
+            f"{remedy}."
+        )
+    if not by_node and settings.local > 1 and sent.inter_node and sent.node_saving < 0.9 * asked:
+        found.append(
+            f"lightning_topk: saving={asked:g} holds for each rank, but between nodes each step saves only "
+            f"{sent.node_saving:.3g}x, since the ranks of a node send for themselves. Pass topology='hierarchical', "
+            "the default on GPUs; on CPUs it may take longer per step."
+        )
+    return found

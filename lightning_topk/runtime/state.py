@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topk.bucket import Bucket, Buckets
-from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.config import TopKConfig
+from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.groups import Groups, connect
 from lightning_topk.runtime.jobs import Job
@@ -27,13 +28,12 @@ from lightning_topk.runtime.messages import (
     slow_compression,
     start_message,
     startup_warnings,
-    volume_of,
 )
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.telemetry import Report, Telemetry
+from lightning_topk.runtime.telemetry import Report, Telemetry, mark
 from lightning_topk.schedule import Schedule
-from lightning_topk.volume import Volume
+from lightning_topk.volume import Volume, bucket_volume
 
 
 class HookState:
@@ -60,7 +60,7 @@ class HookState:
         note: Callable[[str], None] | None = None,
     ) -> None:
         self._requested = config
-        _check_arguments(config, epoch, optimizers, local_world_size)
+        _check_arguments(config, epoch is not None, optimizers is not None)
         groups, self.config, uneven = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
@@ -101,7 +101,7 @@ class HookState:
         """Returns the lane for gradients on a device."""
         groups = self.open_groups()
         if self._lane is None:
-            self._lane = lane_for(device, groups, self.telemetry.durations)
+            self._lane = lane_for(device, groups)
             self._say(slow_compression(self.config, device))
         return self._lane
 
@@ -148,12 +148,12 @@ class HookState:
             step=self.steps,
             epoch=self._epoch(),
             scale=self.optimizers.scale,
-            measure=telemetry.next_measure,
+            measure=Measure(telemetry.measure, telemetry.measure and telemetry.measure_layers),
             residuals=self.residuals,
             groups=next(lane.groups),
             results=telemetry.results,
-            clock=lane if telemetry.timing else None,
-            ready=lane.mark() if telemetry.timing and exposed else None,
+            timed=telemetry.timing,
+            ready=mark(gradient.device) if telemetry.timing and exposed else None,
         )
         return lane.submit(job)
 
@@ -191,8 +191,9 @@ class HookState:
 
         The bytes that FSDP2 sends inside a node are not included.
         """
-        mine = self.rank if rank is None else rank
-        total = volume_of(self.buckets, self.last_buckets, mine, self.steps, self._epoch(), self.voting)
+        when = self.rank if rank is None else rank, self.steps, self._epoch()
+        plans = [(self.buckets.plan_of(bucket), len(bucket) if self.voting else None) for bucket in self.last_buckets]
+        total = sum((bucket_volume(plan, *when, voters) for plan, voters in plans), Volume())
         return total.of_shards(self.shards_per_node)
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,27 +238,14 @@ class HookState:
         self._lane = self.groups = None
 
 
-def _check_arguments(
-    config: TopKConfig,
-    epoch: Callable[[], int] | None,
-    optimizers: Callable[[], Sequence[Optimizer]] | None,
-    local_world_size: int | None,
-) -> None:
-    """Refuses settings whose required arguments were not passed."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "torch.distributed is not initialised, and the exchange needs process groups; "
-            "call torch.distributed.init_process_group first."
-        )
-    check_count("local_world_size", local_world_size)
-    if epoch is not None and not callable(epoch):
-        raise TypeError(f"epoch={epoch!r} must be a function that returns the epoch.")
+def _check_arguments(config: TopKConfig, has_epoch: bool, has_optimizers: bool) -> None:
+    """Refuses settings that would have no effect, or one too many, without an argument that was not passed."""
     by_epoch = [r for r in (config.ratio, config.server_ratio) if isinstance(r, Schedule) and r.by_epoch]
-    if by_epoch and epoch is None:
+    if by_epoch and not has_epoch:
         raise ValueError(
             f"{by_epoch[0]!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=."
         )
-    if config.momentum and optimizers is None:
+    if config.momentum and not has_optimizers:
         raise ValueError(
             f"momentum={config.momentum!r} is applied on the workers, and the optimizer must have none of its own. "
             "Pass optimizer=, so that it can be checked."

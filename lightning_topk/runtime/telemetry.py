@@ -1,21 +1,65 @@
 """Turns results into reports of one rank's exchanges: bytes, times and compression errors.
 
-Only the thread that runs backward uses it, between two passes.
+Only the thread that runs backward uses reports, between two passes.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_topk.bucket import Buckets
-from lightning_topk.core.link import Measure
-from lightning_topk.runtime.jobs import Duration, Result
+from lightning_topk.bucket import Bucket, Buckets
+from lightning_topk.core.endpoint import BucketPlan, Outcome
 from lightning_topk.volume import Volume
+
+Mark = Any
+"""A point in time: seconds of the host's clock, or an event in a CUDA stream."""
+Timing = tuple[Mark, Mark | None, Mark]
+"""Marks of when an exchange began, of when the last gradient was ready (None if backward hides all), and of its end."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Marks a point in the caller's work on a device; on a GPU in the current stream."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds(start: Mark, end: Mark) -> float:
+    """Seconds between two marks. Waits for the device."""
+    if isinstance(start, float):
+        return float(end - start)
+    for each in (start, end):  # the streams may differ, and neither waits for the other
+        each.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+class Result(NamedTuple):
+    """The result of a job.
+
+    Attributes:
+        bucket: The parameters of the gradient.
+        plan: The exchange plan.
+        outcome: The outcome.
+        sent: Bytes sent, and those of a ring all-reduce.
+        k: Entries that fit into this worker's payloads.
+        timing: When the exchange took place; None unless timed.
+    """
+
+    bucket: Bucket
+    plan: BucketPlan
+    outcome: Outcome
+    sent: Volume
+    k: int
+    timing: Timing | None
 
 
 @dataclass
@@ -32,7 +76,7 @@ class Report:
         exchanges: Number of exchanged gradients.
         nbytes: Total bytes of these gradients.
         largest: Bytes of the largest one.
-        durations: Of each exchange, if they were timed.
+        timings: Of each exchange, in order, if they were timed.
         layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
     """
 
@@ -44,7 +88,7 @@ class Report:
     exchanges: int = 0
     nbytes: int = 0
     largest: int = 0
-    durations: list[Duration] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
     layers: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -53,8 +97,14 @@ class Report:
 
         Zero unless timed. Waits for the device until these exchanges have ended.
         """
-        seconds, exposed = map(sum, zip((0.0, 0.0), *(duration() for duration in self.durations), strict=True))
-        return seconds, min(exposed, seconds)
+        total = exposed = 0.0
+        before: Mark | None = None
+        for begun, ready, ended in self.timings:
+            took = seconds(begun, ended)
+            total += took if before is None else min(took, seconds(before, ended))  # two may share time: count it once
+            exposed += 0.0 if ready is None else max(0.0, seconds(ready, ended))
+            before = ended
+        return total, min(exposed, total)
 
 
 class Telemetry:
@@ -69,8 +119,6 @@ class Telemetry:
         self._buckets, self._shards_per_node = buckets, shards_per_node
         self.results: deque[Result] = deque()
         """Results of exchanges, from the lane."""
-        self.durations: deque[Duration] = deque()
-        """Durations of timed exchanges, from the lane."""
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the error of each parameter, and their time."""
         self._report = Report()
@@ -78,15 +126,9 @@ class Telemetry:
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
 
-    @property
-    def next_measure(self) -> Measure:
-        """The errors to measure in the next exchange."""
-        return Measure(self.measure, self.measure and self.measure_layers)
-
     def collect(self) -> None:
         """Adds the results of finished exchanges. Values stay on the device, so the host does not wait."""
         report, results = self._report, [self.results.popleft() for _ in range(len(self.results))]
-        report.durations += [self.durations.popleft() for _ in range(len(self.durations))]
         for result in results:
             nbytes = result.plan.numel * result.plan.itemsize
             report.bytes += result.sent.of_shards(self._shards_per_node)
@@ -95,13 +137,21 @@ class Telemetry:
             report.exchanges += 1
             report.nbytes += nbytes
             report.largest = max(report.largest, nbytes)
-        self._measured += [result for result in results if result.measured]
+            if result.timing is not None:
+                report.timings.append(result.timing)
+            if result.outcome.uplink.error is not None:
+                self._measured.append(result)
         if results:
             failed = torch.stack([~result.outcome.finite for result in results]).any()
             before = self._nonfinite_steps
             if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
                 before.record_stream(torch.cuda.current_stream(before.device))
             self._nonfinite_steps = self._nonfinite_steps + failed
+
+    def note_time(self, timing: Timing) -> None:
+        """Adds the time of something else that may be exposed, after the exchanges so far."""
+        self.collect()
+        self._report.timings.append(timing)
 
     @property
     def exchanged(self) -> bool:
@@ -122,7 +172,7 @@ class Telemetry:
         """
         self.collect()
         report, self._report = self._report, Report()
-        for bucket, plan, _, outcome, _, _ in self._measured:
+        for bucket, plan, outcome, *_ in self._measured:
             up = outcome.uplink
             for side, stats in enumerate((up, outcome.downlink)):
                 if stats is not None and stats.error is not None:
@@ -139,10 +189,9 @@ class Telemetry:
 
     def drop_report(self) -> None:
         """Discards the exchanges since the last report, which belong to no training step."""
-        self.collect()
-        self._report = Report()
-        self._measured.clear()
-        self._nonfinite_steps = self._nonfinite_reported
+        reported = self._nonfinite_reported
+        self.report()
+        self._nonfinite_steps = self._nonfinite_reported = reported
 
     def continue_from(self, other: Telemetry) -> None:
         """Continues the counts and measurements of another state of the same run."""

@@ -43,6 +43,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
+from lightning_topk.runtime.telemetry import mark
 
 # ------------------------------------------------------------------------------------------------ the state
 
@@ -116,7 +117,7 @@ class ShardState(HookState):
         # On CPU backward waits for the hook. On CUDA it continues, and ends at the last of these marks.
         if self.telemetry.timing and group.stream is not None:
             with torch.cuda.stream(group.stream):
-                self._ready = self.lane(g.device).mark()
+                self._ready = mark(g.device)
         self.exchange(bucket, g, f"the gradient of {group}", exposed=not g.is_cuda).wait()
 
     def _refresh_trained(self) -> None:
@@ -184,7 +185,8 @@ class ShardState(HookState):
         if self.telemetry.timing and lane is not None and lane.stream is not None:
             # Backward did not hide the work that is still on the hook's stream now.
             with torch.cuda.stream(lane.stream):
-                lane.note_time(lane.mark(), self._ready)
+                now = mark(buckets[0][0].device)
+                self.telemetry.note_time((now, self._ready, now))
         self.end_pass(buckets)
 
     @override
