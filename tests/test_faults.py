@@ -78,7 +78,7 @@ def test_a_rank_that_failed_alone_does_not_wait_to_destroy_an_nccl_group(default
 
     with monkeypatch.context() as patched:
         patched.setattr(process_groups, "PATIENCE", 0.1)
-        patched.setattr(process_groups, "_only_gloo", lambda group: False)
+        patched.setattr(process_groups, "on_gpus", lambda group: True)
         patched.setattr(dist, "destroy_process_group", waits)
         groups.destroy()
         assert not destroyed.is_set()

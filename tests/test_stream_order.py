@@ -323,7 +323,7 @@ def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all(monkeypa
         some = dist.new_group([0, 1], use_local_synchronization=True)
         bound = dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
         ours = Groups.make(some, None, local=1, hierarchy=True)
-        made = [ours.all, ours.node, ours.peers]
+        made = [*ours.among.values()]
         assert [dist.get_process_group_ranks(each) for each in made] == [[0, 1], [0], [0, 1]]
         assert [each.bound_device_id for each in made] == [bound] * 3
         assert dist.group.WORLD.bound_device_id == bound

@@ -55,22 +55,23 @@ def perform(
 def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
     """Times a very small all-reduce and one of ``nbytes``. A collective; the host waits for a GPU.
 
-    Returns:
-        Seconds for each all-reduce of any size, and for each byte of its tensor; the same on all ranks.
+    Returns seconds for each all-reduce of any size, and for each byte of its tensor; the same on all ranks.
     """
     took = []
     for count in (16, max(32, nbytes // 4)):
         x = torch.zeros(count, dtype=torch.float32, device=device)
-        for timed in (False, True):  # the first one sets up connections
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        for _ in range(2):  # the first one sets up connections
+            _wait_for(device)
             begin = time.perf_counter()
             dist.all_reduce(x, group=group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if timed:
-                took.append(time.perf_counter() - begin)
+            _wait_for(device)
+        took.append(time.perf_counter() - begin)
     slowest = torch.tensor(took, dtype=torch.float32, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     small, large = slowest.tolist()
     return small, max(0.0, large - small) / x.nbytes
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,47 +30,42 @@ class Groups:
     """The process groups of a rank.
 
     Attributes:
-        all: All ranks that exchange gradients.
-        node: Ranks of this node; None without a hierarchy.
-        peers: Ranks with the same local rank on every node; None without a hierarchy.
+        among: The group of all ranks that exchange gradients, ``all``; and with a hierarchy ``node``, the ranks of this
+            node, and ``peers``, those with the same local rank on every node.
+        place: This rank and their number, in words: known also once a group is gone.
         local: Ranks per node.
         timeout: Timeout of their collectives.
-        second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
         kind: Groups of only some of all ranks take the place of others of the same kind; None if these have all ranks.
+        second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
     """
 
-    all: dist.ProcessGroup
-    node: dist.ProcessGroup | None = None
-    peers: dist.ProcessGroup | None = None
-    local: int = 1
-    timeout: timedelta | None = None
-    second_groups: Groups | None = None
+    among: Mapping[Among, dist.ProcessGroup]
+    place: str
+    local: int
+    timeout: timedelta | None
     kind: tuple[Any, ...] | None = None
-    place: str = field(init=False, default="")
-    """This rank and their number, in words: known also once a group is gone."""
+    second_groups: Groups | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "place", f"rank {dist.get_rank(self.all)} of {dist.get_world_size(self.all)}")
+    @property
+    def all(self) -> dist.ProcessGroup:
+        """The group of all ranks that exchange gradients."""
+        return self.among["all"]
 
     @classmethod
     def make(
         cls,
         parent: dist.ProcessGroup | None,
-        timeout: timedelta,
+        timeout: timedelta | None,
         local: int = 1,
         hierarchy: bool = False,
         second: bool = False,
     ) -> Groups:
         """Creates groups of a parent's ranks and backend, separate from it. A collective.
 
-        Args:
-            parent: Some of all ranks, whose earlier states may have left groups to use; None for all ranks.
-            timeout: Timeout of collectives.
-            local: Ranks per node; they are consecutive.
-            hierarchy: Whether to create groups inside nodes and between them.
-            second: Whether to create second groups too, if these have all ranks and only use gloo. NCCL needs none: on
-                a GPU one side stream runs all exchanges. There are none either if torch checks collectives before it
-                starts them: see :mod:`lightning_topk.runtime.lanes`.
+        A parent of only some of all ranks may have groups that an earlier state has left. Nodes of ``local``
+        consecutive ranks get groups too if there is a ``hierarchy``. Groups of all ranks that only use gloo get
+        ``second`` ones, unless torch checks collectives before it starts them (:mod:`lightning_topk.runtime.lanes`).
+        NCCL needs none: on a GPU one side stream runs all exchanges.
         """
         ranks, mine, kind = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent), None
         if parent is not None:
@@ -81,30 +76,25 @@ class Groups:
             if shared:
                 _LEFT.remove(groups := left[min(shared)])
                 return groups
-        made = cls(_own_group([ranks], 0, parent, timeout), local=local, timeout=timeout, kind=kind)
+        members: dict[Among, tuple[list[list[int]], int]] = {"all": ([ranks], 0)}
         if hierarchy:
             nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
-            node = _own_group(nodes, mine // local, parent, timeout)
-            peers = _own_group([ranks[each::local] for each in range(local)], mine % local, parent, timeout)
-            made = replace(made, node=node, peers=peers)
+            members["node"] = nodes, mine // local
+            members["peers"] = [ranks[each::local] for each in range(local)], mine % local
+        among = {who: _own_group(*each, parent, timeout) for who, each in members.items()}
+        made = cls(among, f"rank {mine} of {len(ranks)}", local, timeout, kind)
         checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # exported at run time
-        if second and parent is None and not checked and len(ranks) > 1 and _only_gloo(made.all):
+        if second and parent is None and not checked and len(ranks) > 1 and not on_gpus(made.all):
             made = replace(made, second_groups=cls.make(None, timeout, local, hierarchy))
         return made
 
     def connect(self, device: torch.device) -> None:
         """Creates NCCL's communicators and connections now, not in the first backward pass. A collective."""
-        for group in (self.all, self.node, self.peers) if device.type == "cuda" else ():
-            if group is not None and "nccl" in dist.get_backend_config(group):
+        for group in self.among.values() if device.type == "cuda" else ():
+            if "nccl" in dist.get_backend_config(group):
                 payload = torch.zeros(dist.get_world_size(group), dtype=torch.uint8, device=device)
                 dist.all_to_all_single(torch.empty_like(payload), payload, group=group)
                 all_gather(payload, torch.zeros_like(payload[:1]), group)
-
-    def among(self, who: Among) -> dist.ProcessGroup:
-        """The group whose ranks take part in a request."""
-        group = {"all": self.all, "node": self.node, "peers": self.peers}[who]
-        assert group is not None, who
-        return group
 
     def destroy(self, idle: bool = True, failed: bool = False) -> None:
         """Destroys the groups, but leaves groups of only some ranks to the next state of the same ranks.
@@ -112,11 +102,8 @@ class Groups:
         If those were destroyed, torch 2.9 would reuse their names, under which the store has the old addresses.
 
         NCCL waits until all ranks of a group destroy it. If only this rank failed, they never do: so a thread waits,
-        and the caller continues after ``PATIENCE`` seconds, with the error that ended the run.
-
-        Args:
-            idle: Whether no collective is in progress. If one is, the groups are left open.
-            failed: Whether a collective may have failed, so that the groups cannot be reused.
+        and the caller continues after ``PATIENCE`` seconds, with the error that ended the run. Groups stay open unless
+        they are ``idle``, without a collective in progress. After one has ``failed``, they are not reused.
         """
         if not idle:
             _LEFT_OPEN.append(self)
@@ -125,7 +112,7 @@ class Groups:
         if self.kind is not None:
             if not failed:
                 _LEFT.append(self)
-        elif _only_gloo(self.all):
+        elif not on_gpus(self.all):
             self._destroy()
         else:
             waits = threading.Thread(target=self._destroy, name="lightning_topk-destroy", daemon=True)
@@ -135,10 +122,9 @@ class Groups:
     def _destroy(self) -> None:
         if self.second_groups is not None:
             self.second_groups._destroy()
-        for group in (self.peers, self.node, self.all):
-            if group is not None:
-                with suppress(KeyError, ValueError):  # the caller may destroy all groups meanwhile
-                    dist.destroy_process_group(group)
+        for group in reversed([*self.among.values()]):
+            with suppress(KeyError, ValueError):  # the caller may destroy all groups meanwhile
+                dist.destroy_process_group(group)
 
 
 _LEFT_OPEN: list[Groups] = []
@@ -157,10 +143,10 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
     return dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
 
 
-def _only_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo runs all collectives of a group on this machine."""
+def on_gpus(group: dist.ProcessGroup | None) -> bool:
+    """Whether ranks exchange CUDA tensors over NCCL: whether gloo does not run all collectives of a group here."""
     backends = dist.get_backend_config(group)
-    return "cpu:gloo" in backends and not ("nccl" in backends and torch.cuda.is_available())
+    return "cpu:gloo" not in backends or ("nccl" in backends and torch.cuda.is_available())
 
 
 def all_gather(
@@ -171,46 +157,28 @@ def all_gather(
     return gather(into, payload, group=group, async_op=background)
 
 
-def on_gpus(group: dist.ProcessGroup | None) -> bool:
-    """Whether the ranks of a group exchange CUDA tensors over NCCL. Default: all ranks."""
-    group = group or dist.group.WORLD
-    return group is not None and not _only_gloo(group)
-
-
-@contextmanager
-def _unbound() -> Iterator[torch.device | None]:
-    """Lets some of the ranks create a group without the others; yields the device that the default group is bound to.
-
-    If the default group is bound to a device, by ``init_process_group(device_id=)`` or by NCCL in torch 2.15, a new
-    group would be split off its communicator. Every rank of the default group must join a split, but ranks that do not
-    train this model never get here. A group that is not split off creates its own communicator.
-    """
-    default = dist.group.WORLD
-    assert default is not None
-    device = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield device
-    finally:
-        default.bound_device_id = device
-
-
 def _own_group(
     members: Sequence[list[int]], mine: int, parent: dist.ProcessGroup | None, timeout: timedelta | None
-) -> dist.ProcessGroup:
+) -> Any:
     """Creates several groups, with each rank in one of them, and returns this rank's group.
 
-    If ``parent`` is None, every rank creates all of them, in the same order.
+    If ``parent`` is None, every rank creates all of them, in the same order. If not, the ranks of a group create it
+    without the others. If the default group is bound to a device, by ``init_process_group(device_id=)`` or by NCCL in
+    torch 2.15, a new group would be split off its communicator, and every rank of the default group must join a split.
+    Ranks that do not train this model never get here. So the device is hidden: the group creates its own communicator.
     """
+    new_group: Any = dist.new_group  # its annotation allows for ranks outside the group
     if parent is None:
-        group = [dist.new_group(ranks, timeout, group_desc=DESCRIPTION) for ranks in members][mine]
-    else:
-        ranks, backend = members[mine], dist.get_backend(parent)
-        with _unbound() as device:
-            group = dist.new_group(
-                ranks, timeout, backend, use_local_synchronization=True, group_desc=DESCRIPTION, device_id=device
-            )
-    return cast("dist.ProcessGroup", group)
+        return [new_group(ranks, timeout, group_desc=DESCRIPTION) for ranks in members][mine]
+    default, backend = dist.group.WORLD, dist.get_backend(parent)
+    assert default is not None
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        return new_group(
+            members[mine], timeout, backend, use_local_synchronization=True, group_desc=DESCRIPTION, device_id=device
+        )
+    finally:
+        default.bound_device_id = device
 
 
 def device_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -230,7 +198,7 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
     """Checks that values are the same on every rank. A collective; if ranks differ, it raises on all of them."""
     rows = gathered(dict(mine), group)
     for rank, row in enumerate(rows):
-        for name in [*rows[0], *(name for name in row if name not in rows[0])]:
+        for name in {**rows[0], **row}:
             first, other = rows[0].get(name, "missing"), row.get(name, "missing")
             if first != other:
                 raise ValueError(f"the ranks differ: {name} is {first} on rank 0 and {other} on rank {rank}. {remedy}")
@@ -271,13 +239,13 @@ def connect(
     by_node = agreed.by_node and 1 < local < world
     groups = Groups.make(process_group, timeout, local, by_node, second=agreed.compresses)
     gathered(None, process_group)  # a rank that closed its groups now would break off connections of the others
-    if not (uneven and (gpus or local_world_size) and config.topology is None):
-        return groups, agreed, ""
-    message = (
-        f"lightning_topk: topology='sharded' is in force, since {uneven}. On nodes with equal numbers of consecutive "
-        "ranks, 'hierarchical' sends less between nodes: pass local_world_size=, the number of ranks per node."
-    )
-    return groups, agreed, message
+    if uneven and (gpus or local_world_size) and config.topology is None:
+        uneven = (
+            f"lightning_topk: topology='sharded' is in force, since {uneven}. On nodes with equal numbers of "
+            "consecutive ranks, 'hierarchical' sends less between nodes: pass local_world_size=, the ranks per node."
+        )
+        return groups, agreed, uneven
+    return groups, agreed, ""
 
 
 def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> tuple[int, str]:

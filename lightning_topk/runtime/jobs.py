@@ -37,18 +37,11 @@ class Job:
 
     Attributes:
         gradient: The gradient, of any shape; overwritten.
-        bucket: Its parameters.
-        plan: The exchange plan.
         name: Name in error messages.
-        used: ``[parameters]`` bool, which of them this rank used; None if all.
+        used: ``[parameters]`` bool, which parameters of the bucket this rank used; None if all.
         step: Gradients exchanged before this one.
-        epoch: Epochs completed.
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
-        measure: Errors to measure.
-        residuals: The rank's residuals.
-        groups: The process groups. Exchanges in progress at the same time have different ones.
-        results: Takes the result.
-        timed: Whether to time the exchange.
+        groups: The process groups. Jobs in progress at the same time have different ones.
         ready: Mark after which backward does not hide the exchange; None if backward hides all of it.
     """
 
@@ -113,7 +106,7 @@ class Job:
             what = kind, size, request.among, request.direction  # no job: a log record outlives the exchange
             LOGGER.debug("%s, step %d, %s: %s of %d elements among %s, %s", *where, *what)
             across_nodes = request.among == "all" and 1 < local < world
-            reply, work = collectives.perform(request, groups.among(request.among), background, across_nodes)
+            reply, work = collectives.perform(request, groups.among[request.among], background, across_nodes)
             if work is not None:
                 yield work
                 work.wait()

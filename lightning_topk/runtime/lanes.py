@@ -131,17 +131,13 @@ def _end_threads() -> None:
 class StreamLane:
     """A lane for CUDA tensors: a side stream. Jobs are enqueued immediately; the host never waits.
 
-    The exchange has its own NCCL communicators: in one that it shared, other collectives of backward, such as
-    SyncBatchNorm's, would wait for the previous bucket. An NCCL kernel occupies the GPU until the other ranks have
-    joined it, so where a GPU cannot run kernels of two communicators at once, all ranks must start them in one order:
-
-    - Autograd's single thread issues all of them, in the same order on ranks that run the same graph, and the side
-      stream waits for backward's stream, and so for all earlier collectives.
-    - An exchange and the later collectives of backward have no order: they run at the same time, each in some channels.
-      With NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) NCCL starts all kernels in the host's order;
-      :meth:`.TopKState.check_launch_order` says so to users of SyncBatchNorm.
-    - With CUDA_DEVICE_MAX_CONNECTIONS=1 a kernel that waits holds up all that the host issued later: nothing hides the
-      exchange.
+    The exchange has its own NCCL communicators: in a shared one, other collectives of backward, such as those of
+    SyncBatchNorm, would wait for the previous bucket. An NCCL kernel occupies the GPU until the other ranks have joined
+    it. So if a GPU cannot run kernels of two communicators at once, all ranks must start them in the same order. They
+    do, since autograd's single thread issues all of them, and the side stream waits for backward's, and so for all
+    earlier collectives. But later ones run beside an exchange, in any order: with NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL
+    2.26) in the host's (:meth:`.TopKState.check_launch_order`). With CUDA_DEVICE_MAX_CONNECTIONS=1 a kernel that waits
+    holds up all that the host issued later: nothing hides the exchange.
     """
 
     def __init__(self, device: torch.device, groups: Groups) -> None:

@@ -121,17 +121,11 @@ class HookState:
 
         Args:
             bucket: The bucket's parameters.
-            gradient: Their gradients, ``[numel]``; overwritten with the mean that all ranks agree on.
+            gradient: Their gradients, ``[numel]``; overwritten with the mean that all ranks agree on: the future's
+                result.
             name: Name in error messages.
             used: ``[parameters]`` bool, which of them this rank used; None if all.
             exposed: Whether backward hides nothing of this exchange from now on.
-
-        Returns:
-            A future of ``gradient``.
-
-        Raises:
-            RuntimeError: The state was closed, or an exchange failed.
-            ValueError: An optimizer and the exchange would both apply momentum.
         """
         lane = self.lane(gradient.device)
         if not self._buckets:

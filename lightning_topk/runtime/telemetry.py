@@ -43,16 +43,7 @@ def seconds(start: Mark, end: Mark) -> float:
 
 
 class Result(NamedTuple):
-    """The result of a job.
-
-    Attributes:
-        bucket: The parameters of the gradient.
-        plan: The exchange plan.
-        outcome: The outcome.
-        sent: Bytes sent, and those of a ring all-reduce.
-        k: Entries that fit into this worker's payloads.
-        timing: When the exchange took place; None unless timed.
-    """
+    """The result of a job: among others the entries ``k`` that fit into this worker's payloads."""
 
     bucket: Bucket
     plan: BucketPlan
