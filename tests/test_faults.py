@@ -104,7 +104,7 @@ def test_no_rank_continues_before_all_are_connected(rank, world):
 
 def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
     """Fails rank 1 in the third step's exchange; returns the error message, seconds to it, and seconds to close."""
-    ddp, state = attached(four_layers(), {"bucket_cap_mb": 0.001}, ratio=0.1, timeout=timedelta(seconds=4))
+    ddp, state = attached(four_layers(), {"bucket_cap_mb": 0.001}, ratio=0.1, timeout=timedelta(seconds=2))
     perform, count = drive.perform, [0]
 
     def striking(request, *args):
@@ -113,7 +113,7 @@ def struck(rank: int, world: int, blow: str) -> tuple[str, float, float]:
             if blow == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif blow == "hangs":
-                time.sleep(9)
+                time.sleep(5)
             elif blow == "raises":
                 raise MemoryError("no memory left")
             elif count[0] == 9:
@@ -137,8 +137,8 @@ def test_if_one_rank_fails_the_others_end_in_time_and_name_the_bucket(blow):
         answers = group.run(struck, blow, ranks=(0, 1, 2) if blow == "raises" else (0, 2))
     for message, took, seconds in answers:
         assert re.search(r"sharded exchange of bucket \d+ \(\d+ elements\) failed on rank [012] of 3", message)
-        assert "timeout of 0:00:04" in message
-        assert took < 4 + 6
+        assert "timeout of 0:00:02" in message
+        assert took < 10
         assert seconds < 3
     assert blow != "damages" or any("payload from rank 1 is damaged" in message for message, *_ in answers)
 
