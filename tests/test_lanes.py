@@ -14,7 +14,7 @@ from lightning_topk.runtime import lanes
 
 def lane_of(max_in_flight: int = 1) -> lanes.ThreadLane:
     """A lane with that many sets of groups."""
-    return lanes.ThreadLane([mock.Mock()] * max_in_flight)
+    return lanes.ThreadLane(mock.Mock(second_groups=None if max_in_flight == 1 else mock.Mock()))
 
 
 def submit(lane, steps) -> torch.futures.Future:
@@ -123,7 +123,7 @@ def steps(background):
     yield from ()
     return torch.zeros(1)
 
-future = lanes.ThreadLane([None]).submit(mock.Mock(run=steps))
+future = lanes.ThreadLane(mock.Mock(second_groups=None)).submit(mock.Mock(run=steps))
 future.then(lambda future: [time.sleep(0.001) for _ in range(500)])
 time.sleep(0.1)
 """

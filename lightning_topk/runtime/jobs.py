@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,7 @@ from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Mark, Result, mark
 from lightning_topk.volume import Volume, dense_volume, request_volume
 
-T = TypeVar("T")
-Steps = Generator["dist.Work | None", None, T]
+Steps = Generator["dist.Work | None", None, Tensor]
 """A generator that yields before it waits: a collective, or None to wait until all earlier steps have ended."""
 
 
@@ -61,7 +59,7 @@ class Job:
     ready: Mark | None = None
 
     @torch.no_grad()
-    def run(self, background: bool = False) -> Steps[Tensor]:
+    def run(self, background: bool = False) -> Steps:
         """Exchanges the gradient; returns the delivered one.
 
         In the ``background``, collectives run asynchronously while other jobs progress; if not, it never yields.
@@ -83,7 +81,7 @@ class Job:
                 f"{self.groups.timeout} counts as lost.)"
             ) from error
 
-    def _exchange(self, g: Tensor, background: bool) -> Steps[None]:
+    def _exchange(self, g: Tensor, background: bool) -> Generator[dist.Work, None, None]:
         """Exchanges ``g`` ``[numel]`` and queues the result: performs the exchange's requests, and counts their bytes.
 
         The DEBUG log gets a line before each collective: after a timeout, NCCL's watchdog ends the process and names
@@ -101,9 +99,8 @@ class Job:
                 outcome = stopped.value
                 break
             sent += request_volume(request, *place)
-            kind, size = type(request).__name__, request.payload.numel()
-            where = groups.place, self.step, self.name
-            what = kind, size, request.among, request.direction  # no job: a log record outlives the exchange
+            what = type(request).__name__, request.payload.numel(), request.among, request.direction
+            where = groups.place, self.step, self.name  # not the job, which a record of the log would keep
             LOGGER.debug("%s, step %d, %s: %s of %d elements among %s, %s", *where, *what)
             across_nodes = request.among == "all" and 1 < local < world
             reply, work = collectives.perform(request, groups.among[request.among], background, across_nodes)

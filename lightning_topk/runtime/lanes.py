@@ -7,7 +7,7 @@ it computes for one while the bytes of the other are in transit. Exchanges end i
 within each set collectives have the same order on all ranks, whatever the timing. The thread only waits for the older
 exchange, which therefore always makes progress.
 
-This needs collectives that start without waiting for other ranks, since the order in which a rank starts collectives of
+This needs collectives that start without waiting for other ranks, since the order in which a rank starts those of
 different sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective across all
 ranks before starting it, so there is only one set and one exchange at a time.
 """
@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import cycle
 
 import torch
@@ -40,15 +40,13 @@ class ThreadLane:
     """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit.
 
     The thread ends when it is idle: nobody need close a lane, and Lightning's tests fail if a thread is left.
-
-    Args:
-        groups: Sets of groups for jobs in progress at the same time.
     """
 
     stream = None
 
-    def __init__(self, groups: Sequence[Groups]) -> None:
-        self.groups, self._max_in_flight = cycle(groups), len(groups)
+    def __init__(self, groups: Groups) -> None:
+        sets = [groups] if groups.second_groups is None else [groups, groups.second_groups]
+        self.groups, self._max_in_flight = cycle(sets), len(sets)
         self.error: Exception | None = None
         """The first error of any job."""
         self._jobs: queue.SimpleQueue[Iterator[bool]] = queue.SimpleQueue()
@@ -180,16 +178,3 @@ class StreamLane:
         except RuntimeError:  # from the device, after an earlier error that must stay visible
             return False
         return True
-
-
-Lane = ThreadLane | StreamLane
-"""Runs jobs in the order of submission, concurrently with the caller."""
-
-
-def lane_for(device: torch.device, groups: Groups) -> Lane:
-    """Creates the lane for gradients on a device."""
-    if device.type == "cuda":
-        return StreamLane(device, groups)
-    if device.type != "cpu":
-        raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
-    return ThreadLane([groups] if groups.second_groups is None else [groups, groups.second_groups])

@@ -16,20 +16,13 @@ LOGGER = logging.getLogger("lightning_topk")
 
 
 class WarnOnce:
-    """Shows each message to the user once, on rank 0.
-
-    Args:
-        tell: Shows warnings, and information too unless ``note`` is set. Default: the logger.
-        rank: This rank.
-        note: Shows information.
-    """
+    """Shows each message to the user once, on rank 0: warnings by ``tell``, information by ``note`` if it is set."""
 
     def __init__(
         self, tell: Callable[[str], None] | None, rank: int, note: Callable[[str], None] | None = None
     ) -> None:
         self._tell, self._note, self._rank = tell or LOGGER.warning, note or tell or LOGGER.info, rank
-        self.said: set[str] = set()
-        """Messages so far, on every rank."""
+        self.said: set[str] = set()  # on every rank
 
     def __call__(self, *messages: str, show: Callable[[str], None] | None = None) -> None:
         """Shows warnings, unless they were shown before."""

@@ -18,17 +18,10 @@ from torch.optim import Optimizer
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.link import Measure
-from lightning_topk.runtime import checkpoint
+from lightning_topk.runtime import checkpoint, messages
 from lightning_topk.runtime.groups import Groups, connect
 from lightning_topk.runtime.jobs import Job
-from lightning_topk.runtime.lanes import Future, Lane, lane_for
-from lightning_topk.runtime.messages import (
-    WarnOnce,
-    saving_warnings,
-    slow_compression,
-    start_message,
-    startup_warnings,
-)
+from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry, mark
@@ -70,39 +63,38 @@ class HookState:
         self.steps: int = 0 if earlier is None else earlier.steps
         """Backward passes of the run that were exchanged, for schedules and selectors."""
         self.last_buckets: tuple[Bucket, ...] = ()
-        """The buckets of the last backward pass."""
         self._parent = process_group
         # Of a sharded model, each rank of the first node is rank 0 of the replicas of its shard.
-        self._say = WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank(), note)
+        self._say = messages.WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank(), note)
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
         self.telemetry = telemetry = Telemetry(self.buckets, self.shards_per_node)
-        """Bytes, times and errors of the exchanges."""
         self.optimizers = Optimizers(
             optimizers, scaler, self.config, self.buckets, self.parameters_of, telemetry, self._say
         )
-        """The user's optimizers."""
-        self._lane: Lane | None = None
+        self._lane: StreamLane | ThreadLane | None = None
         self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._closed_on: torch.device | None = None
         self._collect()
         if not self.steps:  # not for a model that is wrapped again
-            self._say.note(start_message(self.config, self.world, self.local))
-            self._say(uneven, *startup_warnings(config, self.config, self.world, optimizers is not None))
+            self._say.note(messages.start_message(self.config, self.world, self.local))
+            self._say(uneven, *messages.startup_warnings(config, self.config, self.world, optimizers is not None))
 
     @property
     def names(self) -> Mapping[Tensor, str]:
         """The parameters' names."""
         return self.buckets.names
 
-    def lane(self, device: torch.device) -> Lane:
+    def lane(self, device: torch.device) -> StreamLane | ThreadLane:
         """Returns the lane for gradients on a device."""
         groups = self.open_groups()
         if self._lane is None:
-            self._lane = lane_for(device, groups)
-            self._say(slow_compression(self.config, device))
+            if device.type not in ("cpu", "cuda"):
+                raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
+            self._lane = StreamLane(device, groups) if device.type == "cuda" else ThreadLane(groups)
+            self._say(messages.slow_compression(self.config, device))
         return self._lane
 
     def open_groups(self) -> Groups:
@@ -121,8 +113,7 @@ class HookState:
 
         Args:
             bucket: The bucket's parameters.
-            gradient: Their gradients, ``[numel]``; overwritten with the mean that all ranks agree on: the future's
-                result.
+            gradient: Their gradients, ``[numel]``; overwritten with the mean of all ranks, the future's result.
             name: Name in error messages.
             used: ``[parameters]`` bool, which of them this rank used; None if all.
             exposed: Whether backward hides nothing of this exchange from now on.
@@ -164,15 +155,14 @@ class HookState:
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
-            self._say(*saving_warnings(self.buckets, buckets, self.predicted()))
+            self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
 
     def _collect(self) -> None:
-        """Takes the results of exchanges, and warns of residuals that were dropped."""
         self.telemetry.collect()
         self._say(*self.residuals.take_warnings())
 
     def report(self) -> Report:
-        """Returns the bytes, times and errors since the last call; see :meth:`.Telemetry.report`."""
+        """Returns the bytes, times and errors of exchanges since the last call; call it between backward passes."""
         return self.telemetry.report()
 
     @property

@@ -99,14 +99,9 @@ class Report:
 
 
 class Telemetry:
-    """Bytes, times and compression errors of one rank's exchanges.
+    """Bytes, times and compression errors of one rank's exchanges."""
 
-    Args:
-        buckets: The parameters' names.
-        shards_per_node: Ranks of this node, this one included, that each exchange a shard of the same gradients.
-    """
-
-    def __init__(self, buckets: Buckets, shards_per_node: int = 1) -> None:
+    def __init__(self, buckets: Buckets, shards_per_node: int) -> None:
         self._buckets, self._shards_per_node = buckets, shards_per_node
         self.results: deque[Result] = deque()
         """Results of exchanges, from the lane."""
@@ -157,10 +152,7 @@ class Telemetry:
         return int(self._nonfinite_steps)
 
     def report(self) -> Report:
-        """Returns the report since the last call. Call it between two backward passes.
-
-        Each exchange is reported once: a :class:`lightning_topk.CompressionMonitor` takes the report at every step.
-        """
+        """Returns the report since the last call: a :class:`.CompressionMonitor` takes it at every step."""
         self.collect()
         report, self._report = self._report, Report()
         for bucket, plan, outcome, *_ in self._measured:
