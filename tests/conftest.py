@@ -9,8 +9,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import multiprocessing
-import multiprocessing.process
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,18 +65,6 @@ def _tests_draw_the_same_numbers_every_time():
         module = sys.modules.get(f"lightning_topk.core.ops.{version}")
         if module is not None:
             module._salts.seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _unit_tests_start_no_process(request, monkeypatch):
-    if kind_of(request.node) != "unit":
-        return
-
-    def refused(*args, **kwargs):
-        pytest.fail(f"a unit test starts a process: mark it with one of {', '.join(KINDS[:-1])}")
-
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refused)
-    monkeypatch.setattr(subprocess.Popen, "__init__", refused)
 
 
 @pytest.fixture(scope="session")

@@ -246,12 +246,3 @@ def test_copies_and_waits_are_detected(fake, monkeypatch):
     waits = mock.patch.object(ops, "is_finite", lambda x: torch.tensor(bool(x.sum())))
     with waits, pytest.raises(DataDependentOutputException):
         copies_of(TopKConfig(0.01))
-
-
-@pytest.mark.parametrize("topology", ["sharded", "single_server", "allgather"])
-def test_workers_select_in_one_pass_if_servers_do_not_compress(fake, monkeypatch, topology):
-    monkeypatch.setattr(ops, "fast", lambda device: fake)
-    config = TopKConfig(ratio=0.01, topology=topology, bidirectional=False)
-    end = plan_bucket(config, SIZES, WORLD).endpoint(0, torch.float32, CUDA)
-    assert end.uplink._send is fake.send
-    assert end.downlink is None or end.downlink._send is None

@@ -25,7 +25,7 @@ PATIENCE = 5.0
 """Seconds to wait at the end of training for collectives that another rank may never join."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Groups:
     """The process groups of a rank.
 
@@ -208,10 +208,7 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
 
 
 def connect(
-    config: TopKConfig,
-    process_group: dist.ProcessGroup | None,
-    timeout: timedelta | None,
-    local_world_size: int | None,
+    config: TopKConfig, process_group: dist.ProcessGroup | None, timeout: timedelta | None, local_world_size: int | None
 ) -> tuple[Groups, TopKConfig, str]:
     """Creates this rank's groups and agrees with the other ranks on settings and nodes. A collective.
 

@@ -22,7 +22,7 @@ from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.telemetry import Mark, Result, mark
+from lightning_topk.runtime.telemetry import Mark, Result, Timing, mark
 from lightning_topk.volume import Volume, dense_volume, request_volume
 
 Steps = Generator["dist.Work | None", None, Tensor]
@@ -40,6 +40,7 @@ class Job:
         step: Gradients exchanged before this one.
         scale: Scalar by which the loss was multiplied; None without a GradScaler.
         groups: The process groups. Jobs in progress at the same time have different ones.
+        timings: Takes the time of the exchange; None if it is not timed.
         ready: Mark after which backward does not hide the exchange; None if backward hides all of it.
     """
 
@@ -55,7 +56,7 @@ class Job:
     residuals: Residuals
     groups: Groups
     results: deque[Result]
-    timed: bool = False
+    timings: deque[Timing] | None = None
     ready: Mark | None = None
 
     @torch.no_grad()
@@ -87,7 +88,7 @@ class Job:
         The DEBUG log gets a line before each collective: after a timeout, NCCL's watchdog ends the process and names
         only the group, the collective and its size.
         """
-        begun, plan, groups = mark(g.device) if self.timed else None, self.plan, self.groups
+        begun, plan, groups = None if self.timings is None else mark(g.device), self.plan, self.groups
         place = rank, world, local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         end = self.residuals.endpoint(self.bucket, plan)
         codecs, sent, reply = plan.codecs(self.step, self.epoch, end.uplink.selector), Volume(), None
@@ -108,5 +109,7 @@ class Job:
                 yield work
                 work.wait()
         k = codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
-        sent, timing = sent + dense_volume(plan, rank), None if begun is None else (begun, self.ready, mark(g.device))
-        self.results.append(Result(self.bucket, plan, outcome, sent, min(k, plan.layout.numel), timing))
+        sent += dense_volume(plan, rank)
+        self.results.append(Result(self.bucket, plan, outcome, sent, min(k, plan.layout.numel)))
+        if self.timings is not None:
+            self.timings.append((begun, self.ready, mark(g.device)))

@@ -47,8 +47,7 @@ class ThreadLane:
     def __init__(self, groups: Groups) -> None:
         sets = [groups] if groups.second_groups is None else [groups, groups.second_groups]
         self.groups, self._max_in_flight = cycle(sets), len(sets)
-        self.error: Exception | None = None
-        """The first error of any job."""
+        self.error: Exception | None = None  # the first of any job
         self._jobs: queue.SimpleQueue[Iterator[bool]] = queue.SimpleQueue()
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
         self._lock = threading.Lock()  # held while a thread starts, or ends because it is idle
@@ -140,8 +139,7 @@ class StreamLane:
 
     def __init__(self, device: torch.device, groups: Groups) -> None:
         self.groups, self._device = cycle([groups]), device
-        self.error: Exception | None = None
-        """The first error of any job."""
+        self.error: Exception | None = None  # the first of any job
         # Before backward's kernels: other ranks wait for its bytes.
         self.stream = torch.cuda.Stream(device, priority=-1)
 

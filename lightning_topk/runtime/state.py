@@ -137,7 +137,7 @@ class HookState:
             residuals=self.residuals,
             groups=next(lane.groups),
             results=telemetry.results,
-            timed=telemetry.timing,
+            timings=telemetry.timings if telemetry.timing else None,
             ready=mark(gradient.device) if telemetry.timing and exposed else None,
         )
         return lane.submit(job)

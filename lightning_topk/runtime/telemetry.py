@@ -50,7 +50,6 @@ class Result(NamedTuple):
     outcome: Outcome
     sent: Volume
     k: int
-    timing: Timing | None
 
 
 @dataclass
@@ -104,7 +103,8 @@ class Telemetry:
     def __init__(self, buckets: Buckets, shards_per_node: int) -> None:
         self._buckets, self._shards_per_node = buckets, shards_per_node
         self.results: deque[Result] = deque()
-        """Results of exchanges, from the lane."""
+        self.timings: deque[Timing] = deque()
+        """Results of exchanges, from the lane, and when they took place, in order, if they are timed."""
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the error of each parameter, and their time."""
         self._report = Report()
@@ -123,8 +123,6 @@ class Telemetry:
             report.exchanges += 1
             report.nbytes += nbytes
             report.largest = max(report.largest, nbytes)
-            if result.timing is not None:
-                report.timings.append(result.timing)
             if result.outcome.uplink.error is not None:
                 self._measured.append(result)
         if results:
@@ -133,11 +131,6 @@ class Telemetry:
             if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
                 before.record_stream(torch.cuda.current_stream(before.device))
             self._nonfinite_steps = self._nonfinite_steps + failed
-
-    def note_time(self, timing: Timing) -> None:
-        """Adds the time of something else that may be exposed, after the exchanges so far."""
-        self.collect()
-        self._report.timings.append(timing)
 
     @property
     def exchanged(self) -> bool:
@@ -155,6 +148,7 @@ class Telemetry:
         """Returns the report since the last call: a :class:`.CompressionMonitor` takes it at every step."""
         self.collect()
         report, self._report = self._report, Report()
+        report.timings = [self.timings.popleft() for _ in range(len(self.timings))]
         for bucket, plan, outcome, *_ in self._measured:
             up = outcome.uplink
             for side, stats in enumerate((up, outcome.downlink)):

@@ -186,7 +186,7 @@ class ShardState(HookState):
             # Backward did not hide the work that is still on the hook's stream now.
             with torch.cuda.stream(lane.stream):
                 now = mark(buckets[0][0].device)
-                self.telemetry.note_time((now, self._ready, now))
+                self.telemetry.timings.append((now, self._ready, now))
         self.end_pass(buckets)
 
     @override
