@@ -74,31 +74,26 @@ class Watched:
 
         def lane(device: torch.device) -> Any:
             found = lane_of(device)
-            return SimpleNamespace(
-                groups=found.groups, mark=found.mark, submit=lambda job: found.submit(self._watch(job))
-            )
+            return SimpleNamespace(groups=found.groups, submit=lambda job: found.submit(self._watch(job)))
 
         state.lane = lane
 
     def _watch(self, job: Any) -> Any:
-        begin = job.begin
+        run = job.run
 
-        def begin_watched() -> Any:
-            mean = job.gradient.double().clone()
+        def watched(background: bool = False) -> Any:
+            mean, sizes = job.gradient.double().clone(), [member.numel() for member in job.bucket]
             dist.all_reduce(mean, group=self._state.groups.all)
-            return self._watched(begin(), job.gradient, job, mean)
+            delivered = yield from run(background)
+            before, after = (mean / self._state.world).split(sizes), delivered.double().split(sizes)
+            for member, computed, arrived in zip(job.bucket, before, after, strict=True):
+                if computed.isfinite().all():
+                    self.given[member] = self.given.get(member, 0) + computed
+                    self.delivered[member] = self.delivered.get(member, 0) + arrived
+            return delivered
 
-        job.begin = begin_watched
+        job.run = watched
         return job
-
-    def _watched(self, path: Any, g: Tensor, job: Any, mean: Tensor) -> Any:
-        outcome, sizes = (yield from path), [member.numel() for member in job.bucket]
-        before, after = (mean / self._state.world).split(sizes), g.double().split(sizes)
-        for member, computed, arrived in zip(job.bucket, before, after, strict=True):
-            if computed.isfinite().all():
-                self.given[member] = self.given.get(member, 0) + computed
-                self.delivered[member] = self.delivered.get(member, 0) + arrived
-        return outcome
 
     def check(self, tolerance: float = 1e-5) -> None:
         """Fails unless every received gradient was delivered or is held; every rank calls it."""

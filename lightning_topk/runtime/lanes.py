@@ -18,7 +18,6 @@ import atexit
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import cycle
@@ -32,6 +31,7 @@ from lightning_topk.runtime.jobs import Job
 
 Future = torch.futures.Future[Tensor]
 
+NAME = "lightning_topk-lane"
 IDLE = 0.5
 """Seconds after which an idle thread ends; the next job starts another one."""
 
@@ -60,9 +60,8 @@ class ThreadLane:
         with self._lock:
             self._jobs.put(self._fulfil(job, done))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lightning_topk-lane", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
                 self._thread.start()
-                _THREADED.add(self)
         # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
         # turns it into an error of the future that DDP sees.
         return done.then(lambda future: future.value())
@@ -106,7 +105,6 @@ class ThreadLane:
 
     def close(self) -> bool:
         """Ends the lane; returns whether all jobs ended within ``PATIENCE`` seconds, with no collective in progress."""
-        _THREADED.discard(self)
         thread, self._closed = self._thread, True
         if thread is not None:
             self._jobs.put(iter(()))  # wakes the thread
@@ -114,15 +112,12 @@ class ThreadLane:
         return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
 
 
-_THREADED = weakref.WeakSet[ThreadLane]()
-"""Lanes that were not closed."""
-
-
 @atexit.register
-def _end_threads() -> None:
+def _wait_for_threads() -> None:
     """Waits for jobs in progress: Python ends daemon threads at exit, and one inside torch aborts the process."""
-    for lane in list(_THREADED):
-        lane.close()
+    for thread in threading.enumerate():
+        if thread.name == NAME:
+            thread.join(timeout=PATIENCE)
 
 
 class StreamLane:
