@@ -93,7 +93,7 @@ def test_no_rank_continues_before_all_are_connected(rank, world):
 
     def slow(*args, **kwargs):
         calls.append(new_group(*args, **kwargs))
-        time.sleep(0.5 * rank)
+        time.sleep(0.2 * rank)
         store.add("connected", 1)
         return calls[-1]
 

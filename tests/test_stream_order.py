@@ -3,7 +3,6 @@
 See :mod:`streams`. Training is simulated: backward and optimizers are a few operations on the caller's stream.
 """
 
-import contextlib
 import logging
 import sys
 from dataclasses import dataclass
@@ -214,24 +213,11 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     assert exposed.clock[hooks] < ended.clock[hooks]
 
 
-def test_a_lane_that_does_not_wait_for_backward_is_detected(gpu, monkeypatch):
-    def careless(lane, turn):
-        done = torch.futures.Future(devices=[CUDA])
-        with torch.cuda.stream(lane.stream):
-            with contextlib.suppress(StopIteration):
-                next(turn.run())
-            done.set_result(turn.gradient)
-        return done
-
-    monkeypatch.setattr(lanes.StreamLane, "submit", careless)
-    train(gpu, monkeypatch, Case(), "sharded")
-    assert any("not after test_stream_order.py" in race for race in gpu.races), gpu.races
-
-
-def test_a_caller_that_does_not_wait_for_the_lane_is_detected(gpu, monkeypatch):
-    with mock.patch.object(Stream, "wait_event"):
+def test_streams_that_do_not_wait_for_each_other_are_detected(gpu, monkeypatch):
+    with mock.patch.object(Stream, "wait_stream"):
         train(gpu, monkeypatch, Case(), "sharded")
-    assert any(race.startswith("test_stream_order.py") for race in gpu.races), gpu.races
+    assert any("not after test_stream_order.py" in race for race in gpu.races), "the lane does not wait"
+    assert any(race.startswith("test_stream_order.py") for race in gpu.races), "the caller does not wait"
 
 
 def test_memory_freed_while_another_stream_uses_it_is_detected(gpu, monkeypatch):

@@ -107,7 +107,7 @@ class Groups:
         """
         if not idle:
             _LEFT_OPEN.append(self)
-        if not idle or not dist.is_initialized() or self.all not in dist.distributed_c10d._world.pg_map:
+        if not idle or self.all not in dist.distributed_c10d._world.pg_map:
             return  # the caller destroyed all groups
         if self.kind is not None:
             if not failed:

@@ -111,12 +111,9 @@ class HookState:
     ) -> Future:
         """Queues the exchange of a bucket's gradient; the first one of a backward pass begins the pass.
 
-        Args:
-            bucket: The bucket's parameters.
-            gradient: Their gradients, ``[numel]``; overwritten with the mean of all ranks, the future's result.
-            name: Name in error messages.
-            used: ``[parameters]`` bool, which of them this rank used; None if all.
-            exposed: Whether backward hides nothing of this exchange from now on.
+        ``gradient`` ``[numel]`` is overwritten with the mean of all ranks, the future's result. ``used``
+        ``[parameters]`` bool says which parameters this rank used; None if all. Backward hides nothing of an
+        ``exposed`` exchange from now on. Error messages have the ``name``.
         """
         lane = self.lane(gradient.device)
         if not self._buckets:
