@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -37,20 +36,18 @@ from typing_extensions import override
 
 from lightning_topk.adapters.checks import check_parameters, check_same_model
 from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
-from lightning_topk.adapters.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of
+from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
-# ------------------------------------------------------------------------------------------------ the state
-
 
 class ShardState(HookState):
     """State of the hooks of one FSDP2 model: exchanges shards of gradients with the model's replicas.
 
-    Created by :func:`attach`. It reports and saves like :class:`.TopKState`, and
+    Created by :func:`lightning_topk.attach`. It reports and saves like :class:`.TopKState`, and
     ``torch.distributed.checkpoint`` can save it: its residuals are sharded like the parameters.
     """
 
@@ -65,32 +62,29 @@ class ShardState(HookState):
         sharded = {name for group in groups for name in group.names.values()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
         self._trained: set[Tensor] = set()  # in the last pass
-        self._end = EndOfBackward(model, self._backward_ended)
         self._group_of = {member: group for group in groups for member in group.proxies}
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
 
     def learn_names(self) -> None:
         """Names the parameters, see :meth:`lightning_topk.bucket.Buckets.learn_names`."""
-        self._trained = {member for group in self._param_groups for member in group.trained}
+        self._trained = self._trained_now()
         names = {member: name for group in self._param_groups for member, name in group.names.items()}
         self.buckets.learn_names(names, self._copied_inside())
+
+    def _trained_now(self) -> set[Tensor]:
+        return {member for group in self._param_groups for member in group.trained}
 
     @override
     def parameters_of(self, members: Collection[Tensor]) -> Collection[Tensor]:
         return [self._group_of[member].sharded(member) for member in members]
 
     def exchange_shard(self, group: ParamGroup, g: Tensor) -> None:
-        """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.
+        """FSDP's hook: exchanges this rank's shard of a gradient between the replicas; see :meth:`exchange`.
 
         Args:
             group: The parameter group of the gradient.
             g: ``[elements]``, the mean over the node; overwritten with the mean that all replicas agree on.
-
-        Raises:
-            RuntimeError: The state was closed, an exchange failed, or gradients are accumulated with
-                ``set_requires_all_reduce(False)``.
-            ValueError: Replicas have gradients of different parameters; or see :meth:`exchange`.
         """
         if group.skips_all_reduce:
             raise RuntimeError(
@@ -99,12 +93,9 @@ class ShardState(HookState):
             )
         bucket = group.bucket(g)
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
-            self._backward_ended()  # an earlier pass failed, or its end was not seen
+            self._backward_ended()  # an earlier pass failed
         if not self._buckets:
             self._refresh_trained()
-            in_autograd = torch._C._current_graph_task_id() != -1  # otherwise the user finalises backward (torch 2.15)
-            if not self._end.is_seen(group) and in_autograd:
-                Variable._execution_engine.queue_callback(self._backward_ended)
         self._match_gradient(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {group} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
@@ -127,16 +118,14 @@ class ShardState(HookState):
                 f"the parameter {unfrozen[0]!r} (one of {len(unfrozen)}) was unfrozen, but its gradient is not "
                 "reduced. Shard it with fully_shard before attach, or attach again."
             )
-        trained = {member for group in self._param_groups for member in group.trained}
-        if trained == self._trained:
-            return
-        self._trained = trained
-        copied = self._copied_inside()
-        if not trained.isdisjoint(self.buckets.compressed):
-            try:
-                self.buckets.learn_names(self.names, copied)
-            except ValueError as error:  # the settings fit the parameters that were trained at first
-                self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
+        before, self._trained = self._trained, self._trained_now()
+        if self._trained != before:
+            copied = self._copied_inside()
+            if not self._trained.isdisjoint(self.buckets.compressed):
+                try:
+                    self.buckets.learn_names(self.names, copied)
+                except ValueError as error:  # the settings fit the parameters that were trained at first
+                    self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
     def _copied_inside(self) -> list[Tensor]:
         """The proxies of parameters with several copies inside a node, such as norm layers under tensor parallelism.
@@ -166,15 +155,18 @@ class ShardState(HookState):
 
     def _agree_on(self, gradient: str) -> None:
         """Checks that all replicas exchange the same gradient next: payloads of equal size would be mixed up."""
-        assert self.groups is not None
         remedy = (
             "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
             "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.15 and later)."
         )
-        check_agreement({"the next gradient": gradient}, remedy, self.groups.all)
+        check_agreement({"the next gradient": gradient}, remedy, self.open_groups().all)
+
+    def root_ended(self) -> None:
+        """FSDP has ended a backward pass, of this model or of another one."""
+        if self.groups is not None and not any(group.in_backward for group in self._param_groups):
+            self._backward_ended()
 
     def _backward_ended(self) -> None:
-        """Ends the backward pass."""
         if not self._buckets:
             return
         buckets, self._buckets = self._buckets, []
@@ -189,7 +181,6 @@ class ShardState(HookState):
 
     @override
     def close(self) -> None:
-        self._end.stop()
         for group in self._param_groups:
             group.stop()
         super().close()
@@ -226,12 +217,9 @@ class ShardState(HookState):
         Raises:
             ValueError: The entry is damaged or belongs to another model.
         """
-        trained = {group.names[member] for group in self._param_groups for member in group.trained}
+        trained = {self.names[member] for member in self._trained_now()}
         frozen = {*self._strangers, *self.names.values()} - trained
         super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._param_groups, frozen))
-
-
-# ------------------------------------------------------------------------------------------------ attach
 
 
 def attach(
@@ -247,7 +235,7 @@ def attach(
     See :func:`lightning_topk.attach`; :class:`.TopKState` takes the other arguments.
     """
     check_shardable(config)
-    replicas = replicas_of(process_group)
+    replicas = _replicas_of(process_group)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
             "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
@@ -258,8 +246,8 @@ def attach(
     earlier = arguments.get("earlier")
     proxies = {name: member for member, name in earlier.names.items()} if isinstance(earlier, ShardState) else {}
     # A frozen module may belong to two models. The first one keeps it.
-    groups = [group for group in param_groups_of(model, proxies) if group.trained or not has_hook(group)]
-    check_group(groups, replicas)
+    groups = [group for group in param_groups_of(model, proxies) if group.trained or not _has_hook(group)]
+    _check_groups(groups, replicas)
     with device_of(model.parameters()):
         state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
         try:
@@ -277,7 +265,9 @@ def attach(
             _broadcast(model, replicas, groups[0].device)
         for group in groups:
             group.watch_use()
-            group.set_hook(partial(state.exchange_shard, group), state.lane(group.device).stream)
+            hook = partial(state.exchange_shard, group)
+            group.module.set_all_reduce_hook(hook, stream=state.lane(group.device).stream)
+    watch_backward(state)
     return state
 
 
@@ -295,13 +285,13 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torc
     first = dist.get_global_rank(replicas, 0)
     for tensor in (*model.parameters(), *model.buffers()) if dist.get_world_size(replicas) > 1 else ():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        sent = local.to(device, copy=False).contiguous()  # shards may be offloaded to the CPU
+        sent = local.to(device).contiguous()  # shards may be offloaded to the CPU
         dist.broadcast(sent, first, group=replicas)
         if sent.data_ptr() != local.data_ptr():
             local.copy_(sent)
 
 
-def replicas_of(group: Any) -> dist.ProcessGroup:
+def _replicas_of(group: Any) -> dist.ProcessGroup:
     """The group of ranks that hold the same shard."""
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
@@ -313,7 +303,7 @@ def replicas_of(group: Any) -> dist.ProcessGroup:
     return group
 
 
-def check_group(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:
+def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:
     """Refuses ranks that hold different shards, and groups whose gradients go to another hook."""
     if not groups:
         raise ValueError("no parameter of the model is trained: there is no gradient to exchange.")
@@ -325,13 +315,13 @@ def check_group(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> No
             "along which nodes are counted."
         )
     for group in groups:
-        if has_hook(group):
+        if _has_hook(group):
             raise RuntimeError(
                 f"FSDP already calls a hook with the gradient of {group}. Close the earlier state first."
             )
 
 
-def has_hook(group: ParamGroup) -> bool:
+def _has_hook(group: ParamGroup) -> bool:
     """Whether FSDP calls a hook with the gradients of a group, other than the hook of a closed state."""
     user = getattr(getattr(group.hook, "func", None), "__self__", None)
     return group.hook is not None and not (isinstance(user, HookState) and user.groups is None)
