@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-
-from lightning_topk.runtime.groups import check_agreement
 
 OTHER_HOOK = "a DDP model has one communication hook, and TopKStrategy installs its own. Remove it, or use DDPStrategy"
 REFUSED = {
@@ -31,15 +27,6 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and value is not False and value != []:
             raise ValueError(f"{name}={value!r} is not supported with top-k exchange: {reason}.")
-
-
-def check_same_model(module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Checks that all ranks have the same parameters. A collective."""
-    shapes = {
-        name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
-        for name, p in module.named_parameters()
-    }
-    check_agreement(shapes, "Build the same model on every rank.", group)
 
 
 def check_parameters(names: Mapping[Tensor, str]) -> None:

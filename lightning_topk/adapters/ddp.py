@@ -110,13 +110,7 @@ def attach(
 ) -> TopKState:
     """Makes a DDP model exchange its gradients with :func:`topk_hook`; see :func:`lightning_topk.attach`."""
     model = _ddp_of(model)
-    check_ddp_options(
-        {
-            "mixed_precision": model.mixed_precision,
-            "skip_all_reduce_unused_params": getattr(model, "skip_all_reduce_unused_params", False),
-            "delay_all_reduce_named_params": model._delay_all_reduce_params,
-        }
-    )
+    check_ddp_options({**vars(model), "delay_all_reduce_named_params": model._delay_all_reduce_params})
     model._comm_hooks[:] = [each for each in model._comm_hooks if each != (topk_hook, None)]  # left in a copy
     earlier = [each for _, each in model._comm_hooks if isinstance(each, InUse)]
     if len(model._comm_hooks) > len(earlier):

@@ -74,15 +74,6 @@ def own_memory_(module: torch.nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-def synchronise_a_new_static_graph(strategy: Any) -> None:
-    """Makes Lightning launch the first exchange of a new DDP with ``static_graph=True`` in manual optimization.
-
-    DDP leaves the first one to its caller. Lightning 2.6 does this once for a strategy: after a second ``fit`` or a
-    rebuild nothing would be exchanged. Obsolete once its ``configure_ddp`` resets the flag.
-    """
-    strategy._pl_static_graph_delay_done = False
-
-
 def unfrozen(frozen: Iterable[Tensor]) -> list[Tensor]:
     """The parameters that are trained now, of those that were frozen when DDP wrapped them.
 

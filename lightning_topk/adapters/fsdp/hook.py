@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topk.adapters.checks import check_parameters, check_same_model
+from lightning_topk.adapters.checks import check_parameters
 from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
@@ -191,8 +191,7 @@ class ShardState(HookState):
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for ``torch.distributed.checkpoint``. Every rank must call it between two backward passes.
 
-        Returns:
-            On every rank, the entry that :mod:`lightning_topk.adapters.fsdp.checkpoint` describes.
+        :mod:`lightning_topk.adapters.fsdp.checkpoint` describes the entry.
         """
         return sharded_checkpoint.collect(
             self.residuals, self.steps, self._param_groups, self._requested, self._device(), self._replicas
@@ -201,8 +200,7 @@ class ShardState(HookState):
     def full_state_dict(self) -> dict[str, Any]:
         """Returns residuals for a single file. Every rank must call it between two backward passes.
 
-        Returns:
-            On rank 0, what :meth:`.HookState.state_dict` returns for the unsharded model; elsewhere, no tensors.
+        On rank 0 it is what :meth:`.HookState.state_dict` returns for the unsharded model; elsewhere, no tensors.
         """
         return sharded_checkpoint.joined(self.state_dict())
 
@@ -246,7 +244,7 @@ def attach(
     earlier = arguments.get("earlier")
     proxies = {name: member for member, name in earlier.names.items()} if isinstance(earlier, ShardState) else {}
     # A frozen module may belong to two models. The first one keeps it.
-    groups = [group for group in param_groups_of(model, proxies) if group.trained or not _has_hook(group)]
+    groups = [group for group in param_groups_of(model, proxies) if group.trained or not group.has_hook]
     _check_groups(groups, replicas)
     with device_of(model.parameters()):
         state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
@@ -257,7 +255,11 @@ def attach(
             shards = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
             remedy = "process_group= must be the ranks that hold the same shard, one per node."
             check_agreement(shards, remedy, replicas)
-            check_same_model(model, replicas)
+            shapes = {
+                name: f"{tuple(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
+                for name, p in model.named_parameters()
+            }
+            check_agreement(shapes, "Build the same model on every rank.", replicas)
         except (RuntimeError, ValueError):
             state.close()
             raise
@@ -315,13 +317,7 @@ def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> 
             "along which nodes are counted."
         )
     for group in groups:
-        if _has_hook(group):
+        if group.has_hook:
             raise RuntimeError(
                 f"FSDP already calls a hook with the gradient of {group}. Close the earlier state first."
             )
-
-
-def _has_hook(group: ParamGroup) -> bool:
-    """Whether FSDP calls a hook with the gradients of a group, other than the hook of a closed state."""
-    user = getattr(getattr(group.hook, "func", None), "__self__", None)
-    return group.hook is not None and not (isinstance(user, HookState) and user.groups is None)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.adapters.checks import watch_gradients
 from lightning_topk.bucket import Bucket, names_of
+from lightning_topk.runtime.state import HookState
 
 
 class ParamGroup:
@@ -29,11 +30,8 @@ class ParamGroup:
     A sharded parameter has the size of the full one. So in a bucket a *proxy* takes its place: ``[elements of the
     padded shard]`` in the dtype of the reduced gradient, without memory of its own.
 
-    Args:
-        module: One of the modules that ``fully_shard`` wrapped together.
-        group: FSDP's private object for the group.
-        names: The sharded parameters' names.
-        known: Proxies by name, from an earlier state of the same model; new ones are added.
+    ``group`` is FSDP's private object for it, ``module`` one of the modules that ``fully_shard`` wrapped together.
+    ``known`` are proxies by name, from an earlier state of the same model; new ones are added.
     """
 
     def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
@@ -125,9 +123,11 @@ class ParamGroup:
         return self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
     @property
-    def hook(self) -> Any:
-        """The hook that FSDP calls with each reduced gradient; None if there is none."""
-        return self._group._all_reduce_hook
+    def has_hook(self) -> bool:
+        """Whether FSDP calls a hook with the gradients, other than the hook of a closed state."""
+        hook = self._group._all_reduce_hook
+        user = getattr(getattr(hook, "func", None), "__self__", None)
+        return hook is not None and not (isinstance(user, HookState) and user.groups is None)
 
     def later_divided_by(self, proxy: Tensor) -> float:
         """Factor by which FSDP divides the hook's result: for float16, whose sums could overflow, or if it only sums.
@@ -159,40 +159,31 @@ def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Pa
     for _, module in modules:
         module.reshard()  # a backward pass that failed may have left parameters gathered
     names = names_of(model)
-    param_groups, seen = [], set()
+    param_groups: dict[Any, ParamGroup] = {}
     for name, module in modules:
-        state = module._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_groups", None)  # torch 2.9 has one group a module
-        groups = [group for group in ([state._fsdp_param_group] if one is None else one) if group is not None]
-        if len(groups) > 1:
+        group: Any = module._get_fsdp_state()._fsdp_param_group  # torch refuses a module on several meshes here
+        if getattr(getattr(group, "mesh_info", None), "replicate_mesh_dim", None) is not None:
             raise ValueError(
-                f"the module {name!r} is sharded on {len(groups)} meshes, and FSDP2 has one hook for them. Wrap its "
-                "parts with fully_shard one by one, all on the mesh of the node."
+                f"the module {name!r} is on a mesh {tuple(group.mesh_info.mesh.shape)} with a replicate dimension, "
+                "over which FSDP all-reduces whole gradients. Pass fully_shard only the dimension inside a node, "
+                "such as mesh=mesh['shard'], and attach(..., process_group=mesh['replicate'])."
             )
-        for group in groups:
-            if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None:
-                raise ValueError(
-                    f"the module {name!r} is on a mesh {tuple(group.mesh_info.mesh.shape)} with a replicate dimension, "
-                    "over which FSDP all-reduces whole gradients. Pass fully_shard only the dimension inside a node, "
-                    "such as mesh=mesh['shard'], and attach(..., process_group=mesh['replicate'])."
-                )
-            if id(group) not in seen:
-                seen.add(id(group))
-                param_groups.append(ParamGroup(module, group, names, known))
-    found = {parameter for param_group in param_groups for parameter in param_group.names.values()}
-    strangers = [name for parameter, name in names.items() if parameter.requires_grad and name not in found]
+        if group is not None and group not in param_groups:
+            param_groups[group] = ParamGroup(module, group, names, known)
+    found = {name for param_group in param_groups.values() for name in param_group.names.values()}
+    strangers = [name for p, name in names.items() if p.requires_grad and name not in found]
     if strangers:
         raise ValueError(
             f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so its gradient "
             "would not be reduced. Wrap the module that holds it too, or freeze it."
         )
-    meshes = {tuple(param_group.ranks) for param_group in param_groups if param_group.trained}
+    meshes = {tuple(param_group.ranks) for param_group in param_groups.values() if param_group.trained}
     if len(meshes) > 1:
         raise ValueError(
             f"the model is sharded on several meshes, of the ranks {' and '.join(map(str, sorted(meshes)))}: their "
             "replicas are on different ranks. Shard all modules on one mesh, the node's."
         )
-    return [param_group for param_group in param_groups if param_group.proxies and tuple(param_group.ranks) in meshes]
+    return [each for each in param_groups.values() if each.proxies and tuple(each.ranks) in meshes]
 
 
 _watching: WeakValueDictionary[int, Any] = WeakValueDictionary()

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_topk.adapters.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.bucket import names_of
-from lightning_topk.config import check_bool
+from lightning_topk.config import TopKConfig, check_bool
 from lightning_topk.runtime.collectives import dense_cost
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report
@@ -78,13 +78,8 @@ class CompressionMonitor(Callback):
     ``topk/exchange_seconds``      duration of this rank's exchanges in a step, waiting for other ranks included
     ``topk/hidden_share``          fraction of it that overlapped with backward: before the last gradient was ready
     ``topk/dense_seconds``         estimated duration of dense all-reduces of the same buckets on this link
-    ============================== ==========================================================================
-
-    With ``details=True`` also:
-
-    ============================== ==========================================================================
-    key                            meaning
-    ============================== ==========================================================================
+    with ``details=True`` also
+    ------------------------------ --------------------------------------------------------------------------
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
     ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other (without
                                    FSDP's own)
@@ -107,9 +102,8 @@ class CompressionMonitor(Callback):
     Args:
         per_layer: The parameters for which to log, at log steps, ``topk/error/NAME`` (the workers' compression error),
             ``topk/payload_share/NAME`` (its share of the sent entries) and ``topk/residual_norm/NAME`` (root mean
-            square over the workers), and to draw histograms of rank 0's residuals with every logger that supports
-            them, such as TensorBoard's: a pattern of names such as ``"*.conv1.weight"``, several, or True for all.
-            This costs a few more passes over each bucket.
+            square over the workers): a pattern of names such as ``"*.conv1.weight"``, several, or True for all. This
+            costs a few more passes over each bucket.
         details: Whether to log the keys of the second table too.
 
     Raises:
@@ -179,19 +173,21 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is None or not state.telemetry.exchanged:
             return
-        report, fit, device = state.report(), self._fit, trainer.strategy.root_device
+        report, fit = state.report(), self._fit
         if fit.steps == 0:
             fit.since = trainer.global_step - len(trainer.optimizers)
             if state.world > 1:
-                fit.cost = dense_cost(min(report.largest, PROBE_BYTES), device, state.open_groups().all)
+                sample = min(report.largest, PROBE_BYTES)
+                fit.cost = dense_cost(sample, trainer.strategy.root_device, state.open_groups().all)
         fit.add(report)
-        dense = fit.dense_seconds(report)
+        dense = None if fit.cost is None else report.exchanges * fit.cost[0] + report.nbytes * fit.cost[1]
         if state.telemetry.timing and fit.steps > SETTLED:
             fit.unmeasured = fit.steps, report
-            fit.compare(trainer, state, report, dense)
+            if dense is not None and len(fit.timed) < COMPARED:
+                fit.compare(trainer, state.config, report, dense)
         values = fit.every_step(report, state.config.by_node)
         if self._logs:
-            values |= fit.times(dense)
+            values |= fit.times() | ({} if dense is None else {"dense_seconds": dense})
         if state.telemetry.measure:
             values |= self._measured(trainer, state, report)
         # A call of Lightning's log takes a millisecond, and loggers store values at log steps only.
@@ -205,16 +201,21 @@ class CompressionMonitor(Callback):
     def _measured(self, trainer: Trainer, state: HookState, report: Report) -> Values:
         """Values of measured steps: errors and residuals, which all ranks reduce, and layers."""
         local = torch.cat([report.energy.view(-1), state.residuals.energy()]).to(trainer.strategy.root_device)
-        values = _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
-        values["nonfinite_steps"] = state.nonfinite_steps
-        values["selected_density"] = report.selected / report.elements
+        up, down, (worker, server) = trainer.strategy.reduce(local, reduce_op="sum").cpu().view(3, 2)
+        values: Values = {
+            f"{way}_error": lost / energy if energy > 0 else 0.0
+            for way, (energy, lost) in (("uplink", up), ("downlink", down))
+        }
         self._fit.errors.append(float(values["uplink_error"]))
-        values["average_error"] = mean(self._fit.errors)
+        values |= {
+            "worker_residual_norm": (worker / state.world).sqrt(),
+            "server_residual_norm": server.sqrt(),
+            "nonfinite_steps": state.nonfinite_steps,
+            "selected_density": report.selected / report.elements,
+            "average_error": mean(self._fit.errors),
+        }
         shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
-        if shown:
-            values |= _by_layer(trainer, state, report.layers, shown)
-            _draw_histograms(trainer, state, shown)
-        return values
+        return values | (_by_layer(trainer, state, report.layers, shown) if shown else {})
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -239,7 +240,7 @@ class CompressionMonitor(Callback):
         Args:
             state: The strategy's state, which knows who sends what.
         """
-        return self._fit.summary(state)
+        return self._fit.summary(None if state is None else state.config)
 
 
 class _Totals:
@@ -255,7 +256,6 @@ class _Totals:
         self.unmeasured: tuple[int, Report] | None = None  # the latest step that was timed, if no log step followed
         self.timed: dict[int, tuple[float, float]] = {}  # seconds and exposed seconds of a step's exchanges, by step
         self.cost: tuple[float, float] | None = None  # seconds for each dense all-reduce, and for each of its bytes
-        self.compared: tuple[float, float] | None = None  # seconds of an exchange alone, and its density
         self.told = False  # whether the summary was printed
 
     def add(self, report: Report) -> None:
@@ -266,54 +266,39 @@ class _Totals:
 
     def every_step(self, report: Report, by_node: bool) -> Values:
         """Values that need no waiting or reading of data: bytes and densities, of this step and of all steps."""
-        values: Values = {}
-        for kind in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
-            values[f"{kind}_bytes"], values[f"total_{kind}_bytes"] = report.bytes[kind], self.volume[kind]
-        now, before, self.ended = time.perf_counter(), self.ended, time.perf_counter()
-        if self.steps > 1:
-            values["mbit_per_second"] = 8e-6 * report.bytes.sent / (now - before)
-        return values | {
+        values: Values = {
             "total_bytes": self.volume.sent,
             "saving": self.volume.saved(by_node),
             "density": self.density,
             "average_density": self.k / self.elements,
             "bound": (1 - self.density) ** 2,
         }
+        for kind in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
+            values[f"{kind}_bytes"], values[f"total_{kind}_bytes"] = report.bytes[kind], self.volume[kind]
+        before, self.ended = self.ended, time.perf_counter()
+        if self.steps > 1:
+            values["mbit_per_second"] = 8e-6 * report.bytes.sent / (self.ended - before)
+        return values
 
-    def dense_seconds(self, report: Report) -> float | None:
-        """Estimated seconds to all-reduce the same gradients; None if unknown."""
-        return None if self.cost is None else report.exchanges * self.cost[0] + report.nbytes * self.cost[1]
+    def times(self) -> Values:
+        """Times of the latest step that was not measured, unless they are known."""
+        if self.unmeasured is None:
+            return {}
+        (step, report), self.unmeasured = self.unmeasured, None
+        self.timed[step] = seconds, exposed = report.times
+        return {"exchange_seconds": seconds, "hidden_share": 1 - exposed / max(seconds, 1e-9)}
 
-    def times(self, dense: float | None) -> Values:
-        """Times of the latest step that was not measured, and estimated seconds of dense all-reduces, if known."""
-        values: Values = {}
-        if self.unmeasured is not None:
-            (step, report), self.unmeasured = self.unmeasured, None
-            self.timed[step] = seconds, exposed = report.times
-            values |= {"exchange_seconds": seconds, "hidden_share": 1 - exposed / max(seconds, 1e-9)}
-        return values if dense is None else values | {"dense_seconds": dense}
-
-    def compare(self, trainer: Trainer, state: HookState, report: Report, dense: float | None) -> None:
-        """Times a settled step that is not measured; after some, warns if dense all-reduces would be faster.
-
-        Args:
-            trainer: The Trainer.
-            state: The state.
-            report: The step's report.
-            dense: Estimated seconds of dense all-reduces; None if unknown.
-        """
-        if dense is None or len(self.timed) >= COMPARED:
-            return
+    def compare(self, trainer: Trainer, config: TopKConfig, report: Report, dense: float) -> None:
+        """Times a step; after some, warns if all-reduces, which would take about ``dense`` seconds, are faster."""
         self.timed[self.steps] = report.times
         if len(self.timed) < COMPARED:
             return
         # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
         mine = torch.tensor(median(seconds for seconds, _ in self.timed.values()), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
-        self.compared = least, self.density
         if least > dense:
-            ratio, later = state.config.ratio, ""
-            if isinstance(ratio, Schedule) and (end := ratio.at(LATE, LATE)) < 0.9 * self.density:
+            later = ""
+            if isinstance(config.ratio, Schedule) and (end := config.ratio.at(LATE, LATE)) < 0.9 * self.density:
                 later = f" The density decays to {end:.3g}, and the exchange time with it."
             rank_zero_warn(
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of "
@@ -323,48 +308,40 @@ class _Totals:
                 f"machines, run `python -m lightning_topk bench` under torchrun.{later}"
             )
 
-    def summary(self, state: HookState | None = None) -> str:
+    def summary(self, config: TopKConfig | None) -> str:
         """See :meth:`CompressionMonitor.summary`."""
-        volume, by_node = self.volume, state is not None and state.config.by_node
-        up, down, instead = map(format_bytes, (volume.uplink, volume.downlink, volume.dense))
+        volume, topology = self.volume, "" if config is None else config.topology
+        by_node = config is not None and config.by_node
+        up, down, dense, outside, inside = map(
+            format_bytes, (volume.uplink, volume.downlink, volume.dense, volume.inter_node, volume.intra_node)
+        )
         begun = f"{self.steps:,} step{'s' * (self.steps != 1)}" + f" since step {self.since:,}" * (self.since > 0)
+        sent = f"each rank sent {up} up and {down} down"
         if by_node:
-            outside, inside = format_bytes(volume.inter_node), format_bytes(volume.intra_node)
             sent = f"each node sent {outside} to others (and {inside} inside)"
-        elif state is not None and state.config.topology == "single_server":
-            worker = format_bytes(self.steps * state.predicted(rank=state.world - 1).uplink)
-            sent = f"rank 0, which serves all, sent {down} down, and each other rank about {worker} up,"
-        else:
-            sent = f"each rank sent {up} up and {down} down"
-            node = volume.dense / volume.inter_node if volume.inter_node else 0.0
-            if node and not 0.9 < node / volume.saved(by_node) < 1.1:
-                sent += f" ({node:.1f}x less between nodes)"
+        elif topology == "single_server":
+            sent = f"rank 0, which serves all, sent {down} down"
+        average, end = f"{self.k / max(1, self.elements):.3g}", f"{self.density:.3g}"
         words = [
-            f"lightning_topk: in {begun} {sent} instead of {instead} ({volume.saved(by_node):.1f}x less)",
-            self._density_in_words(),
-            *([f"topology={state.config.topology!r}"] if state is not None else []),
+            f"lightning_topk: in {begun} {sent} instead of {dense} ({volume.saved(by_node):.1f}x less)",
+            f"density {average}" if average == end else f"density {average} on average, {end} at the end",
         ]
+        if topology:
+            words.append(f"topology={topology!r}")
         if self.errors:
             words.append(f"mean compression error {mean(self.errors):.3f}")
         if self.timed:
             seconds, exposed = zip(*self.timed.values(), strict=True)
-            hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
-            took, steps = median(seconds), len(self.timed)
-            if self.compared is not None and f"{self.compared[1]:.3g}" == f"{self.density:.3g}":
-                took = self.compared[0]  # the time in the warning; the other times include waiting for ranks
+            hidden, steps = 1 - sum(exposed) / max(sum(seconds), 1e-9), len(self.timed)
             words.append(
-                f"exchange {1000 * took:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
+                f"exchange {1000 * median(seconds):.1f} ms per step, {hidden:.0%} of it hidden behind backward "
                 f"({steps} step{'s' * (steps != 1)} timed)"
             )
         return "; ".join(words) + "."
 
-    def _density_in_words(self) -> str:
-        average, end = f"{self.k / max(1, self.elements):.3g}", f"{self.density:.3g}"
-        return f"density {average}" if average == end else f"density {average} on average, {end} at the end"
-
 
 def _by_layer(trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor], shown: Collection[str]) -> Values:
-    """The logged values of the layers shown, over all ranks."""
+    """The logged values of the layers shown, over all ranks; ``layers`` are those of :class:`.Report`."""
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
@@ -384,40 +361,14 @@ def _by_layer(trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor
     }
 
 
-def _draw_histograms(trainer: Trainer, state: HookState, shown: Collection[str]) -> None:
-    """Draws histograms of rank 0's residuals of the layers shown, with the loggers that support them."""
-    experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
-    drawers = [experiment.add_histogram for experiment in experiments if hasattr(experiment, "add_histogram")]
-    if not drawers or not trainer.is_global_zero:
-        return
-    for parameter, (worker, _) in state.residuals.held().items():
-        for draw in drawers if parameter.numel() and state.names[parameter] in shown else []:
-            draw(f"topk/residual/{state.names[parameter]}", worker, trainer.global_step)
-
-
-def _errors(sums: torch.Tensor, world: int) -> Values:
-    """The logged errors and residual norms.
-
-    Args:
-        sums: ``[6]``, sums over the ranks: ‖a‖² and ‖a - C(a)‖² of the uplink, the same of the downlink, and the
-            squared norms of the workers' and the servers' residuals.
-        world: Number of workers.
-    """
-    up, down, (worker, server) = sums.view(3, 2)
-    values: Values = {"worker_residual_norm": (worker / world).sqrt(), "server_residual_norm": server.sqrt()}
-    for name, (energy, lost) in (("uplink_error", up), ("downlink_error", down)):
-        values[name] = lost / energy if energy > 0 else 0.0
-    return values
-
-
 def _state(trainer: Trainer) -> HookState | None:
     return getattr(trainer.strategy, "topk_state", None)
 
 
 def _is_last_step(trainer: Trainer, even: bool) -> bool:
-    """Whether the current step is the last of the fit, or of an epoch. Equal on all ranks.
+    """Whether the current step is the last of the fit or, if the ranks' epochs are ``even``, of an epoch.
 
-    Unless the ranks' epochs are ``even``, they end at different steps, and do not count.
+    Equal on all ranks. Uneven epochs end at different steps.
     """
     last = trainer.global_step + max(1, len(trainer.optimizers)) >= (
         math.inf if trainer.max_steps < 0 else trainer.max_steps
