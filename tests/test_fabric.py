@@ -5,7 +5,6 @@ import itertools
 import warnings
 import weakref
 from typing import Any
-from unittest import mock
 
 import pytest
 import ranks
@@ -141,15 +140,6 @@ def test_modules_that_share_a_part_are_exchanged_side_by_side(rank, world):
     train(fabric, pairs, rank, range(3))
     assert [state.steps for state in fabric.strategy.topk_states] == [3, 3]
     assert alike(torch.stack([weights(model) for model, _ in pairs]))
-
-
-def test_a_module_without_processes_is_set_up_as_by_ddp_strategy():
-    strategy = TopKStrategy()
-    strategy.parallel_devices = [torch.device("cpu")]
-    with mock.patch("lightning.fabric.strategies.ddp.DistributedDataParallel") as ddp:
-        strategy.setup_module(mock.Mock())
-    assert ddp.called
-    assert strategy.topk_states == []
 
 
 def launched(fabric: Fabric) -> None:

@@ -171,10 +171,6 @@ def test_every_preset_trains_and_logs_the_bytes_that_are_predicted(rank, world, 
     assert sent[2:] == planned[2:]  # DDP regroups its buckets after the first step
 
 
-def test_forked_processes_train():
-    assert fit(None, 2, strategy="topk_fork")[1]["topk/saving"] == pytest.approx(50, rel=0.02)
-
-
 @on_ranks(4, timeout=150)
 def test_random_states_are_those_of_ddp_with_every_topology_and_selector(rank, world, tmp_path):
     """Checks torch, numpy and Python, with every measurement of the monitor."""

@@ -7,7 +7,6 @@ from contextlib import closing
 from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import laws
@@ -70,35 +69,19 @@ class Watched:
     def __init__(self, state: Any) -> None:
         self.given: dict = {}
         self.delivered: dict = {}
-        self._state, lane_of = state, state.lane
+        self._state, self._exchange, state.exchange = state, state.exchange, self._watched
 
-        def lane(device: torch.device) -> Any:
-            found = lane_of(device)
-            return SimpleNamespace(
-                groups=found.groups, mark=found.mark, submit=lambda job: found.submit(self._watch(job))
-            )
-
-        state.lane = lane
-
-    def _watch(self, job: Any) -> Any:
-        begin = job.begin
-
-        def begin_watched() -> Any:
-            mean = job.gradient.double().clone()
-            dist.all_reduce(mean, group=self._state.groups.all)
-            return self._watched(begin(), job.gradient, job, mean)
-
-        job.begin = begin_watched
-        return job
-
-    def _watched(self, path: Any, g: Tensor, job: Any, mean: Tensor) -> Any:
-        outcome, sizes = (yield from path), [member.numel() for member in job.bucket]
+    def _watched(self, bucket: Any, g: Tensor, name: str, **options: Any) -> Any:
+        mean, sizes = g.double().clone(), [member.numel() for member in bucket]
+        dist.all_reduce(mean, group=self._state.groups.all)
+        future = self._exchange(bucket, g, name, **options)
+        future.wait()
         before, after = (mean / self._state.world).split(sizes), g.double().split(sizes)
-        for member, computed, arrived in zip(job.bucket, before, after, strict=True):
+        for member, computed, arrived in zip(bucket, before, after, strict=True):
             if computed.isfinite().all():
                 self.given[member] = self.given.get(member, 0) + computed
                 self.delivered[member] = self.delivered.get(member, 0) + arrived
-        return outcome
+        return future
 
     def check(self, tolerance: float = 1e-5) -> None:
         """Fails unless every received gradient was delivered or is held; every rank calls it."""
@@ -608,22 +591,6 @@ def test_residuals_of_shards_resume_on_other_nodes_and_with_layers_frozen(groups
     for nodes, local, *others in [(2, 2, False), (3, 1, False), *frozen * (momentum == 0)]:
         for full in (False, True):
             groups(nodes * local).run(loaded, nodes, local, *others, tmp_path, full, momentum)
-
-
-@on_ranks(4)
-def test_a_consolidated_checkpoint_resumes_with_zero_residuals(rank, world, tmp_path):
-    """Lightning consolidates a distributed checkpoint into one file, without the residuals' folder."""
-    from lightning_topk.adapters.lightning._nodes import in_shards, resume, save_shards
-
-    _, state, _ = trained(rank)
-    save_shards(state, tmp_path)
-    one = tmp_path / "consolidated"
-    one.touch()
-    entry = in_shards(state)
-    for path, steps in ((tmp_path, 3), (one, 3)):
-        state.steps = 0
-        resume(state, entry, path)
-        assert state.steps == steps
 
 
 @on_ranks(4)

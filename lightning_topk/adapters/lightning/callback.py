@@ -104,7 +104,7 @@ class CompressionMonitor(Callback):
             ``topk/payload_share/NAME`` (its share of the sent entries) and ``topk/residual_norm/NAME`` (root mean
             square over the workers): a pattern of names such as ``"*.conv1.weight"``, several, or True for all. This
             costs a few more passes over each bucket.
-        details: Whether to log the keys of the second table too.
+        details: Whether to log the keys of the table's second part too.
 
     Raises:
         TypeError: ``per_layer`` or ``details`` has another type.
