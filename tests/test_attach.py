@@ -141,16 +141,13 @@ def test_dense_parameters_may_name_a_tied_weight_by_any_of_its_names(rank, world
         assert {state.names[p] for p in state.buckets.compressed} == {"0.bias", "1.bias"}
 
 
-class Third(Schedule):
-    """A schedule as a user writes it: it cannot be compared with another."""
-
-    def at(self, step: int, epoch: int) -> float:
-        return 1 / 3
-
-
 @on_ranks(2)
-def test_own_schedules_and_functions_that_fail_later_agree_across_ranks(rank, world):
-    """Errors that differ between ranks, such as by an address, are no difference either."""
+def test_own_schedules_and_functions_of_the_step_agree_across_ranks_or_are_refused(rank, world):
+    """Errors that differ between ranks, such as by an address, are no difference."""
+
+    class Uneven(Schedule):
+        def at(self, step: int, epoch: int) -> float:
+            return 0.2 if (step, rank) == (100, 1) else 0.1
 
     class Local(ExponentialWarmup):
         pass
@@ -160,7 +157,7 @@ def test_own_schedules_and_functions_that_fail_later_agree_across_ranks(rank, wo
             return 0.5
         raise LookupError(f"no value for step {step} on rank {rank}")
 
-    for ratio in (Third(), Local(0.1, steps=5), short, lambda step: 0.5 - step / 1000):
+    for ratio in (Local(0.1, steps=5), short, lambda step: 0.5 - step / 1000):
         model, state = attached(four_layers(), ratio=ratio)
         loss_of(model, rank, 0).backward()
         entry = shared(state.state_dict())
@@ -168,19 +165,8 @@ def test_own_schedules_and_functions_that_fail_later_agree_across_ranks(rank, wo
         _, state = attached(four_layers(), ratio=ratio, announce=said.append)
         state.load_state_dict(entry)
         assert not any("resuming with" in line for line in said)
-    differs = ExponentialWarmup(0.1, steps=5 + rank)
-    assert "ratio is [0.25, 0.208" in refusal(attach, DistributedDataParallel(four_layers()), ratio=differs)
-
-
-@on_ranks(2)
-def test_functions_of_the_step_are_refused_if_they_differ_between_ranks(rank, world):
-    class Uneven(Schedule):
-        def at(self, step: int, epoch: int) -> float:
-            return 0.2 if (step, rank) == (100, 1) else 0.1
-
-    for ratio in (Uneven(), lambda step: 0.2 if (step, rank) == (100, 1) else 0.1):
-        said = refusal(attached, four_layers(), ratio=ratio)
-        assert "the ranks differ: ratio is [0.1, 0.1, 0.1, 0.1, 0.1, 0.1] on rank 0 and [0.1, 0.1, 0.1, 0.2," in said
+    said = refusal(attach, ddp(), ratio=Uneven())
+    assert "the ranks differ: ratio is [0.1, 0.1, 0.1, 0.1, 0.1, 0.1] on rank 0 and [0.1, 0.1, 0.1, 0.2," in said
 
 
 @pytest.mark.parametrize(

@@ -194,18 +194,3 @@ def test_a_step_that_the_scaler_skips_also_leaves_a_module_that_shares_the_optim
     assert [torch.equal(*pair) for pair in itertools.pairwise(seen)] == [True, False]
     assert left.isfinite().all()
     assert [state.nonfinite_steps for state in states] == [1, 0]
-
-
-@on_ranks(2)
-def test_loading_weights_keeps_residuals(rank, world, tmp_path):
-    fabric = fabric_of(rank, world, ratio=0.05)
-    ((model, optimizer),) = nets(fabric, 1)
-    train(fabric, [(model, optimizer)], rank, range(2))
-    state, path = fabric.strategy.state_of(model), tmp_path / "weights.ckpt"
-    before = undelivered(state, model.module)
-    if rank == 0:
-        torch.save(four_layers().state_dict(), path)
-    fabric.barrier()
-    fabric.load_raw(path, model)
-    assert before.any()
-    assert torch.equal(undelivered(state, model.module), before)

@@ -19,7 +19,6 @@ from groups import Group, on_ranks
 from ranks import Net, alike, attach, batch, every_rank, gradient, loss_of, mean_over_ranks, undelivered, weights
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -529,21 +528,6 @@ def test_momentum_of_shards_stands_still_where_nothing_is_delivered(rank, world)
         assert still.any() or "weight" not in name
         assert torch.equal(look(p)[:, still], before[p][:, still])
         assert (look(p)[0] != before[p][0])[~still].all()
-
-
-@on_ranks(4)
-def test_a_replaced_optimizer_of_shards_is_named_and_a_step_with_zeros_is_not(rank, world):
-    said: list[str] = []
-    mesh = mesh_of(2, 2)
-    net = sharded(Net(empty=False), mesh["shard"])
-    given, other = (torch.optim.Adam(net.parameters()) for _ in range(2))
-    attach(net, process_group=mesh["replicate"], ratio=0.05, optimizer=given, announce=said.append)
-    for _ in range(2):
-        get_state_dict(net, given)  # steps with zeros to create the state
-        given.state.clear()
-    ranks.train(net, rank, range(3), other)
-    assert not any("no gradient was exchanged" in line for line in said), said
-    assert sum("Adam takes steps, but it is not among those" in line for line in said) == (rank == 0)
 
 
 def trained(rank: int, **settings: Any) -> tuple[nn.Module, Any, dict[str, Any]]:

@@ -29,18 +29,13 @@ from lightning_topk.runtime.residuals import Residuals
 
 
 def collect(
-    residuals: Residuals,
-    steps: int,
-    groups: Sequence[ParamGroup],
-    config: TopKConfig,
-    device: torch.device,
-    replicas: dist.ProcessGroup,
+    residuals: Residuals, steps: int, groups: Sequence[ParamGroup], config: TopKConfig, replicas: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Creates the entry of sharded residuals, on the CPU. A collective, between two backward passes."""
     group_of = {member: group for group in groups for member in group.trained}
     found: dict[str, Any] = {"residual": {}}
     sum_ = partial(dist.all_reduce, group=replicas)
-    for kind, member, total in undelivered(residuals, group_of, config, device, replicas, sum_):
+    for kind, member, total in undelivered(residuals, group_of, config, groups[0].device, replicas, sum_):
         group, total = group_of[member], total / group_of[member].later_divided_by(member)
         found.setdefault(kind, {})[group.names[member]] = _like_parameter(total, group.sharded(member))
     return {**found, "about": json.dumps(without_parameters(steps, config, dist.get_world_size(replicas)))}

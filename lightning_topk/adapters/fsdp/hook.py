@@ -57,20 +57,19 @@ class ShardState(HookState):
         self.shards_per_node = dist.get_world_size() // dist.get_world_size(replicas)
         super().__init__(process_group=replicas, local_world_size=1, **arguments)
         self._param_groups, self._replicas = groups, replicas
-        named = all_names_of(model)
-        self.buckets.all_names = {each: named.get(group.sharded(each), ()) for group in groups for each in group.names}
-        sharded = {name for group in groups for name in group.names.values()}
+        self._group_of = {member: group for group in groups for member in group.proxies}
+        self._names = {member: group.names[member] for member, group in self._group_of.items()}
+        sharded, named = {*self._names.values()}, all_names_of(model)
+        self.buckets.all_names = {each: named.get(group.sharded(each), ()) for each, group in self._group_of.items()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
         self._trained: set[Tensor] = set()  # in the last pass
-        self._group_of = {member: group for group in groups for member in group.proxies}
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
 
     def learn_names(self) -> None:
         """Names the parameters, see :meth:`lightning_topk.bucket.Buckets.learn_names`."""
         self._trained = self._trained_now()
-        names = {member: name for group in self._param_groups for member, name in group.names.items()}
-        self.buckets.learn_names(names, self._copied_inside())
+        self.buckets.learn_names(self._names, self._copied_inside())
 
     def _trained_now(self) -> set[Tensor]:
         return {member for group in self._param_groups for member in group.trained}
@@ -194,7 +193,7 @@ class ShardState(HookState):
         :mod:`lightning_topk.adapters.fsdp.checkpoint` describes the entry.
         """
         return sharded_checkpoint.collect(
-            self.residuals, self.steps, self._param_groups, self._requested, self._device(), self._replicas
+            self.residuals, self.steps, self._param_groups, self._requested, self._replicas
         )
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -252,14 +251,11 @@ def attach(
             state.learn_names()
             state.open_groups().connect(groups[0].device)
             state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
-            shards = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
-            remedy = "process_group= must be the ranks that hold the same shard, one per node."
-            check_agreement(shards, remedy, replicas)
-            shapes = {
-                name: f"{tuple(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
-                for name, p in model.named_parameters()
-            }
-            check_agreement(shapes, "Build the same model on every rank.", replicas)
+            same: dict[str, Any] = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
+            for name, p in model.named_parameters():
+                same[name] = f"{tuple(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
+            remedy = "The ranks of process_group= must hold the same shard of the same model, each on another node."
+            check_agreement(same, remedy, replicas)
         except (RuntimeError, ValueError):
             state.close()
             raise

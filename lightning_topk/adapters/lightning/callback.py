@@ -122,17 +122,13 @@ class CompressionMonitor(Callback):
         self._fit = _Totals()
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Warns if there is nothing to monitor."""
-        if stage == "fit" and not hasattr(trainer.strategy, "topk_state"):
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Resets the totals, checks the name patterns, and warns if there is nothing to monitor."""
+        if not hasattr(trainer.strategy, "topk_state"):
             rank_zero_warn(
                 f"CompressionMonitor logs nothing: the strategy is {type(trainer.strategy).__name__}, which does not "
                 "compress. Use lightning_topk.TopKStrategy, or remove the callback."
             )
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resets the totals and checks the name patterns: the module has its layers now."""
         names = [*names_of(pl_module).values()]
         for pattern in self.per_layer:
             if not fnmatch.filter(names, pattern):
@@ -160,7 +156,9 @@ class CompressionMonitor(Callback):
             if telemetry.exchanged:
                 telemetry.drop_report()  # LearningRateFinder's steps call no callbacks
             comparing = state.world > 1 and self._fit.steps >= SETTLED and len(self._fit.timed) < COMPARED
-            last = _is_last_step(trainer, self._even)
+            limit = math.inf if trainer.max_steps < 0 else trainer.max_steps
+            last = trainer.global_step + max(1, len(trainer.optimizers)) >= limit
+            last |= self._even and trainer.is_last_batch  # equal on all ranks: uneven epochs end at different steps
             self._logs = last or trainer._logger_connector.should_update_logs
             telemetry.measure = last or (self._logs and not comparing)
             telemetry.measure_layers, telemetry.timing = bool(self.per_layer), not telemetry.measure
@@ -179,13 +177,12 @@ class CompressionMonitor(Callback):
             if state.world > 1:
                 sample = min(report.largest, PROBE_BYTES)
                 fit.cost = dense_cost(sample, trainer.strategy.root_device, state.open_groups().all)
-        fit.add(report)
+        values = fit.add(report, state.config.by_node)
         dense = None if fit.cost is None else report.exchanges * fit.cost[0] + report.nbytes * fit.cost[1]
         if state.telemetry.timing and fit.steps > SETTLED:
             fit.unmeasured = fit.steps, report
             if dense is not None and len(fit.timed) < COMPARED:
                 fit.compare(trainer, state.config, report, dense)
-        values = fit.every_step(report, state.config.by_node)
         if self._logs:
             values |= fit.times() | ({} if dense is None else {"dense_seconds": dense})
         if state.telemetry.measure:
@@ -240,7 +237,34 @@ class CompressionMonitor(Callback):
         Args:
             state: The strategy's state, which knows who sends what.
         """
-        return self._fit.summary(None if state is None else state.config)
+        fit, volume, topology = self._fit, self._fit.volume, "" if state is None else state.config.topology
+        by_node = state is not None and state.config.by_node
+        up, down, dense, outside, inside = map(
+            format_bytes, (volume.uplink, volume.downlink, volume.dense, volume.inter_node, volume.intra_node)
+        )
+        begun = f"{fit.steps:,} step{'s' * (fit.steps != 1)}" + f" since step {fit.since:,}" * (fit.since > 0)
+        sent = f"each rank sent {up} up and {down} down"
+        if by_node:
+            sent = f"each node sent {outside} to others (and {inside} inside)"
+        elif topology == "single_server":
+            sent = f"rank 0, which serves all, sent {down} down"
+        average, end = f"{fit.k / max(1, fit.elements):.3g}", f"{fit.density:.3g}"
+        words = [
+            f"lightning_topk: in {begun} {sent} instead of {dense} ({volume.saved(by_node):.1f}x less)",
+            f"density {average}" if average == end else f"density {average} on average, {end} at the end",
+        ]
+        if topology:
+            words.append(f"topology={topology!r}")
+        if fit.errors:
+            words.append(f"mean compression error {mean(fit.errors):.3f}")
+        if fit.timed:
+            seconds, exposed = zip(*fit.timed.values(), strict=True)
+            hidden, steps = 1 - sum(exposed) / max(sum(seconds), 1e-9), len(fit.timed)
+            words.append(
+                f"exchange {1000 * median(seconds):.1f} ms per step, {hidden:.0%} of it hidden behind backward "
+                f"({steps} step{'s' * (steps != 1)} timed)"
+            )
+        return "; ".join(words) + "."
 
 
 class _Totals:
@@ -258,14 +282,11 @@ class _Totals:
         self.cost: tuple[float, float] | None = None  # seconds for each dense all-reduce, and for each of its bytes
         self.told = False  # whether the summary was printed
 
-    def add(self, report: Report) -> None:
-        """Adds a step."""
+    def add(self, report: Report, by_node: bool) -> Values:
+        """Adds a step; returns values that need no waiting or reading of data: bytes and densities."""
         self.volume += report.bytes
         self.steps, self.k, self.elements = self.steps + 1, self.k + report.k, self.elements + report.elements
         self.density = report.k / report.elements
-
-    def every_step(self, report: Report, by_node: bool) -> Values:
-        """Values that need no waiting or reading of data: bytes and densities, of this step and of all steps."""
         values: Values = {
             "total_bytes": self.volume.sent,
             "saving": self.volume.saved(by_node),
@@ -308,37 +329,6 @@ class _Totals:
                 f"machines, run `python -m lightning_topk bench` under torchrun.{later}"
             )
 
-    def summary(self, config: TopKConfig | None) -> str:
-        """See :meth:`CompressionMonitor.summary`."""
-        volume, topology = self.volume, "" if config is None else config.topology
-        by_node = config is not None and config.by_node
-        up, down, dense, outside, inside = map(
-            format_bytes, (volume.uplink, volume.downlink, volume.dense, volume.inter_node, volume.intra_node)
-        )
-        begun = f"{self.steps:,} step{'s' * (self.steps != 1)}" + f" since step {self.since:,}" * (self.since > 0)
-        sent = f"each rank sent {up} up and {down} down"
-        if by_node:
-            sent = f"each node sent {outside} to others (and {inside} inside)"
-        elif topology == "single_server":
-            sent = f"rank 0, which serves all, sent {down} down"
-        average, end = f"{self.k / max(1, self.elements):.3g}", f"{self.density:.3g}"
-        words = [
-            f"lightning_topk: in {begun} {sent} instead of {dense} ({volume.saved(by_node):.1f}x less)",
-            f"density {average}" if average == end else f"density {average} on average, {end} at the end",
-        ]
-        if topology:
-            words.append(f"topology={topology!r}")
-        if self.errors:
-            words.append(f"mean compression error {mean(self.errors):.3f}")
-        if self.timed:
-            seconds, exposed = zip(*self.timed.values(), strict=True)
-            hidden, steps = 1 - sum(exposed) / max(sum(seconds), 1e-9), len(self.timed)
-            words.append(
-                f"exchange {1000 * median(seconds):.1f} ms per step, {hidden:.0%} of it hidden behind backward "
-                f"({steps} step{'s' * (steps != 1)} timed)"
-            )
-        return "; ".join(words) + "."
-
 
 def _by_layer(trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor], shown: Collection[str]) -> Values:
     """The logged values of the layers shown, over all ranks; ``layers`` are those of :class:`.Report`."""
@@ -363,14 +353,3 @@ def _by_layer(trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor
 
 def _state(trainer: Trainer) -> HookState | None:
     return getattr(trainer.strategy, "topk_state", None)
-
-
-def _is_last_step(trainer: Trainer, even: bool) -> bool:
-    """Whether the current step is the last of the fit or, if the ranks' epochs are ``even``, of an epoch.
-
-    Equal on all ranks. Uneven epochs end at different steps.
-    """
-    last = trainer.global_step + max(1, len(trainer.optimizers)) >= (
-        math.inf if trainer.max_steps < 0 else trainer.max_steps
-    )
-    return last or (even and trainer.is_last_batch)

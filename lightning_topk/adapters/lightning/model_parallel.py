@@ -187,20 +187,15 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
 def meshes(device: str, world: int, local: int, data: int | None, tensor: int | None) -> tuple[DeviceMesh, DeviceMesh]:
     """Creates the mesh of this node, and the ranks of all nodes that hold the same shard. A collective.
 
-    Args:
-        device: Type of the ranks' devices.
-        world: Number of ranks.
-        local: Ranks per node; ranks of a node are consecutive.
-        data: Ranks of a node that share parameters and batches. None: all that ``tensor`` leaves.
-        tensor: Ranks of a node that share single tensors. None: one, or all that ``data`` leaves.
+    ``data`` and ``tensor`` are the sizes of the node's mesh. If both are None, ``tensor`` is 1; one alone is the rest.
     """
     if world % local:
         raise ValueError(
             f"{world} ranks cannot be divided into nodes of {local}: every node needs the same number of ranks. Pass "
             "local_world_size=, the number of ranks per node."
         )
-    columns = tensor or (local // data if data else 1)
-    rows = data or local // columns
+    columns = tensor or (max(1, local // data) if data else 1)
+    rows = data or max(1, local // columns)
     if rows * columns != local:
         raise ValueError(
             f"data_parallel_size={rows} times tensor_parallel_size={columns} is not {local}, the ranks per node: "
