@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -96,10 +97,17 @@ def attach(
             f"process_group= applies only to models wrapped by fully_shard, and this is a {type(model).__name__}. Pass "
             "the group of a DDP model to DistributedDataParallel."
         )
-    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if isinstance(model, torch.nn.Module) and not (others or ddp.is_ddp(model)):
+    wrapped = getattr(model, "_orig_mod", model)  # torch.compile's
+    if isinstance(wrapped, DistributedDataParallel):
+        return ddp.attach(wrapped, config, optimizer, local_world_size=local_world_size, **common)
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if isinstance(model, torch.nn.Module) and ranks == 1:
         return Alone(config, announce)
-    return ddp.attach(model, config, optimizer, local_world_size=local_world_size, **common)
+    raise TypeError(
+        "attach takes a DistributedDataParallel model or one that fully_shard (FSDP2) wraps; FSDP1 has no hook for "
+        f"gradients of shards. This is a {type(model).__name__} on one of {ranks} ranks. Pass the model that training "
+        "calls: with Hugging Face's Trainer, trainer.model_wrapped; in your own loop, DistributedDataParallel(model)."
+    )
 
 
 def _is_sharded(model: Any) -> bool:

@@ -103,13 +103,12 @@ def topk_hook(model: InUse, bucket: GradBucket) -> torch.futures.Future[torch.Te
 
 
 def attach(
-    model: torch.nn.Module,
+    model: DistributedDataParallel,
     config: TopKConfig,
     optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None = None,
     **arguments: Any,
 ) -> TopKState:
     """Makes a DDP model exchange its gradients with :func:`topk_hook`; see :func:`lightning_topk.attach`."""
-    model = _ddp_of(model)
     check_ddp_options({**vars(model), "delay_all_reduce_named_params": model._delay_all_reduce_params})
     model._comm_hooks[:] = [each for each in model._comm_hooks if each != (topk_hook, None)]  # left in a copy
     earlier = [each for _, each in model._comm_hooks if isinstance(each, InUse)]
@@ -164,20 +163,3 @@ def smaller_buckets_(options: dict[str, Any], device: torch.device) -> None:
     """Sets ``bucket_cap_mb`` in DDP's options on CPUs, if the user gave none; see :data:`.CPU_BUCKET_MB`."""
     if device.type == "cpu" and options.get("bucket_cap_mb") is None:
         options["bucket_cap_mb"] = CPU_BUCKET_MB
-
-
-def is_ddp(model: Any) -> bool:
-    """Whether a model, compiled or not, is wrapped in DDP."""
-    return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
-
-
-def _ddp_of(model: Any) -> DistributedDataParallel:
-    """Returns the DDP model, out of a compiled one if needed."""
-    if is_ddp(model):
-        return getattr(model, "_orig_mod", model)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    raise TypeError(
-        "attach takes a DistributedDataParallel model or one that fully_shard (FSDP2) wraps; FSDP1 has no hook for "
-        f"gradients of shards. This is a {type(model).__name__} on one of {ranks} ranks. Pass the model that training "
-        "calls: with Hugging Face's Trainer, trainer.model_wrapped; in your own loop, DistributedDataParallel(model)."
-    )

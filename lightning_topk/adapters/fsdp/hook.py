@@ -7,14 +7,12 @@
                   |                    |       reduce-scatter: FSDP, dense, inside a node
     shard 1     rank 1  <- top-k ->  rank 3
 
-1. Backward computes the gradients of a wrapped module. FSDP averages them over the node and gives each rank its shard,
-   one flat tensor: the shards of the module's parameters, one after the other, each padded to equal size.
+1. FSDP averages a module's gradients over the node and gives each rank its shard, one flat tensor: the shards of the
+   module's parameters, one after the other, each padded to equal size.
 2. FSDP calls its all-reduce hook with that tensor, on the hook's stream: :meth:`ShardState.exchange_shard`. A
    :class:`ParamGroup` names the parameters in it.
-3. The job runs immediately: the exchange of :mod:`lightning_topk.core.exchange` with the ranks that hold the same shard
-   on other nodes. On CUDA this only queues work on the hook's stream, so backward continues; on CPU backward waits,
-   since FSDP reads the tensor when the hook returns.
-4. FSDP passes the shards to the optimizer.
+3. The ranks that hold the same shard on other nodes exchange it. On CUDA this only queues work on the hook's stream, so
+   backward continues; on CPU backward waits, since FSDP reads the tensor when the hook returns.
 
 This is the hierarchical topology with FSDP's shards as parts: each rank keeps the residuals of its shard.
 """
@@ -232,12 +230,8 @@ def attach(
     See :func:`lightning_topk.attach`; :class:`.TopKState` takes the other arguments.
     """
     check_shardable(config)
-    replicas = _replicas_of(process_group)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(
-            "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
-            "them before attach."
-        )
+    replicas: Any = process_group.get_group() if isinstance(process_group, DeviceMesh) else process_group
+    replicas = replicas or dist.group.WORLD
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
     earlier = arguments.get("earlier")
@@ -256,13 +250,14 @@ def attach(
                 same[name] = f"{tuple(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
             remedy = "The ranks of process_group= must hold the same shard of the same model, each on another node."
             check_agreement(same, remedy, replicas)
+            for group in groups:
+                group.watch_use()
         except (RuntimeError, ValueError):
             state.close()
             raise
         if broadcast_weights:
             _broadcast(model, replicas, groups[0].device)
         for group in groups:
-            group.watch_use()
             hook = partial(state.exchange_shard, group)
             group.module.set_all_reduce_hook(hook, stream=state.lane(group.device).stream)
     watch_backward(state)
@@ -287,18 +282,6 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torc
         dist.broadcast(sent, first, group=replicas)
         if sent.data_ptr() != local.data_ptr():
             local.copy_(sent)
-
-
-def _replicas_of(group: Any) -> dist.ProcessGroup:
-    """The group of ranks that hold the same shard."""
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group={group!r} must be the ranks that hold the same shard, one per node: a process group or one "
-            "dimension of a device mesh. Pass mesh['replicate'], the dimension along which nodes are counted."
-        )
-    return group
 
 
 def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:

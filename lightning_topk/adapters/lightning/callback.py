@@ -139,7 +139,7 @@ class CompressionMonitor(Callback):
         self._fit = _Totals()
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Compares the lengths of the ranks' epochs; that of a stream is unknown."""
         if _state(trainer) is not None:
             batches = float(trainer.num_training_batches)
@@ -148,7 +148,7 @@ class CompressionMonitor(Callback):
             self._even = bool(most == -least) and math.isfinite(batches)
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Makes the exchange measure its error if this step will be logged."""
         state = _state(trainer)
         if state is not None:
@@ -164,9 +164,7 @@ class CompressionMonitor(Callback):
             telemetry.measure_layers, telemetry.timing = bool(self.per_layer), not telemetry.measure
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Logs the step if gradients were exchanged in this batch."""
         state = _state(trainer)
         if state is None or not state.telemetry.exchanged:
@@ -215,21 +213,16 @@ class CompressionMonitor(Callback):
         return values | (_by_layer(trainer, state, report.layers, shown) if shown else {})
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the summary. In ``on_fit_end`` the strategy's state is gone (lightning 2.6)."""
-        self._print_summary(trainer)
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Prints the summary of the steps that were taken."""
-        self._print_summary(trainer)
-
-    def _print_summary(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Prints the summary once per fit, unless there were no steps, or one process, which sends nothing."""
-        state = _state(trainer)
+        state = _state(trainer)  # in on_fit_end it is gone (lightning 2.6)
         if self._fit.steps and not self._fit.told and state is not None and state.world > 1:
             self._fit.told = True
             rank_zero_info(self.summary(state))
+
+    @override
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        self.on_train_end(trainer)
 
     def summary(self, state: HookState | None = None) -> str:
         """Returns a summary of the run so far, as measured on this rank.

@@ -138,8 +138,6 @@ class TopKStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         check_momentum(self.config, [optimizer])
         self._set_up = [each for each in self._set_up if each() is not None] + [ref(optimizer)]
-        for state in self.topk_states:
-            state.optimizers.sync()
         return super().setup_optimizer(optimizer)
 
     @override

@@ -135,7 +135,6 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             process_group=self._replicas,
             **arguments_of(self),
         )
-        self.topk_state.optimizers.sync()
 
     @contextmanager
     @override

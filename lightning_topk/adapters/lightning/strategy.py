@@ -23,17 +23,7 @@ from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
-    from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import STEP_OUTPUT
-
-NAMES: dict[str, dict[str, Any]] = {
-    "topk": {"start_method": "popen"},
-    "topk_spawn": {"start_method": "spawn"},
-    "topk_fork": {"start_method": "fork"},
-    "topk_notebook": {"start_method": "fork"},
-    "topk_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
-}
-"""Names of the strategy in ``Trainer(strategy=...)``, and their arguments."""
 
 
 class TopKStrategy(DDPStrategy):
@@ -201,12 +191,6 @@ class TopKStrategy(DDPStrategy):
         return checkpoint
 
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        if self.topk_state is not None:
-            self.topk_state.optimizers.sync()
-
-    @override
     def teardown(self) -> None:
         try:
             release(self)
@@ -221,7 +205,14 @@ def _model_parallel(**settings: Any) -> Any:
     return TopKModelParallelStrategy(**settings)
 
 
-for _name, _options in NAMES.items():
+_named: dict[str, dict[str, Any]] = {
+    "topk": {"start_method": "popen"},
+    "topk_spawn": {"start_method": "spawn"},
+    "topk_fork": {"start_method": "fork"},
+    "topk_notebook": {"start_method": "fork"},
+    "topk_find_unused_parameters_true": {"find_unused_parameters": True},
+}
+for _name, _options in _named.items():
     StrategyRegistry.register(_name, TopKStrategy, "top-k gradient exchange", override=True, **_options)
 StrategyRegistry.register(
     "topk_model_parallel", _model_parallel, "FSDP2 inside nodes, top-k gradient exchange between them", override=True
