@@ -35,10 +35,8 @@ def entry_to_save(strategy: Any, save: Callable[[Any], dict[str, Any]], filepath
 
     A collective, unless other ranks might not save this checkpoint, so that it could hang.
     """
-    state, module = strategy._last, strategy.lightning_module
-    steps = 0 if state is None else state.steps
-    trainer = None if module is None else module._trainer
-    interrupted = trainer is not None and trainer.interrupted
+    state, trainer = strategy._last, getattr(strategy.lightning_module, "_trainer", None)
+    steps, interrupted = getattr(state, "steps", 0), getattr(trainer, "interrupted", False)
     if not strategy._residual_checkpoint:
         return absent("it was saved with residual_checkpoint=False", steps)
     if not (dist.is_available() and dist.is_initialized()):

@@ -179,9 +179,7 @@ class TopKStrategy(DDPStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads a checkpoint. ``fit`` resumes with its residuals, or with zeros if it has none (as by DDPStrategy)."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        module = self.lightning_module
-        # After a spawned fit the main process's module is detached, and has no Trainer.
-        trainer = None if module is None else module._trainer
+        trainer = getattr(self.lightning_module, "_trainer", None)  # None in the main process after a spawned fit
         if trainer is not None and trainer.state.fn == "fit":
             entry = entry_to_resume(checkpoint, self._residual_checkpoint)
             if self.topk_state is None:
