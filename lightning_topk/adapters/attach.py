@@ -85,7 +85,8 @@ def attach(
     config = one_config(attach, config, settings)
     earlier = None if residuals is None else residuals.state
     common = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler, "announce": announce}
-    if _is_sharded(model):
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    if any(kind.__name__ == "FSDPModule" for module in modules for kind in type(module).__mro__):
         # FSDP2 is slow to import; a sharded model has imported it already.
         from lightning_topk.adapters.fsdp import hook as fsdp
 
@@ -93,10 +94,7 @@ def attach(
             raise ValueError(f"local_world_size={local_world_size} applies only to DDP models. Leave it out.")
         return fsdp.attach(model, config, process_group, optimizer, broadcast_weights, **common)
     if process_group is not None:
-        raise ValueError(
-            f"process_group= applies only to models wrapped by fully_shard, and this is a {type(model).__name__}. Pass "
-            "the group of a DDP model to DistributedDataParallel."
-        )
+        raise ValueError("process_group= applies only to models wrapped by fully_shard; DDP has a group of its own.")
     wrapped = getattr(model, "_orig_mod", model)  # torch.compile's
     if isinstance(wrapped, DistributedDataParallel):
         return ddp.attach(wrapped, config, optimizer, local_world_size=local_world_size, **common)
@@ -108,12 +106,6 @@ def attach(
         f"gradients of shards. This is a {type(model).__name__} on one of {ranks} ranks. Pass the model that training "
         "calls: with Hugging Face's Trainer, trainer.model_wrapped; in your own loop, DistributedDataParallel(model)."
     )
-
-
-def _is_sharded(model: Any) -> bool:
-    """Whether ``fully_shard`` wraps the model or any of its modules."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return any(kind.__name__ == "FSDPModule" for module in modules for kind in type(module).__mro__)
 
 
 class Alone:

@@ -182,8 +182,6 @@ class ShardState(HookState):
             group.stop()
         super().close()
 
-    # -------------------------------------------------------------------------------- checkpoints
-
     @override
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for ``torch.distributed.checkpoint``. Every rank must call it between two backward passes.
@@ -225,10 +223,7 @@ def attach(
     broadcast_weights: bool = True,
     **arguments: Any,
 ) -> ShardState:
-    """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
-
-    See :func:`lightning_topk.attach`; :class:`.TopKState` takes the other arguments.
-    """
+    """Makes the replicas of an FSDP2 model exchange their gradients; see :func:`lightning_topk.attach`."""
     check_shardable(config)
     replicas: Any = process_group.get_group() if isinstance(process_group, DeviceMesh) else process_group
     replicas = replicas or dist.group.WORLD

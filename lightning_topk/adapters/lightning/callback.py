@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 else:
     Callback = importlib.import_module(PACKAGE).Callback
 
-
 EVERY_STEP = ("uplink_bytes", "downlink_bytes", "total_bytes", "saving")
 """Keys logged at every step; the others are logged when the Trainer logs."""
 DEFAULT = (
@@ -225,20 +224,15 @@ class CompressionMonitor(Callback):
         self.on_train_end(trainer)
 
     def summary(self, state: HookState | None = None) -> str:
-        """Returns a summary of the run so far, as measured on this rank.
-
-        Args:
-            state: The strategy's state, which knows who sends what.
-        """
+        """Returns a summary of the run so far, as measured on this rank; the strategy's state knows who sends what."""
         fit, volume, topology = self._fit, self._fit.volume, "" if state is None else state.config.topology
         by_node = state is not None and state.config.by_node
-        up, down, dense, outside, inside = map(
-            format_bytes, (volume.uplink, volume.downlink, volume.dense, volume.inter_node, volume.intra_node)
-        )
+        up, down, dense = map(format_bytes, (volume.uplink, volume.downlink, volume.dense))
         begun = f"{fit.steps:,} step{'s' * (fit.steps != 1)}" + f" since step {fit.since:,}" * (fit.since > 0)
         sent = f"each rank sent {up} up and {down} down"
         if by_node:
-            sent = f"each node sent {outside} to others (and {inside} inside)"
+            inside = format_bytes(volume.intra_node)
+            sent = f"each node sent {format_bytes(volume.inter_node)} to others (and {inside} inside)"
         elif topology == "single_server":
             sent = f"rank 0, which serves all, sent {down} down"
         average, end = f"{fit.k / max(1, fit.elements):.3g}", f"{fit.density:.3g}"

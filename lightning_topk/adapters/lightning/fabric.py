@@ -83,9 +83,7 @@ class TopKStrategy(DDPStrategy):
         for ddp, state in self._states:
             if ddp() is wrapped:
                 return state
-        raise KeyError(
-            f"this {type(module).__name__} was not set up with this strategy: pass the module from fabric.setup."
-        )
+        raise KeyError(f"this {type(module).__name__} was not set up with this strategy. Pass the one of fabric.setup.")
 
     @override
     def _setup_distributed(self) -> None:

@@ -13,7 +13,7 @@ from lightning_topk.adapters.checks import check_ddp_options
 from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
 from lightning_topk.adapters.lightning._compat import DDPStrategy, StrategyRegistry
 from lightning_topk.adapters.lightning._resume import arguments_of, entry_to_resume, entry_to_save, release
-from lightning_topk.adapters.workarounds import connect_after_restart, own_memory_, unfrozen
+from lightning_topk.adapters.workarounds import connect_after_restart, own_memory_
 from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
@@ -118,6 +118,7 @@ class TopKStrategy(DDPStrategy):
         assert self.model is not None
         own_memory_(self.model)
         smaller_buckets_(self._ddp_kwargs, self.root_device)
+        # DDP (torch 2.9 to 2.15) never synchronises parameters that are unfrozen later: ranks would drift apart.
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         # Lightning 2.6 launches the first exchange of a DDP with static_graph=True in manual optimization, but only the
         # first time: after a second fit or a rebuild nothing would be exchanged.
@@ -128,7 +129,7 @@ class TopKStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the module's training step; first rebuilds DDP if a parameter was unfrozen."""
         state, model = self.topk_state, self.model
-        if state is not None and unfrozen(self._frozen):
+        if state is not None and any(parameter.requires_grad for parameter in self._frozen):
             assert isinstance(model, DistributedDataParallel)
             if model.require_backward_grad_sync:  # at the end of an accumulation window
                 state.close()
@@ -143,7 +144,7 @@ class TopKStrategy(DDPStrategy):
         """Refuses a gradient that DDP did not synchronise, since ``training_step`` unfroze its parameter."""
         super().post_backward(closure_loss)
         synchronised = getattr(self.model, "require_backward_grad_sync", True)  # else the next step rebuilds DDP
-        alone = any(parameter.grad is not None for parameter in unfrozen(self._frozen))
+        alone = any(parameter.requires_grad and parameter.grad is not None for parameter in self._frozen)
         if self.topk_state is not None and synchronised and alone:
             raise RuntimeError(
                 "training_step unfroze a parameter: its gradient would stay different on every rank. Unfreeze it "
