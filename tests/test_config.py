@@ -59,7 +59,7 @@ BAD_FOR_DDP = [
     ({"local_world_size": 0}, ValueError, r"local_world_size=0 must be at least 1"),
     ({"local_world_size": "2"}, TypeError, r"local_world_size='2' is a str"),
     ({"ddp_comm_hook": print}, ValueError, r"ddp_comm_hook=.*TopKStrategy installs its own"),
-    ({"model_averaging_period": 4}, ValueError, r"model_averaging_period=4 belongs to post-local SGD"),
+    ({"model_averaging_period": 4}, ValueError, r"model_averaging_period=4 is not supported.*post-local SGD"),
     ({"mixed_precision": object()}, ValueError, r"mixed_precision=.*Use the Trainer's precision"),
     ({"skip_all_reduce_unused_params": True}, ValueError, r"skip_all_reduce_unused_params=True is not supported with"),
     ({"rato": 0.1}, TypeError, r"unknown argument rato=0\.1; did you mean 'ratio'\?"),
@@ -67,7 +67,7 @@ BAD_FOR_DDP = [
 
 
 BAD_FOR_SHARDS = [
-    ({"data_parallel_size": "all"}, TypeError, "data_parallel_size='all' must be 'auto' or a number"),
+    ({"data_parallel_size": "all"}, TypeError, "data_parallel_size='all' is a str; it must be an integer"),
     ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size=0 must be at least 1"),
     ({"residual_checkpoint": "full"}, TypeError, "residual_checkpoint='full' is a str"),
     ({"ratio": 2.0}, ValueError, r"ratio=2\.0 must be in \(0, 1\]"),

@@ -5,7 +5,6 @@ import itertools
 import warnings
 import weakref
 from typing import Any
-from unittest import mock
 
 import pytest
 import ranks
@@ -143,15 +142,6 @@ def test_modules_that_share_a_part_are_exchanged_side_by_side(rank, world):
     assert alike(torch.stack([weights(model) for model, _ in pairs]))
 
 
-def test_a_module_without_processes_is_set_up_as_by_ddp_strategy():
-    strategy = TopKStrategy()
-    strategy.parallel_devices = [torch.device("cpu")]
-    with mock.patch("lightning.fabric.strategies.ddp.DistributedDataParallel") as ddp:
-        strategy.setup_module(mock.Mock())
-    assert ddp.called
-    assert strategy.topk_states == []
-
-
 def launched(fabric: Fabric) -> None:
     train(fabric, nets(fabric, 1), fabric.global_rank, range(1))
 
@@ -204,18 +194,3 @@ def test_a_step_that_the_scaler_skips_also_leaves_a_module_that_shares_the_optim
     assert [torch.equal(*pair) for pair in itertools.pairwise(seen)] == [True, False]
     assert left.isfinite().all()
     assert [state.nonfinite_steps for state in states] == [1, 0]
-
-
-@on_ranks(2)
-def test_loading_weights_keeps_residuals(rank, world, tmp_path):
-    fabric = fabric_of(rank, world, ratio=0.05)
-    ((model, optimizer),) = nets(fabric, 1)
-    train(fabric, [(model, optimizer)], rank, range(2))
-    state, path = fabric.strategy.state_of(model), tmp_path / "weights.ckpt"
-    before = undelivered(state, model.module)
-    if rank == 0:
-        torch.save(four_layers().state_dict(), path)
-    fabric.barrier()
-    fabric.load_raw(path, model)
-    assert before.any()
-    assert torch.equal(undelivered(state, model.module), before)

@@ -171,10 +171,6 @@ def test_every_preset_trains_and_logs_the_bytes_that_are_predicted(rank, world, 
     assert sent[2:] == planned[2:]  # DDP regroups its buckets after the first step
 
 
-def test_forked_processes_train():
-    assert fit(None, 2, strategy="topk_fork")[1]["topk/saving"] == pytest.approx(50, rel=0.02)
-
-
 @on_ranks(4, timeout=150)
 def test_random_states_are_those_of_ddp_with_every_topology_and_selector(rank, world, tmp_path):
     """Checks torch, numpy and Python, with every measurement of the monitor."""
@@ -226,14 +222,17 @@ def test_lbfgs_is_refused_unless_whole_gradients_are_sent(rank, world):
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
+def thawed_in_the_second_epoch(model: Module) -> LambdaCallback:
+    """Freezes the first layer, and returns the callback that unfreezes it."""
+    layer = model.net[0].requires_grad_(False)
+    return LambdaCallback(on_train_epoch_start=lambda trainer, _: layer.requires_grad_(trainer.current_epoch > 0))
+
+
 @on_ranks(2)
 def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
     """DDP ignores parameters that were frozen when it was built; ranks would drift apart."""
     model, alone = (Module() for _ in range(2))
-    model.net[0].requires_grad_(False)
-    thaw = LambdaCallback(
-        on_train_epoch_start=lambda trainer, _: model.net[0].requires_grad_(trainer.current_epoch > 0)
-    )
+    thaw = thawed_in_the_second_epoch(model)
     strategy = TopKStrategy(ratio=1.0, wire="fp32", bucket_cap_mb=0.001)
     # Every rank sees all data, so the mean equals one process's gradient.
     fit(rank, world, model, strategy, [thaw], max_epochs=2, use_distributed_sampler=False)
@@ -250,12 +249,8 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
 @on_ranks(2)
 def test_a_static_graph_is_exchanged_after_every_rebuild_in_manual_optimization(rank, world):
     """Lightning launches the first exchange of a static graph by hand, but only once for a strategy."""
-    model = SteppedLate()
-    model.net[0].requires_grad_(False)
-    thaw = LambdaCallback(
-        on_train_epoch_start=lambda trainer, _: model.net[0].requires_grad_(trainer.current_epoch > 0)
-    )
-    trainer, _ = fit(rank, world, model, TopKStrategy(ratio=0.1, static_graph=True), [thaw], max_epochs=2)
+    model, strategy = SteppedLate(), TopKStrategy(ratio=0.1, static_graph=True)
+    trainer, _ = fit(rank, world, model, strategy, [thawed_in_the_second_epoch(model)], max_epochs=2)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model)
     assert alike(weights(model))

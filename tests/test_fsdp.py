@@ -7,7 +7,6 @@ from contextlib import closing
 from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import laws
@@ -20,7 +19,6 @@ from groups import Group, on_ranks
 from ranks import Net, alike, attach, batch, every_rank, gradient, loss_of, mean_over_ranks, undelivered, weights
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -70,30 +68,19 @@ class Watched:
     def __init__(self, state: Any) -> None:
         self.given: dict = {}
         self.delivered: dict = {}
-        self._state, lane_of = state, state.lane
+        self._state, self._exchange, state.exchange = state, state.exchange, self._watched
 
-        def lane(device: torch.device) -> Any:
-            found = lane_of(device)
-            return SimpleNamespace(groups=found.groups, submit=lambda job: found.submit(self._watch(job)))
-
-        state.lane = lane
-
-    def _watch(self, job: Any) -> Any:
-        run = job.run
-
-        def watched(background: bool = False) -> Any:
-            mean, sizes = job.gradient.double().clone(), [member.numel() for member in job.bucket]
-            dist.all_reduce(mean, group=self._state.groups.all)
-            delivered = yield from run(background)
-            before, after = (mean / self._state.world).split(sizes), delivered.double().split(sizes)
-            for member, computed, arrived in zip(job.bucket, before, after, strict=True):
-                if computed.isfinite().all():
-                    self.given[member] = self.given.get(member, 0) + computed
-                    self.delivered[member] = self.delivered.get(member, 0) + arrived
-            return delivered
-
-        job.run = watched
-        return job
+    def _watched(self, bucket: Any, g: Tensor, name: str, **options: Any) -> Any:
+        mean, sizes = g.double().clone(), [member.numel() for member in bucket]
+        dist.all_reduce(mean, group=self._state.groups.all)
+        future = self._exchange(bucket, g, name, **options)
+        future.wait()
+        before, after = (mean / self._state.world).split(sizes), g.double().split(sizes)
+        for member, computed, arrived in zip(bucket, before, after, strict=True):
+            if computed.isfinite().all():
+                self.given[member] = self.given.get(member, 0) + computed
+                self.delivered[member] = self.delivered.get(member, 0) + arrived
+        return future
 
     def check(self, tolerance: float = 1e-5) -> None:
         """Fails unless every received gradient was delivered or is held; every rank calls it."""
@@ -465,8 +452,7 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
     fully_shard(partly.first, mesh=inside)
     attach(taken, process_group=between, ratio=0.1)
     cases = {
-        "process_group=None must be the ranks that hold": (whole, {"ratio": 0.1}),
-        "or one dimension of a device mesh": (whole, {"process_group": mesh}),
+        "and the model is sharded over the ranks": (whole, {"ratio": 0.1}),
         "must hold the same shard, each on a different node": (whole, {"process_group": inside}),
         "with a replicate dimension": (sharded(net(), mesh), {"process_group": between}),
         "on several meshes": (several, {"process_group": between}),
@@ -543,21 +529,6 @@ def test_momentum_of_shards_stands_still_where_nothing_is_delivered(rank, world)
         assert (look(p)[0] != before[p][0])[~still].all()
 
 
-@on_ranks(4)
-def test_a_replaced_optimizer_of_shards_is_named_and_a_step_with_zeros_is_not(rank, world):
-    said: list[str] = []
-    mesh = mesh_of(2, 2)
-    net = sharded(Net(empty=False), mesh["shard"])
-    given, other = (torch.optim.Adam(net.parameters()) for _ in range(2))
-    attach(net, process_group=mesh["replicate"], ratio=0.05, optimizer=given, announce=said.append)
-    for _ in range(2):
-        get_state_dict(net, given)  # steps with zeros to create the state
-        given.state.clear()
-    ranks.train(net, rank, range(3), other)
-    assert not any("no gradient was exchanged" in line for line in said), said
-    assert sum("Adam takes steps, but it is not among those" in line for line in said) == (rank == 0)
-
-
 def trained(rank: int, **settings: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
     """A net on two nodes of two ranks after three steps, its state, and rank 0's entry for a checkpoint file."""
     net, state = made(2, 2, **settings)
@@ -603,22 +574,6 @@ def test_residuals_of_shards_resume_on_other_nodes_and_with_layers_frozen(groups
     for nodes, local, *others in [(2, 2, False), (3, 1, False), *frozen * (momentum == 0)]:
         for full in (False, True):
             groups(nodes * local).run(loaded, nodes, local, *others, tmp_path, full, momentum)
-
-
-@on_ranks(4)
-def test_a_consolidated_checkpoint_resumes_with_zero_residuals(rank, world, tmp_path):
-    """Lightning consolidates a distributed checkpoint into one file, without the residuals' folder."""
-    from lightning_topk.adapters.lightning._nodes import in_shards, resume, save_shards
-
-    _, state, _ = trained(rank)
-    save_shards(state, tmp_path)
-    one = tmp_path / "consolidated"
-    one.touch()
-    entry = in_shards(state)
-    for path, steps in ((tmp_path, 3), (one, 3)):
-        state.steps = 0
-        resume(state, entry, path)
-        assert state.steps == steps
 
 
 @on_ranks(4)

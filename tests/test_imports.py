@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "volume": ["core", *SETTINGS],
     "runtime": ["core", *SETTINGS, "volume"],
     "adapters": [],
-    "adapters.checks": ["runtime"],
+    "adapters.checks": [],
     "adapters.workarounds": [],
     "adapters.ddp": ["bucket", "config", "runtime", "adapters.checks"],
     "adapters.fsdp": ["bucket", "config", "runtime", "volume", "adapters.checks"],

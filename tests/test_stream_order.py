@@ -129,7 +129,7 @@ def backward(gpu: Gpu, hooks: Stream, state: ddp.TopKState, groups: list[list[to
         buffer = torch.empty(sum(p.numel() for p in group), device=CUDA)
         buffer.add_(torch.ones_like(buffer))
         if votes:
-            state._usage._used.update(group[:1])
+            state._used.update(group[:1])
         hooks.wait_stream(gpu.current)
         with gpu.on(hooks):
             future = state.launch(Bucket(buffer, group, index, index == len(groups) - 1))
@@ -176,7 +176,6 @@ class Shards:
         self.bucket = lambda g: tuple(self.members)
         sharded = {member: mock.Mock(device_mesh=torch.empty(()), placements=()) for member in self.members}
         self.sharded = sharded.__getitem__
-        self.root = mock.Mock()
         self.stop = lambda: None
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -84,47 +85,31 @@ def attach(
     config = one_config(attach, config, settings)
     earlier = None if residuals is None else residuals.state
     common = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler, "announce": announce}
-    if _is_sharded(model):
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    if any(kind.__name__ == "FSDPModule" for module in modules for kind in type(module).__mro__):
         # FSDP2 is slow to import; a sharded model has imported it already.
         from lightning_topk.adapters.fsdp import hook as fsdp
 
         if local_world_size is not None:
-            raise ValueError(
-                f"local_world_size={local_world_size} applies only to DDP models: the nodes of an FSDP model follow "
-                "from process_group=. Leave it out."
-            )
+            raise ValueError(f"local_world_size={local_world_size} applies only to DDP models. Leave it out.")
         return fsdp.attach(model, config, process_group, optimizer, broadcast_weights, **common)
     if process_group is not None:
-        raise ValueError(
-            f"process_group= applies only to models wrapped by fully_shard, and this is a {type(model).__name__}. Pass "
-            "the group of a DDP model to DistributedDataParallel."
-        )
-    if _trains_alone(model):
+        raise ValueError("process_group= applies only to models wrapped by fully_shard; DDP has a group of its own.")
+    wrapped = getattr(model, "_orig_mod", model)  # torch.compile's
+    if isinstance(wrapped, DistributedDataParallel):
+        return ddp.attach(wrapped, config, optimizer, local_world_size=local_world_size, **common)
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if isinstance(model, torch.nn.Module) and ranks == 1:
         return Alone(config, announce)
-    return ddp.attach(model, config, optimizer, local_world_size=local_world_size, **common)
-
-
-def _is_sharded(model: Any) -> bool:
-    """Whether ``fully_shard`` wraps the model or any of its modules."""
-    if not isinstance(model, torch.nn.Module):
-        return False
-    return any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
-
-
-def _trains_alone(model: Any) -> bool:
-    """Whether the model is a bare module and this is the only process."""
-    fsdp1 = "FullyShardedDataParallel" in {kind.__name__ for kind in type(model).__mro__}
-    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return isinstance(model, torch.nn.Module) and not (ddp.is_ddp(model) or fsdp1 or others)
+    raise TypeError(
+        "attach takes a DistributedDataParallel model or one that fully_shard (FSDP2) wraps; FSDP1 has no hook for "
+        f"gradients of shards. This is a {type(model).__name__} on one of {ranks} ranks. Pass the model that training "
+        "calls: with Hugging Face's Trainer, trainer.model_wrapped; in your own loop, DistributedDataParallel(model)."
+    )
 
 
 class Alone:
-    """The state of a module that a single process trains: it exchanges and keeps nothing.
-
-    Args:
-        config: The settings.
-        announce: See :func:`attach`.
-    """
+    """The state of a module that a single process trains: it exchanges and keeps nothing."""
 
     nonfinite_steps = steps = 0
     rank, world = 0, 1
@@ -147,11 +132,8 @@ class Alone:
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Ignores residuals, with a warning."""
-        if isinstance(entry, Mapping) and entry.get("parameters"):
-            self._say(
-                "lightning_topk: the checkpoint's residuals are ignored: a bare module in one process has no exchange "
-                "to deliver them. Wrap it in DistributedDataParallel to apply them."
-            )
+        if entry.get("parameters"):
+            self._say("lightning_topk: the checkpoint's residuals are ignored: a single rank has no exchange for them.")
 
     def close(self) -> None:
         """Does nothing: the state holds no resources."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -72,21 +70,3 @@ def own_memory_(module: torch.nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
-
-
-def synchronise_a_new_static_graph(strategy: Any) -> None:
-    """Makes Lightning launch the first exchange of a new DDP with ``static_graph=True`` in manual optimization.
-
-    DDP leaves the first one to its caller. Lightning 2.6 does this once for a strategy: after a second ``fit`` or a
-    rebuild nothing would be exchanged. Obsolete once its ``configure_ddp`` resets the flag.
-    """
-    strategy._pl_static_graph_delay_done = False
-
-
-def unfrozen(frozen: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters that are trained now, of those that were frozen when DDP wrapped them.
-
-    DDP (torch 2.9 to 2.15) never synchronises these: they would differ between ranks. Obsolete once it refuses them or
-    adds them to its buckets.
-    """
-    return [parameter for parameter in frozen if parameter.requires_grad]

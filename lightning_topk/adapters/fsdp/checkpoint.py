@@ -29,22 +29,13 @@ from lightning_topk.runtime.residuals import Residuals
 
 
 def collect(
-    residuals: Residuals,
-    steps: int,
-    groups: Sequence[ParamGroup],
-    config: TopKConfig,
-    device: torch.device,
-    replicas: dist.ProcessGroup,
+    residuals: Residuals, steps: int, groups: Sequence[ParamGroup], config: TopKConfig, replicas: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Creates the entry of sharded residuals. A collective: every rank calls it, between two backward passes.
-
-    Returns:
-        The entry, with tensors on the CPU; the same on all replicas.
-    """
+    """Creates the entry of sharded residuals, on the CPU. A collective, between two backward passes."""
     group_of = {member: group for group in groups for member in group.trained}
     found: dict[str, Any] = {"residual": {}}
     sum_ = partial(dist.all_reduce, group=replicas)
-    for kind, member, total in undelivered(residuals, group_of, config, device, replicas, sum_):
+    for kind, member, total in undelivered(residuals, group_of, config, groups[0].device, replicas, sum_):
         group, total = group_of[member], total / group_of[member].later_divided_by(member)
         found.setdefault(kind, {})[group.names[member]] = _like_parameter(total, group.sharded(member))
     return {**found, "about": json.dumps(without_parameters(steps, config, dist.get_world_size(replicas)))}
@@ -59,36 +50,31 @@ def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
 
 
 def joined(sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins the shards of an entry of sharded residuals. A collective of the node.
-
-    Returns:
-        On rank 0, an entry of :mod:`lightning_topk.runtime.checkpoint`; elsewhere the same without tensors.
-    """
+    """Joins the shards of an entry of sharded residuals; only rank 0's result has tensors. A collective of the node."""
+    found = _by_parameter(sharded)
     parameters: dict[str, Any] = {}
-    for name in sharded["residual"]:
-        full = {kind: _join(parts[name]) for kind, parts in sharded.items() if kind != "about"}
+    for name, kept in found["parameters"].items():
+        full = {
+            kind: part.to(part.device_mesh.device_type).full_tensor().flatten().cpu() for kind, part in kept.items()
+        }
         if dist.get_rank() == 0:
             parameters[name] = full
+    return {**found, "parameters": parameters}
+
+
+def _by_parameter(sharded: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of sharded residuals in the form of :mod:`lightning_topk.runtime.checkpoint`."""
+    kinds = {kind: parts for kind, parts in sharded.items() if kind != "about"}
+    names = sorted({name for parts in kinds.values() for name in parts})
+    parameters = {name: {kind: parts[name] for kind, parts in kinds.items() if name in parts} for name in names}
     return {**json.loads(sharded["about"]), "parameters": parameters}
-
-
-def _join(shards: DTensor) -> Tensor:
-    """The full tensor of a DTensor, ``[elements]`` on the CPU. A collective of the node."""
-    there: Any = shards.to(shards.device_mesh.device_type)
-    return there.full_tensor().flatten().cpu()
 
 
 @unusable_if_it_fails()
 def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[str] = ()) -> Any:
-    """Returns this rank's part of an entry (of any wrapper), without the residuals of ``frozen`` parameters.
-
-    A damaged entry may be returned unchanged; one too damaged to split raises a ValueError.
-    """
+    """Returns this rank's part of an entry (of any wrapper), without the residuals of ``frozen`` parameters."""
     if isinstance(entry, Mapping) and "about" in entry:
-        kinds = {kind: parts for kind, parts in entry.items() if kind != "about"}
-        names = sorted({name for parts in kinds.values() for name in parts})
-        parameters = {name: {kind: parts[name] for kind, parts in kinds.items() if name in parts} for name in names}
-        entry = {**json.loads(entry["about"]), "parameters": parameters}
+        entry = _by_parameter(entry)
     if not isinstance(entry, Mapping) or not isinstance(entry.get("parameters"), Mapping):
         return entry
     mine = {name: kept for name, kept in entry["parameters"].items() if name not in frozen}
@@ -103,10 +89,7 @@ def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[st
 
 
 def _shard_of(saved: Tensor, parameter: DTensor, size: int) -> Tensor:
-    """A rank's padded shard ``[size]`` of a parameter's saved tensor.
-
-    ``saved`` is a DTensor that is sharded like the parameter, or the full tensor ``[..., elements of the parameter]``.
-    """
+    """A rank's padded shard ``[size]``, of a DTensor sharded like the parameter or a full tensor ``[..., numel]``."""
     if isinstance(saved, DTensor):
         mine = saved.to_local().reshape(-1)
     elif saved.shape[-1:] != (parameter.numel(),):

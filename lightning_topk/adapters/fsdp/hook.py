@@ -7,14 +7,12 @@
                   |                    |       reduce-scatter: FSDP, dense, inside a node
     shard 1     rank 1  <- top-k ->  rank 3
 
-1. Backward computes the gradients of a wrapped module. FSDP averages them over the node and gives each rank its shard,
-   one flat tensor: the shards of the module's parameters, one after the other, each padded to equal size.
+1. FSDP averages a module's gradients over the node and gives each rank its shard, one flat tensor: the shards of the
+   module's parameters, one after the other, each padded to equal size.
 2. FSDP calls its all-reduce hook with that tensor, on the hook's stream: :meth:`ShardState.exchange_shard`. A
    :class:`ParamGroup` names the parameters in it.
-3. The job runs immediately: the exchange of :mod:`lightning_topk.core.exchange` with the ranks that hold the same shard
-   on other nodes. On CUDA this only queues work on the hook's stream, so backward continues; on CPU backward waits,
-   since FSDP reads the tensor when the hook returns.
-4. FSDP passes the shards to the optimizer.
+3. The ranks that hold the same shard on other nodes exchange it. On CUDA this only queues work on the hook's stream, so
+   backward continues; on CPU backward waits, since FSDP reads the tensor when the hook returns.
 
 This is the hierarchical topology with FSDP's shards as parts: each rank keeps the residuals of its shard.
 """
@@ -29,15 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topk.adapters.checks import check_parameters, check_same_model
+from lightning_topk.adapters.checks import check_parameters
 from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
-from lightning_topk.adapters.fsdp.param_groups import EndOfBackward, ParamGroup, param_groups_of
+from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, device_of
@@ -45,13 +42,11 @@ from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import mark
 
-# ------------------------------------------------------------------------------------------------ the state
-
 
 class ShardState(HookState):
     """State of the hooks of one FSDP2 model: exchanges shards of gradients with the model's replicas.
 
-    Created by :func:`attach`. It reports and saves like :class:`.TopKState`, and
+    Created by :func:`lightning_topk.attach`. It reports and saves like :class:`.TopKState`, and
     ``torch.distributed.checkpoint`` can save it: its residuals are sharded like the parameters.
     """
 
@@ -61,37 +56,33 @@ class ShardState(HookState):
         self.shards_per_node = dist.get_world_size() // dist.get_world_size(replicas)
         super().__init__(process_group=replicas, local_world_size=1, **arguments)
         self._param_groups, self._replicas = groups, replicas
-        named = all_names_of(model)
-        self.buckets.all_names = {each: named.get(group.sharded(each), ()) for group in groups for each in group.names}
-        sharded = {name for group in groups for name in group.names.values()}
+        self._group_of = {member: group for group in groups for member in group.proxies}
+        self._names = {member: group.names[member] for member, group in self._group_of.items()}
+        sharded, named = {*self._names.values()}, all_names_of(model)
+        self.buckets.all_names = {each: named.get(group.sharded(each), ()) for each, group in self._group_of.items()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
         self._trained: set[Tensor] = set()  # in the last pass
-        self._end = EndOfBackward(model, self._backward_ended)
-        self._group_of = {member: group for group in groups for member in group.proxies}
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
 
     def learn_names(self) -> None:
         """Names the parameters, see :meth:`lightning_topk.bucket.Buckets.learn_names`."""
-        self._trained = {member for group in self._param_groups for member in group.trained}
-        names = {member: name for group in self._param_groups for member, name in group.names.items()}
-        self.buckets.learn_names(names, self._copied_inside())
+        self._trained = self._trained_now()
+        self.buckets.learn_names(self._names, self._copied_inside())
+
+    def _trained_now(self) -> set[Tensor]:
+        return {member for group in self._param_groups for member in group.trained}
 
     @override
     def parameters_of(self, members: Collection[Tensor]) -> Collection[Tensor]:
         return [self._group_of[member].sharded(member) for member in members]
 
     def exchange_shard(self, group: ParamGroup, g: Tensor) -> None:
-        """FSDP's hook: exchanges this rank's shard of a gradient between the replicas.
+        """FSDP's hook: exchanges this rank's shard of a gradient between the replicas; see :meth:`exchange`.
 
         Args:
             group: The parameter group of the gradient.
             g: ``[elements]``, the mean over the node; overwritten with the mean that all replicas agree on.
-
-        Raises:
-            RuntimeError: The state was closed, an exchange failed, or gradients are accumulated with
-                ``set_requires_all_reduce(False)``.
-            ValueError: Replicas have gradients of different parameters; or see :meth:`exchange`.
         """
         if group.skips_all_reduce:
             raise RuntimeError(
@@ -100,12 +91,9 @@ class ShardState(HookState):
             )
         bucket = group.bucket(g)
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
-            self._backward_ended()  # an earlier pass failed, or its end was not seen
+            self._backward_ended()  # an earlier pass failed
         if not self._buckets:
             self._refresh_trained()
-            in_autograd = torch._C._current_graph_task_id() != -1  # otherwise the user finalises backward (torch 2.15)
-            if not self._end.is_seen(group) and in_autograd:
-                Variable._execution_engine.queue_callback(self._backward_ended)
         self._match_gradient(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {group} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
@@ -128,16 +116,14 @@ class ShardState(HookState):
                 f"the parameter {unfrozen[0]!r} (one of {len(unfrozen)}) was unfrozen, but its gradient is not "
                 "reduced. Shard it with fully_shard before attach, or attach again."
             )
-        trained = {member for group in self._param_groups for member in group.trained}
-        if trained == self._trained:
-            return
-        self._trained = trained
-        copied = self._copied_inside()
-        if not trained.isdisjoint(self.buckets.compressed):
-            try:
-                self.buckets.learn_names(self.names, copied)
-            except ValueError as error:  # the settings fit the parameters that were trained at first
-                self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
+        before, self._trained = self._trained, self._trained_now()
+        if self._trained != before:
+            copied = self._copied_inside()
+            if not self._trained.isdisjoint(self.buckets.compressed):
+                try:
+                    self.buckets.learn_names(self.names, copied)
+                except ValueError as error:  # the settings fit the parameters that were trained at first
+                    self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
 
     def _copied_inside(self) -> list[Tensor]:
         """The proxies of parameters with several copies inside a node, such as norm layers under tensor parallelism.
@@ -167,15 +153,18 @@ class ShardState(HookState):
 
     def _agree_on(self, gradient: str) -> None:
         """Checks that all replicas exchange the same gradient next: payloads of equal size would be mixed up."""
-        assert self.groups is not None
         remedy = (
             "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
             "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.15 and later)."
         )
-        check_agreement({"the next gradient": gradient}, remedy, self.groups.all)
+        check_agreement({"the next gradient": gradient}, remedy, self.open_groups().all)
+
+    def root_ended(self) -> None:
+        """FSDP has ended a backward pass, of this model or of another one."""
+        if self.groups is not None and not any(group.in_backward for group in self._param_groups):
+            self._backward_ended()
 
     def _backward_ended(self) -> None:
-        """Ends the backward pass."""
         if not self._buckets:
             return
         buckets, self._buckets = self._buckets, []
@@ -191,29 +180,24 @@ class ShardState(HookState):
 
     @override
     def close(self) -> None:
-        self._end.stop()
         for group in self._param_groups:
             group.stop()
         super().close()
-
-    # -------------------------------------------------------------------------------- checkpoints
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for ``torch.distributed.checkpoint``. Every rank must call it between two backward passes.
 
-        Returns:
-            On every rank, the entry that :mod:`lightning_topk.adapters.fsdp.checkpoint` describes.
+        :mod:`lightning_topk.adapters.fsdp.checkpoint` describes the entry.
         """
         return sharded_checkpoint.collect(
-            self.residuals, self.steps, self._param_groups, self._requested, self._device(), self._replicas
+            self.residuals, self.steps, self._param_groups, self._requested, self._replicas
         )
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns residuals for a single file. Every rank must call it between two backward passes.
 
-        Returns:
-            On rank 0, what :meth:`.HookState.state_dict` returns for the unsharded model; elsewhere, no tensors.
+        On rank 0 it is what :meth:`.HookState.state_dict` returns for the unsharded model; elsewhere, no tensors.
         """
         return sharded_checkpoint.joined(self.state_dict())
 
@@ -228,12 +212,9 @@ class ShardState(HookState):
         Raises:
             ValueError: The entry is damaged or belongs to another model.
         """
-        trained = {group.names[member] for group in self._param_groups for member in group.trained}
+        trained = {self.names[member] for member in self._trained_now()}
         frozen = {*self._strangers, *self.names.values()} - trained
         super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._param_groups, frozen))
-
-
-# ------------------------------------------------------------------------------------------------ attach
 
 
 def attach(
@@ -244,42 +225,39 @@ def attach(
     broadcast_weights: bool = True,
     **arguments: Any,
 ) -> ShardState:
-    """Makes the replicas of an FSDP2 model exchange their gradients, shard by shard.
-
-    See :func:`lightning_topk.attach`; :class:`.TopKState` takes the other arguments.
-    """
+    """Makes the replicas of an FSDP2 model exchange their gradients; see :func:`lightning_topk.attach`."""
     check_shardable(config)
-    replicas = replicas_of(process_group)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(
-            "parameters are on the meta device and have no values yet. Call model.to_empty(device=...) and initialise "
-            "them before attach."
-        )
+    replicas: Any = process_group.get_group() if isinstance(process_group, DeviceMesh) else process_group
+    replicas = replicas or dist.group.WORLD
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
     earlier = arguments.get("earlier")
     proxies = {name: member for member, name in earlier.names.items()} if isinstance(earlier, ShardState) else {}
     # A frozen module may belong to two models. The first one keeps it.
-    groups = [group for group in param_groups_of(model, proxies) if group.trained or not has_hook(group)]
-    check_group(groups, replicas)
+    groups = [group for group in param_groups_of(model, proxies) if group.trained or not group.has_hook]
+    _check_groups(groups, replicas)
     with device_of(model.parameters()):
         state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
         try:
             state.learn_names()
             state.open_groups().connect(groups[0].device)
             state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
-            shards = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
-            remedy = "process_group= must be the ranks that hold the same shard, one per node."
-            check_agreement(shards, remedy, replicas)
-            check_same_model(model, replicas)
+            same: dict[str, Any] = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
+            for name, p in model.named_parameters():
+                same[name] = f"{tuple(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
+            remedy = "The ranks of process_group= must hold the same shard of the same model, each on another node."
+            check_agreement(same, remedy, replicas)
+            for group in groups:
+                group.watch_use()
         except (RuntimeError, ValueError):
             state.close()
             raise
         if broadcast_weights:
             _broadcast(model, replicas, groups[0].device)
         for group in groups:
-            group.watch_use()
-            group.set_hook(partial(state.exchange_shard, group), state.lane(group.device).stream)
+            hook = partial(state.exchange_shard, group)
+            group.module.set_all_reduce_hook(hook, stream=state.lane(group.device).stream)
+    watch_backward(state)
     return state
 
 
@@ -297,25 +275,13 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torc
     first = dist.get_global_rank(replicas, 0)
     for tensor in (*model.parameters(), *model.buffers()) if dist.get_world_size(replicas) > 1 else ():
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        sent = local.to(device, copy=False).contiguous()  # shards may be offloaded to the CPU
+        sent = local.to(device).contiguous()  # shards may be offloaded to the CPU
         dist.broadcast(sent, first, group=replicas)
         if sent.data_ptr() != local.data_ptr():
             local.copy_(sent)
 
 
-def replicas_of(group: Any) -> dist.ProcessGroup:
-    """The group of ranks that hold the same shard."""
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group={group!r} must be the ranks that hold the same shard, one per node: a process group or one "
-            "dimension of a device mesh. Pass mesh['replicate'], the dimension along which nodes are counted."
-        )
-    return group
-
-
-def check_group(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:
+def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:
     """Refuses ranks that hold different shards, and groups whose gradients go to another hook."""
     if not groups:
         raise ValueError("no parameter of the model is trained: there is no gradient to exchange.")
@@ -327,13 +293,7 @@ def check_group(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> No
             "along which nodes are counted."
         )
     for group in groups:
-        if has_hook(group):
+        if group.has_hook:
             raise RuntimeError(
                 f"FSDP already calls a hook with the gradient of {group}. Close the earlier state first."
             )
-
-
-def has_hook(group: ParamGroup) -> bool:
-    """Whether FSDP calls a hook with the gradients of a group, other than the hook of a closed state."""
-    user = getattr(getattr(group.hook, "func", None), "__self__", None)
-    return group.hook is not None and not (isinstance(user, HookState) and user.groups is None)

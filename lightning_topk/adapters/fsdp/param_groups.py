@@ -1,24 +1,27 @@
 """The parameter groups of an FSDP2 model, and the proxies for their shards in buckets.
 
-torch does not say which parameters an all-reduce hook's tensor holds. So this module reads FSDP's private parameter
-groups; no other module does.
+torch does not say which parameters an all-reduce hook's tensor holds, nor when a backward pass ends. So this module
+reads FSDP's private parameter groups; no other module does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_topk.adapters.checks import watch_gradients
 from lightning_topk.bucket import Bucket, names_of
+from lightning_topk.runtime.state import HookState
 
 
 class ParamGroup:
@@ -27,11 +30,8 @@ class ParamGroup:
     A sharded parameter has the size of the full one. So in a bucket a *proxy* takes its place: ``[elements of the
     padded shard]`` in the dtype of the reduced gradient, without memory of its own.
 
-    Args:
-        module: One of the modules that ``fully_shard`` wrapped together.
-        group: FSDP's private object for the group.
-        names: The sharded parameters' names.
-        known: Proxies by name, from an earlier state of the same model; new ones are added.
+    ``group`` is FSDP's private object for it, ``module`` one of the modules that ``fully_shard`` wrapped together.
+    ``known`` are proxies by name, from an earlier state of the same model; new ones are added.
     """
 
     def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
@@ -49,6 +49,8 @@ class ParamGroup:
             self.proxies[known[name]], self.names[known[name]] = parameter, name
         self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
         """The ranks over which the parameters are sharded."""
+        self.device: torch.device = group.device
+        """Device on which gradients are reduced."""
         self.stream: torch.cuda.Stream | None = None
         """On a GPU, the stream on which the last gradient was computed."""
         self._used: set[Any] = set()  # parameters with a gradient that is not reduced yet
@@ -75,12 +77,7 @@ class ParamGroup:
         self.module.unshard()
         for parameter in self.proxies.values():
             # Weak references: the garbage collector does not see a tensor's hooks, and would never free the model.
-            note = partial(_note, ref(self), ref(parameter))
-            unsharded = parameter._unsharded_param
-            if unsharded.is_floating_point():  # others never get a gradient
-                trained = unsharded.requires_grad
-                self._watches.append(unsharded.requires_grad_().register_post_accumulate_grad_hook(note))
-                unsharded.requires_grad_(trained)
+            self._watches += watch_gradients(parameter._unsharded_param, partial(_note, ref(self), ref(parameter)))
         self.module.reshard()
 
     def stop(self) -> None:
@@ -91,17 +88,15 @@ class ParamGroup:
     def bucket(self, g: Tensor) -> Bucket:
         """The parameters whose gradients a hook's tensor holds, in its order: all trained ones, or those that got one.
 
-        Raises:
-            RuntimeError: The size of the tensor fits neither.
+        Args:
+            g: ``[elements]``, this rank's shard of the gradient. If its size fits neither, a RuntimeError is raised.
         """
         parameters = self._group.fsdp_params
         order = getattr(self._group, "_reduce_scatter_param_indices", None)  # torch 2.15 sorts them by dtype
         ordered = parameters if order is None else [parameters[number] for number in order]
-        member = {parameter: proxy for proxy, parameter in self.proxies.items()}
-        trained, used = (
-            tuple(member[parameter] for parameter in ordered if parameter in those)
-            for those in ({self.proxies[each] for each in self.trained}, self._used)
-        )
+        proxy_of = {parameter: proxy for proxy, parameter in self.proxies.items()}
+        trained = tuple(proxy_of[each] for each in ordered if each.sharded_param.requires_grad)
+        used = tuple(proxy_of[each] for each in ordered if each in self._used)
         self._used.clear()
         for bucket in (trained, used):
             if sum(each.numel() for each in bucket) == g.numel():
@@ -123,23 +118,16 @@ class ParamGroup:
         return self._group.gradient_divide_factor is not None
 
     @property
-    def device(self) -> torch.device:
-        """Device on which gradients are reduced."""
-        return self._group.device
+    def in_backward(self) -> bool:
+        """Whether a backward pass of the root module that includes this group has begun and not ended."""
+        return self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
     @property
-    def root(self) -> Any:
-        """FSDP's state of the root module, whose forward pass includes this group."""
-        return self.module._get_fsdp_state()._state_ctx.all_states[0]
-
-    @property
-    def hook(self) -> Any:
-        """The hook that FSDP calls with each reduced gradient; None if there is none."""
-        return self._group._all_reduce_hook
-
-    def set_hook(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
-        """Makes FSDP call a hook with each reduced gradient, on a stream."""
-        self.module.set_all_reduce_hook(hook, stream=stream)
+    def has_hook(self) -> bool:
+        """Whether FSDP calls a hook with the gradients, other than the hook of a closed state."""
+        hook = self._group._all_reduce_hook
+        user = getattr(getattr(hook, "func", None), "__self__", None)
+        return hook is not None and not (isinstance(user, HookState) and user.groups is None)
 
     def later_divided_by(self, proxy: Tensor) -> float:
         """Factor by which FSDP divides the hook's result: for float16, whose sums could overflow, or if it only sums.
@@ -167,90 +155,59 @@ def _note(param_group: ref[ParamGroup], used: ref[Any], _: Tensor) -> None:
 
 def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[ParamGroup]:
     """Returns the parameter groups of an FSDP2 model, in the order of its modules."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a backward pass that failed may have left parameters gathered
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for _, module in modules:
+        module.reshard()  # a backward pass that failed may have left parameters gathered
     names = names_of(model)
-    param_groups, seen = [], set()
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_groups", None)  # torch 2.9 has one group a module
-        groups = [group for group in ([state._fsdp_param_group] if one is None else one) if group is not None]
-        if len(groups) > 1:
+    param_groups: dict[Any, ParamGroup] = {}
+    for name, module in modules:
+        group: Any = module._get_fsdp_state()._fsdp_param_group  # torch refuses a module on several meshes here
+        if getattr(getattr(group, "mesh_info", None), "replicate_mesh_dim", None) is not None:
             raise ValueError(
-                f"the module {name!r} is sharded on {len(groups)} meshes, and FSDP2 has one hook for them. Wrap its "
-                "parts with fully_shard one by one, all on the mesh of the node."
+                f"the module {name!r} is on a mesh {tuple(group.mesh_info.mesh.shape)} with a replicate dimension, "
+                "over which FSDP all-reduces whole gradients. Pass fully_shard only the dimension inside a node, "
+                "such as mesh=mesh['shard'], and attach(..., process_group=mesh['replicate'])."
             )
-        for group in groups:
-            if id(group) not in seen:
-                seen.add(id(group))
-                _check_mesh(group, name)
-                param_groups.append(ParamGroup(module, group, names, known))
-    found = {parameter for param_group in param_groups for parameter in param_group.names.values()}
-    strangers = [name for parameter, name in names.items() if parameter.requires_grad and name not in found]
+        if group is not None and group not in param_groups:
+            param_groups[group] = ParamGroup(module, group, names, known)
+    found = {name for param_group in param_groups.values() for name in param_group.names.values()}
+    strangers = [name for p, name in names.items() if p.requires_grad and name not in found]
     if strangers:
         raise ValueError(
             f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so its gradient "
             "would not be reduced. Wrap the module that holds it too, or freeze it."
         )
-    meshes = {tuple(param_group.ranks) for param_group in param_groups if param_group.trained}
+    meshes = {tuple(param_group.ranks) for param_group in param_groups.values() if param_group.trained}
     if len(meshes) > 1:
         raise ValueError(
             f"the model is sharded on several meshes, of the ranks {' and '.join(map(str, sorted(meshes)))}: their "
             "replicas are on different ranks. Shard all modules on one mesh, the node's."
         )
-    return [param_group for param_group in param_groups if param_group.proxies and tuple(param_group.ranks) in meshes]
+    return [each for each in param_groups.values() if each.proxies and tuple(each.ranks) in meshes]
 
 
-class EndOfBackward:
-    """Makes FSDP call back at the end of a backward pass.
+_watching: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The states that FSDP calls back at the end of a backward pass, in the order in which every rank made them."""
+
+
+def watch_backward(state: Any) -> None:
+    """Makes FSDP call ``state.root_ended`` when a root module has ended its backward pass.
 
     Autograd's own callbacks come too early if activations are checkpointed with ``use_reentrant=True``: each block is
-    then a nested backward pass. FSDP calls the final callback of the root only, which may be outside the model and is
-    known after a forward pass.
+    then a nested backward pass. FSDP has a final callback, of the root only. The root may be outside the model, and is
+    known after a forward pass; so the callbacks of all modules are replaced, once.
     """
-
-    _NAME = "_root_post_backward_final_callback"
-
-    def __init__(self, model: torch.nn.Module, ended: Callable[[], None]) -> None:
-        self._ended = ended
-        self._parts: dict[Any, partial[None]] = {}  # their callbacks now; two models may share a part
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                self._watch(module._get_fsdp_state())
-
-    def is_seen(self, param_group: ParamGroup) -> bool:
-        """Whether FSDP will call back at the end of this backward pass; from the next pass on it will."""
-        root = param_group.root
-        seen = root in self._parts
-        self._watch(root)
-        return seen
-
-    def stop(self) -> None:
-        """Restores the callbacks of FSDP."""
-        for part, callback in self._parts.items():
-            if getattr(part, self._NAME) is callback:
-                setattr(part, self._NAME, callback.args[0])  # the callback before
-        self._parts = {}
-
-    def _watch(self, part: Any) -> None:
-        if part not in self._parts:
-            self._parts[part] = partial(self._after, getattr(part, self._NAME))
-            setattr(part, self._NAME, self._parts[part])
-
-    def _after(self, last: Callable[[], None]) -> None:
-        last()
-        if self._parts and not any(part._state_ctx.post_backward_final_callback_queued for part in self._parts):
-            self._ended()
+    _replace_final_callback()
+    _watching[id(state)] = state
 
 
-def _check_mesh(group: Any, name: str) -> None:
-    """Refuses a mesh with a replicate dimension, over which FSDP itself reduces gradients."""
-    if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None:
-        raise ValueError(
-            f"the module {name!r} is on a mesh {tuple(group.mesh_info.mesh.shape)} with a replicate dimension, over "
-            "which FSDP all-reduces whole gradients. Pass fully_shard only the dimension inside a node, such as "
-            "mesh=mesh['shard'], and attach(..., process_group=mesh['replicate'])."
-        )
+@cache
+def _replace_final_callback() -> None:
+    last = FSDPState._root_post_backward_final_callback
+
+    def final(root: FSDPState) -> None:
+        last(root)
+        for state in [*_watching.values()]:
+            state.root_ended()
+
+    FSDPState._root_post_backward_final_callback = final  # type: ignore[assignment, method-assign]

@@ -15,20 +15,9 @@ if "pytorch_lightning" in sys.modules and PACKAGE not in sys.modules:
 
 if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
-    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 else:
     from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
-    from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
     from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
-__all__ = [
-    "PACKAGE",
-    "DDPStrategy",
-    "ModelParallelStrategy",
-    "StrategyRegistry",
-    "TrainerFn",
-    "TrainerStatus",
-    "rank_zero_info",
-    "rank_zero_warn",
-]
+__all__ = ["PACKAGE", "DDPStrategy", "ModelParallelStrategy", "StrategyRegistry", "rank_zero_info", "rank_zero_warn"]

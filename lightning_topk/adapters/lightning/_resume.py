@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from lightning_topk.adapters.lightning._compat import TrainerStatus, rank_zero_info
+from lightning_topk.adapters.lightning._compat import rank_zero_info
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
-from lightning_topk.runtime.state import HookState
-
-State = TypeVar("State", bound=HookState)
 
 
 def arguments_of(strategy: Any) -> dict[str, Any]:
@@ -33,21 +30,18 @@ def release(strategy: Any) -> None:
         state.residuals.offload_to_cpu()
 
 
-def entry_to_save(
-    state: State | None, save: Callable[[State], dict[str, Any]], residual_checkpoint: bool, module: Any, filepath: Any
-) -> dict[str, Any]:
+def entry_to_save(strategy: Any, save: Callable[[Any], dict[str, Any]], filepath: Any) -> dict[str, Any]:
     """Returns what ``save`` makes of the strategy's last state, or an entry that says why it has no residuals.
 
     A collective, unless other ranks might not save this checkpoint, so that it could hang.
     """
-    steps = 0 if state is None else state.steps
-    trainer = None if module is None else module._trainer
-    status = None if trainer is None else trainer.state.status
-    if not residual_checkpoint:
+    state, trainer = strategy._last, getattr(strategy.lightning_module, "_trainer", None)
+    steps, interrupted = getattr(state, "steps", 0), getattr(trainer, "interrupted", False)
+    if not strategy._residual_checkpoint:
         return absent("it was saved with residual_checkpoint=False", steps)
     if not (dist.is_available() and dist.is_initialized()):
         return absent("it was saved after the worker processes, which held them, had ended")
-    if status == TrainerStatus.INTERRUPTED or Path(filepath).name.startswith("hpc_ckpt"):
+    if interrupted or Path(filepath).name.startswith("hpc_ckpt"):
         return absent("it was saved while an exception or a signal was handled, when collectives could hang", steps)
     return dict(EMPTY) if state is None else save(state)
 
@@ -65,10 +59,5 @@ def entry_to_resume(checkpoint: Mapping[str, Any], residual_checkpoint: bool) ->
     else:
         return entry
     rank_zero_info(f"lightning_topk: {said}; starting from zero.")
-    return without_residuals(entry)
-
-
-def without_residuals(entry: Any) -> dict[str, Any]:
-    """The entry of a run that starts with zero residuals after as many steps as another entry, for schedules."""
     steps = entry.get("steps") if isinstance(entry, dict) else None
     return {**EMPTY, "steps": steps if type(steps) is int and steps > 0 else 0}

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_topk.adapters.lightning._compat import PACKAGE, rank_zero_info, rank_zero_warn
 from lightning_topk.bucket import names_of
-from lightning_topk.config import check_bool
+from lightning_topk.config import TopKConfig, check_bool
 from lightning_topk.runtime.collectives import dense_cost
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     Callback = importlib.import_module(PACKAGE).Callback
-
 
 EVERY_STEP = ("uplink_bytes", "downlink_bytes", "total_bytes", "saving")
 """Keys logged at every step; the others are logged when the Trainer logs."""
@@ -78,13 +77,8 @@ class CompressionMonitor(Callback):
     ``topk/exchange_seconds``      duration of this rank's exchanges in a step, waiting for other ranks included
     ``topk/hidden_share``          fraction of it that overlapped with backward: before the last gradient was ready
     ``topk/dense_seconds``         estimated duration of dense all-reduces of the same buckets on this link
-    ============================== ==========================================================================
-
-    With ``details=True`` also:
-
-    ============================== ==========================================================================
-    key                            meaning
-    ============================== ==========================================================================
+    with ``details=True`` also
+    ------------------------------ --------------------------------------------------------------------------
     ``topk/dense_bytes``           bytes that a ring all-reduce would have sent
     ``topk/intra_node_bytes``      bytes that the ranks of this node, together, sent to each other (without
                                    FSDP's own)
@@ -107,10 +101,9 @@ class CompressionMonitor(Callback):
     Args:
         per_layer: The parameters for which to log, at log steps, ``topk/error/NAME`` (the workers' compression error),
             ``topk/payload_share/NAME`` (its share of the sent entries) and ``topk/residual_norm/NAME`` (root mean
-            square over the workers), and to draw histograms of rank 0's residuals with every logger that supports
-            them, such as TensorBoard's: a pattern of names such as ``"*.conv1.weight"``, several, or True for all.
-            This costs a few more passes over each bucket.
-        details: Whether to log the keys of the second table too.
+            square over the workers): a pattern of names such as ``"*.conv1.weight"``, several, or True for all. This
+            costs a few more passes over each bucket.
+        details: Whether to log the keys of the table's second part too.
 
     Raises:
         TypeError: ``per_layer`` or ``details`` has another type.
@@ -128,17 +121,13 @@ class CompressionMonitor(Callback):
         self._fit = _Totals()
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Warns if there is nothing to monitor."""
-        if stage == "fit" and not hasattr(trainer.strategy, "topk_state"):
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Resets the totals, checks the name patterns, and warns if there is nothing to monitor."""
+        if not hasattr(trainer.strategy, "topk_state"):
             rank_zero_warn(
                 f"CompressionMonitor logs nothing: the strategy is {type(trainer.strategy).__name__}, which does not "
                 "compress. Use lightning_topk.TopKStrategy, or remove the callback."
             )
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resets the totals and checks the name patterns: the module has its layers now."""
         names = [*names_of(pl_module).values()]
         for pattern in self.per_layer:
             if not fnmatch.filter(names, pattern):
@@ -149,7 +138,7 @@ class CompressionMonitor(Callback):
         self._fit = _Totals()
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Compares the lengths of the ranks' epochs; that of a stream is unknown."""
         if _state(trainer) is not None:
             batches = float(trainer.num_training_batches)
@@ -158,7 +147,7 @@ class CompressionMonitor(Callback):
             self._even = bool(most == -least) and math.isfinite(batches)
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Makes the exchange measure its error if this step will be logged."""
         state = _state(trainer)
         if state is not None:
@@ -166,32 +155,33 @@ class CompressionMonitor(Callback):
             if telemetry.exchanged:
                 telemetry.drop_report()  # LearningRateFinder's steps call no callbacks
             comparing = state.world > 1 and self._fit.steps >= SETTLED and len(self._fit.timed) < COMPARED
-            last = _is_last_step(trainer, self._even)
+            limit = math.inf if trainer.max_steps < 0 else trainer.max_steps
+            last = trainer.global_step + max(1, len(trainer.optimizers)) >= limit
+            last |= self._even and trainer.is_last_batch  # equal on all ranks: uneven epochs end at different steps
             self._logs = last or trainer._logger_connector.should_update_logs
             telemetry.measure = last or (self._logs and not comparing)
             telemetry.measure_layers, telemetry.timing = bool(self.per_layer), not telemetry.measure
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Logs the step if gradients were exchanged in this batch."""
         state = _state(trainer)
         if state is None or not state.telemetry.exchanged:
             return
-        report, fit, device = state.report(), self._fit, trainer.strategy.root_device
+        report, fit = state.report(), self._fit
         if fit.steps == 0:
             fit.since = trainer.global_step - len(trainer.optimizers)
             if state.world > 1:
-                fit.cost = dense_cost(min(report.largest, PROBE_BYTES), device, state.open_groups().all)
-        fit.add(report)
-        dense = fit.dense_seconds(report)
+                sample = min(report.largest, PROBE_BYTES)
+                fit.cost = dense_cost(sample, trainer.strategy.root_device, state.open_groups().all)
+        values = fit.add(report, state.config.by_node)
+        dense = None if fit.cost is None else report.exchanges * fit.cost[0] + report.nbytes * fit.cost[1]
         if state.telemetry.timing and fit.steps > SETTLED:
             fit.unmeasured = fit.steps, report
-            fit.compare(trainer, state, report, dense)
-        values = fit.every_step(report, state.config.by_node)
+            if dense is not None and len(fit.timed) < COMPARED:
+                fit.compare(trainer, state.config, report, dense)
         if self._logs:
-            values |= fit.times(dense)
+            values |= fit.times() | ({} if dense is None else {"dense_seconds": dense})
         if state.telemetry.measure:
             values |= self._measured(trainer, state, report)
         # A call of Lightning's log takes a millisecond, and loggers store values at log steps only.
@@ -205,41 +195,63 @@ class CompressionMonitor(Callback):
     def _measured(self, trainer: Trainer, state: HookState, report: Report) -> Values:
         """Values of measured steps: errors and residuals, which all ranks reduce, and layers."""
         local = torch.cat([report.energy.view(-1), state.residuals.energy()]).to(trainer.strategy.root_device)
-        values = _errors(trainer.strategy.reduce(local, reduce_op="sum").cpu(), state.world)
-        values["nonfinite_steps"] = state.nonfinite_steps
-        values["selected_density"] = report.selected / report.elements
+        up, down, (worker, server) = trainer.strategy.reduce(local, reduce_op="sum").cpu().view(3, 2)
+        values: Values = {
+            f"{way}_error": lost / energy if energy > 0 else 0.0
+            for way, (energy, lost) in (("uplink", up), ("downlink", down))
+        }
         self._fit.errors.append(float(values["uplink_error"]))
-        values["average_error"] = mean(self._fit.errors)
+        values |= {
+            "worker_residual_norm": (worker / state.world).sqrt(),
+            "server_residual_norm": server.sqrt(),
+            "nonfinite_steps": state.nonfinite_steps,
+            "selected_density": report.selected / report.elements,
+            "average_error": mean(self._fit.errors),
+        }
         shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
-        if shown:
-            values |= _by_layer(trainer, state, report.layers, shown)
-            _draw_histograms(trainer, state, shown)
-        return values
+        return values | (_by_layer(trainer, state, report.layers, shown) if shown else {})
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the summary. In ``on_fit_end`` the strategy's state is gone (lightning 2.6)."""
-        self._print_summary(trainer)
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Prints the summary of the steps that were taken."""
-        self._print_summary(trainer)
-
-    def _print_summary(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Prints the summary once per fit, unless there were no steps, or one process, which sends nothing."""
-        state = _state(trainer)
+        state = _state(trainer)  # in on_fit_end it is gone (lightning 2.6)
         if self._fit.steps and not self._fit.told and state is not None and state.world > 1:
             self._fit.told = True
             rank_zero_info(self.summary(state))
 
-    def summary(self, state: HookState | None = None) -> str:
-        """Returns a summary of the run so far, as measured on this rank.
+    @override
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        self.on_train_end(trainer)
 
-        Args:
-            state: The strategy's state, which knows who sends what.
-        """
-        return self._fit.summary(state)
+    def summary(self, state: HookState | None = None) -> str:
+        """Returns a summary of the run so far, as measured on this rank; the strategy's state knows who sends what."""
+        fit, volume, topology = self._fit, self._fit.volume, "" if state is None else state.config.topology
+        by_node = state is not None and state.config.by_node
+        up, down, dense = map(format_bytes, (volume.uplink, volume.downlink, volume.dense))
+        begun = f"{fit.steps:,} step{'s' * (fit.steps != 1)}" + f" since step {fit.since:,}" * (fit.since > 0)
+        sent = f"each rank sent {up} up and {down} down"
+        if by_node:
+            inside = format_bytes(volume.intra_node)
+            sent = f"each node sent {format_bytes(volume.inter_node)} to others (and {inside} inside)"
+        elif topology == "single_server":
+            sent = f"rank 0, which serves all, sent {down} down"
+        average, end = f"{fit.k / max(1, fit.elements):.3g}", f"{fit.density:.3g}"
+        words = [
+            f"lightning_topk: in {begun} {sent} instead of {dense} ({volume.saved(by_node):.1f}x less)",
+            f"density {average}" if average == end else f"density {average} on average, {end} at the end",
+        ]
+        if topology:
+            words.append(f"topology={topology!r}")
+        if fit.errors:
+            words.append(f"mean compression error {mean(fit.errors):.3f}")
+        if fit.timed:
+            seconds, exposed = zip(*fit.timed.values(), strict=True)
+            hidden, steps = 1 - sum(exposed) / max(sum(seconds), 1e-9), len(fit.timed)
+            words.append(
+                f"exchange {1000 * median(seconds):.1f} ms per step, {hidden:.0%} of it hidden behind backward "
+                f"({steps} step{'s' * (steps != 1)} timed)"
+            )
+        return "; ".join(words) + "."
 
 
 class _Totals:
@@ -255,65 +267,46 @@ class _Totals:
         self.unmeasured: tuple[int, Report] | None = None  # the latest step that was timed, if no log step followed
         self.timed: dict[int, tuple[float, float]] = {}  # seconds and exposed seconds of a step's exchanges, by step
         self.cost: tuple[float, float] | None = None  # seconds for each dense all-reduce, and for each of its bytes
-        self.compared: tuple[float, float] | None = None  # seconds of an exchange alone, and its density
         self.told = False  # whether the summary was printed
 
-    def add(self, report: Report) -> None:
-        """Adds a step."""
+    def add(self, report: Report, by_node: bool) -> Values:
+        """Adds a step; returns values that need no waiting or reading of data: bytes and densities."""
         self.volume += report.bytes
         self.steps, self.k, self.elements = self.steps + 1, self.k + report.k, self.elements + report.elements
         self.density = report.k / report.elements
-
-    def every_step(self, report: Report, by_node: bool) -> Values:
-        """Values that need no waiting or reading of data: bytes and densities, of this step and of all steps."""
-        values: Values = {}
-        for kind in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
-            values[f"{kind}_bytes"], values[f"total_{kind}_bytes"] = report.bytes[kind], self.volume[kind]
-        now, before, self.ended = time.perf_counter(), self.ended, time.perf_counter()
-        if self.steps > 1:
-            values["mbit_per_second"] = 8e-6 * report.bytes.sent / (now - before)
-        return values | {
+        values: Values = {
             "total_bytes": self.volume.sent,
             "saving": self.volume.saved(by_node),
             "density": self.density,
             "average_density": self.k / self.elements,
             "bound": (1 - self.density) ** 2,
         }
+        for kind in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
+            values[f"{kind}_bytes"], values[f"total_{kind}_bytes"] = report.bytes[kind], self.volume[kind]
+        before, self.ended = self.ended, time.perf_counter()
+        if self.steps > 1:
+            values["mbit_per_second"] = 8e-6 * report.bytes.sent / (self.ended - before)
+        return values
 
-    def dense_seconds(self, report: Report) -> float | None:
-        """Estimated seconds to all-reduce the same gradients; None if unknown."""
-        return None if self.cost is None else report.exchanges * self.cost[0] + report.nbytes * self.cost[1]
+    def times(self) -> Values:
+        """Times of the latest step that was not measured, unless they are known."""
+        if self.unmeasured is None:
+            return {}
+        (step, report), self.unmeasured = self.unmeasured, None
+        self.timed[step] = seconds, exposed = report.times
+        return {"exchange_seconds": seconds, "hidden_share": 1 - exposed / max(seconds, 1e-9)}
 
-    def times(self, dense: float | None) -> Values:
-        """Times of the latest step that was not measured, and estimated seconds of dense all-reduces, if known."""
-        values: Values = {}
-        if self.unmeasured is not None:
-            (step, report), self.unmeasured = self.unmeasured, None
-            self.timed[step] = seconds, exposed = report.times
-            values |= {"exchange_seconds": seconds, "hidden_share": 1 - exposed / max(seconds, 1e-9)}
-        return values if dense is None else values | {"dense_seconds": dense}
-
-    def compare(self, trainer: Trainer, state: HookState, report: Report, dense: float | None) -> None:
-        """Times a settled step that is not measured; after some, warns if dense all-reduces would be faster.
-
-        Args:
-            trainer: The Trainer.
-            state: The state.
-            report: The step's report.
-            dense: Estimated seconds of dense all-reduces; None if unknown.
-        """
-        if dense is None or len(self.timed) >= COMPARED:
-            return
+    def compare(self, trainer: Trainer, config: TopKConfig, report: Report, dense: float) -> None:
+        """Times a step; after some, warns if all-reduces, which would take about ``dense`` seconds, are faster."""
         self.timed[self.steps] = report.times
         if len(self.timed) < COMPARED:
             return
         # The last rank to arrive does not wait for the others, so the minimum is the duration of the exchange itself.
         mine = torch.tensor(median(seconds for seconds, _ in self.timed.values()), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
-        self.compared = least, self.density
         if least > dense:
-            ratio, later = state.config.ratio, ""
-            if isinstance(ratio, Schedule) and (end := ratio.at(LATE, LATE)) < 0.9 * self.density:
+            later = ""
+            if isinstance(config.ratio, Schedule) and (end := config.ratio.at(LATE, LATE)) < 0.9 * self.density:
                 later = f" The density decays to {end:.3g}, and the exchange time with it."
             rank_zero_warn(
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of "
@@ -323,48 +316,9 @@ class _Totals:
                 f"machines, run `python -m lightning_topk bench` under torchrun.{later}"
             )
 
-    def summary(self, state: HookState | None = None) -> str:
-        """See :meth:`CompressionMonitor.summary`."""
-        volume, by_node = self.volume, state is not None and state.config.by_node
-        up, down, instead = map(format_bytes, (volume.uplink, volume.downlink, volume.dense))
-        begun = f"{self.steps:,} step{'s' * (self.steps != 1)}" + f" since step {self.since:,}" * (self.since > 0)
-        if by_node:
-            outside, inside = format_bytes(volume.inter_node), format_bytes(volume.intra_node)
-            sent = f"each node sent {outside} to others (and {inside} inside)"
-        elif state is not None and state.config.topology == "single_server":
-            worker = format_bytes(self.steps * state.predicted(rank=state.world - 1).uplink)
-            sent = f"rank 0, which serves all, sent {down} down, and each other rank about {worker} up,"
-        else:
-            sent = f"each rank sent {up} up and {down} down"
-            node = volume.dense / volume.inter_node if volume.inter_node else 0.0
-            if node and not 0.9 < node / volume.saved(by_node) < 1.1:
-                sent += f" ({node:.1f}x less between nodes)"
-        words = [
-            f"lightning_topk: in {begun} {sent} instead of {instead} ({volume.saved(by_node):.1f}x less)",
-            self._density_in_words(),
-            *([f"topology={state.config.topology!r}"] if state is not None else []),
-        ]
-        if self.errors:
-            words.append(f"mean compression error {mean(self.errors):.3f}")
-        if self.timed:
-            seconds, exposed = zip(*self.timed.values(), strict=True)
-            hidden = 1 - sum(exposed) / max(sum(seconds), 1e-9)
-            took, steps = median(seconds), len(self.timed)
-            if self.compared is not None and f"{self.compared[1]:.3g}" == f"{self.density:.3g}":
-                took = self.compared[0]  # the time in the warning; the other times include waiting for ranks
-            words.append(
-                f"exchange {1000 * took:.1f} ms per step, {hidden:.0%} of it hidden behind backward "
-                f"({steps} step{'s' * (steps != 1)} timed)"
-            )
-        return "; ".join(words) + "."
-
-    def _density_in_words(self) -> str:
-        average, end = f"{self.k / max(1, self.elements):.3g}", f"{self.density:.3g}"
-        return f"density {average}" if average == end else f"density {average} on average, {end} at the end"
-
 
 def _by_layer(trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor], shown: Collection[str]) -> Values:
-    """The logged values of the layers shown, over all ranks."""
+    """The logged values of the layers shown, over all ranks; ``layers`` are those of :class:`.Report`."""
     names = sorted(layers)
     residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
     norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
@@ -384,42 +338,5 @@ def _by_layer(trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor
     }
 
 
-def _draw_histograms(trainer: Trainer, state: HookState, shown: Collection[str]) -> None:
-    """Draws histograms of rank 0's residuals of the layers shown, with the loggers that support them."""
-    experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
-    drawers = [experiment.add_histogram for experiment in experiments if hasattr(experiment, "add_histogram")]
-    if not drawers or not trainer.is_global_zero:
-        return
-    for parameter, (worker, _) in state.residuals.held().items():
-        for draw in drawers if parameter.numel() and state.names[parameter] in shown else []:
-            draw(f"topk/residual/{state.names[parameter]}", worker, trainer.global_step)
-
-
-def _errors(sums: torch.Tensor, world: int) -> Values:
-    """The logged errors and residual norms.
-
-    Args:
-        sums: ``[6]``, sums over the ranks: ‖a‖² and ‖a - C(a)‖² of the uplink, the same of the downlink, and the
-            squared norms of the workers' and the servers' residuals.
-        world: Number of workers.
-    """
-    up, down, (worker, server) = sums.view(3, 2)
-    values: Values = {"worker_residual_norm": (worker / world).sqrt(), "server_residual_norm": server.sqrt()}
-    for name, (energy, lost) in (("uplink_error", up), ("downlink_error", down)):
-        values[name] = lost / energy if energy > 0 else 0.0
-    return values
-
-
 def _state(trainer: Trainer) -> HookState | None:
     return getattr(trainer.strategy, "topk_state", None)
-
-
-def _is_last_step(trainer: Trainer, even: bool) -> bool:
-    """Whether the current step is the last of the fit, or of an epoch. Equal on all ranks.
-
-    Unless the ranks' epochs are ``even``, they end at different steps, and do not count.
-    """
-    last = trainer.global_step + max(1, len(trainer.optimizers)) >= (
-        math.inf if trainer.max_steps < 0 else trainer.max_steps
-    )
-    return last or (even and trainer.is_last_batch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
-import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_info
 from torch.nn import Module
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topk.adapters.checks import check_ddp_options, check_same_model
+from lightning_topk.adapters.checks import check_ddp_options
 from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
 from lightning_topk.adapters.workarounds import connect_after_restart, own_memory_
 from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
@@ -74,10 +73,7 @@ class TopKStrategy(DDPStrategy):
         return [state for ddp, state in self._states if ddp() is not None]
 
     def state_of(self, module: Module) -> TopKState:
-        """Returns the state of a module that was set up, to save with it.
-
-        Args:
-            module: The module that ``fabric.setup`` or ``fabric.setup_module`` returned.
+        """Returns the state of a module from ``fabric.setup`` or ``fabric.setup_module``, to save with it.
 
         Raises:
             KeyError: The module was not set up with this strategy.
@@ -87,9 +83,7 @@ class TopKStrategy(DDPStrategy):
         for ddp, state in self._states:
             if ddp() is wrapped:
                 return state
-        raise KeyError(
-            f"this {type(module).__name__} was not set up with this strategy: pass the module from fabric.setup."
-        )
+        raise KeyError(f"this {type(module).__name__} was not set up with this strategy. Pass the one of fabric.setup.")
 
     @override
     def _setup_distributed(self) -> None:
@@ -99,29 +93,18 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
-        """Wraps a module in DDP and installs the exchange; every rank must call it.
-
-        A module that is set up again keeps its residuals.
-        """
-        if not (dist.is_available() and dist.is_initialized()):
-            return super().setup_module(module)  # DDP raises the error
+        """Wraps a module in DDP and installs the exchange. A module that is set up again keeps its residuals."""
         own_memory_(module)
-        check_same_model(module)
         smaller_buckets_(self._ddp_kwargs, self.root_device)
         ddp = super().setup_module(module)
         parameters = set(module.parameters())
-        before = self._give_up(parameters)
         state = attach(
             ddp,
             self.config,
             timeout=self._timeout,
-            earlier=before[0] if len(before) == 1 else None,
+            earlier=self._give_up(parameters),
             epoch=lambda: self.epoch,
-            optimizer=lambda: [
-                each
-                for each in self._optimizers()
-                if any(parameters & {*group["params"]} for group in each.param_groups)
-            ],
+            optimizer=lambda: self._optimizers_of(parameters),
             scaler=getattr(self.precision, "scaler", None),
             local_world_size=self._local_world_size or self.num_processes,
             note=rank_zero_info,
@@ -129,10 +112,15 @@ class TopKStrategy(DDPStrategy):
         self._states.append((ref(ddp), state))
         return ddp
 
-    def _give_up(self, parameters: set[Any]) -> list[TopKState]:
+    def _optimizers_of(self, parameters: set[Any]) -> list[Optimizer]:
+        """The optimizers in use that update any of the parameters."""
+        known = [optimizer for each in self._set_up if (optimizer := each()) is not None]
+        return [each for each in known if any(parameters & {*group["params"]} for group in each.param_groups)]
+
+    def _give_up(self, parameters: set[Any]) -> TopKState | None:
         """Closes the states of a module with exactly these parameters, and of modules that no rank uses any more.
 
-        Returns the closed states that exchanged any of the parameters. A collective.
+        Returns the closed state that exchanged any of the parameters, if it is only one. A collective.
         """
         closed = []
         everyones = gathered([ddp() is None for ddp, _ in self._states]) if self._states else []
@@ -142,27 +130,16 @@ class TopKStrategy(DDPStrategy):
                 closed.append(state)
         self._states = [each for each in self._states if each[1] not in closed]
         before = [state for state in closed if parameters & state.names.keys()]
-        if len(before) > 1:
-            rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules were merged into one.")
-        return before
-
-    def _optimizers(self) -> list[Optimizer]:
-        """The optimizers that were set up and are in use."""
-        self._set_up = [each for each in self._set_up if each() is not None]
-        return [optimizer for each in self._set_up if (optimizer := each()) is not None]
+        return before[0] if len(before) == 1 else None
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Registers an optimizer and checks that momentum is not applied twice."""
         check_momentum(self.config, [optimizer])
-        self._set_up.append(ref(optimizer))
-        for state in self.topk_states:
-            state.optimizers.sync()
+        self._set_up = [each for each in self._set_up if each() is not None] + [ref(optimizer)]
         return super().setup_optimizer(optimizer)
 
     @override
     def teardown(self) -> None:
-        """Releases the exchanges' process groups and threads, then the resources of DDPStrategy."""
         for _, state in self._states:
             state.close()
         super().teardown()

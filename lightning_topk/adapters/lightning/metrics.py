@@ -17,8 +17,6 @@ class ExchangeVolume(Metric):
     Call ``update`` once per step with that step's bytes; ``compute`` returns the sums so far.
     """
 
-    higher_is_better = None
-    is_differentiable = False
     full_state_update = False
 
     uplink: Tensor
@@ -65,7 +63,6 @@ class CompressionError(Metric):
     """
 
     higher_is_better = False
-    is_differentiable = False
     full_state_update = False
 
     energy: Tensor

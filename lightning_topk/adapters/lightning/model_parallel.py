@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,17 +10,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Unpack, override
 
 from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
-from lightning_topk.adapters.lightning._compat import ModelParallelStrategy, TrainerFn
-from lightning_topk.adapters.lightning._nodes import check_size, in_shards, meshes, resume, save_shards
+from lightning_topk.adapters.lightning._compat import ModelParallelStrategy
 from lightning_topk.adapters.lightning._resume import arguments_of, entry_to_resume, entry_to_save, release
 from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
-from lightning_topk.runtime.checkpoint import KEY, SHARDED
+from lightning_topk.runtime.checkpoint import KEY, SHARDED, VERSION
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
@@ -80,8 +83,8 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         check_bool("residual_checkpoint", residual_checkpoint)
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
-        data, tensor = "data_parallel_size", "tensor_parallel_size"
-        self._sizes = check_size(data, data_parallel_size), check_size(tensor, tensor_parallel_size)
+        sizes = {"data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size}
+        self._sizes = [check_count(name, None if size == "auto" else size) for name, size in sizes.items()]
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend
         )
@@ -96,20 +99,15 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Connects the ranks, and creates the mesh of the node and the mesh of its replicas."""
         super(ModelParallelStrategy, self).setup_environment()  # the parent's would create one mesh of all ranks
+        self.set_world_ranks()
+        connect_after_restart(self)
         self._setup_distributed()
         local = self._local_world_size or self.num_processes
         self._device_mesh, self._replicas = meshes(self.root_device.type, self.world_size, local, *self._sizes)
         self._data_parallel_size, self._tensor_parallel_size = self._device_mesh.shape
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
-
-    def _setup_distributed(self) -> None:
-        """Initialises the process group; after a restart by torchrun, ignores the addresses of ranks that died."""
-        self.set_world_ranks()
-        connect_after_restart(self)
-        super()._setup_distributed()
 
     @property
     @override
@@ -124,7 +122,7 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Sets the model up as ModelParallelStrategy does; in ``fit``, also synchronises and hooks up the replicas."""
         super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != "fit":
             return
         assert self.model is not None
         if self._trained() is not trainer.lightning_module:  # another model starts without residuals
@@ -137,7 +135,6 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
             process_group=self._replicas,
             **arguments_of(self),
         )
-        self.topk_state.optimizers.sync()
 
     @contextmanager
     @override
@@ -158,12 +155,11 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         """Saves a checkpoint with the residuals, unless it is weights-only; every rank must call it."""
         state, entry = self._last, dict[str, Any]()
         if state is not None and "optimizer_states" in checkpoint:
-            save = in_shards if self._save_distributed_checkpoint else ShardState.full_state_dict
-            entry = entry_to_save(state, save, self._residual_checkpoint, self.lightning_module, filepath)
-            checkpoint[KEY] = entry
+            entry_of = in_shards if self._save_distributed_checkpoint else ShardState.full_state_dict
+            checkpoint[KEY] = entry = entry_to_save(self, entry_of, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if state is not None and entry.get("mode") == SHARDED:
-            save_shards(state, Path(self.broadcast(filepath)))
+            save({KEY: state.state_dict()}, checkpoint_id=Path(self.broadcast(filepath)) / KEY)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -171,13 +167,48 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         if self.topk_state is not None:
-            resume(self.topk_state, entry_to_resume(checkpoint, self._residual_checkpoint), path)
+            entry = entry_to_resume(checkpoint, self._residual_checkpoint)
+            if isinstance(entry, dict) and entry.get("mode") == SHARDED and path.is_dir():
+                shards = {KEY: self.topk_state.state_dict()}
+                load(shards, checkpoint_id=path / KEY, planner=DefaultLoadPlanner(allow_partial_load=True))
+                entry = shards[KEY]
+            self.topk_state.load_state_dict(entry)
         return checkpoint
 
     @override
     def teardown(self) -> None:
-        """Releases the exchange's process group, then the resources of ModelParallelStrategy."""
         try:
             release(self)
         finally:
             super().teardown()
+
+
+def meshes(device: str, world: int, local: int, data: int | None, tensor: int | None) -> tuple[DeviceMesh, DeviceMesh]:
+    """Creates the mesh of this node, and the ranks of all nodes that hold the same shard. A collective.
+
+    ``data`` and ``tensor`` are the sizes of the node's mesh. If both are None, ``tensor`` is 1; one alone is the rest.
+    """
+    if world % local:
+        raise ValueError(
+            f"{world} ranks cannot be divided into nodes of {local}: every node needs the same number of ranks. Pass "
+            "local_world_size=, the number of ranks per node."
+        )
+    columns = tensor or (max(1, local // data) if data else 1)
+    rows = data or max(1, local // columns)
+    if rows * columns != local:
+        raise ValueError(
+            f"data_parallel_size={rows} times tensor_parallel_size={columns} is not {local}, the ranks per node: "
+            "these sizes apply to one node, and each node is a replica. Change them, or pass local_world_size=, the "
+            "number of ranks per node."
+        )
+    # torch 2.9 warns about slicing the mesh of a node, which is the intended use.
+    warnings.filterwarnings("ignore", message="You are attempting to slice a submesh from another submesh")
+    mesh = init_device_mesh(
+        device, (world // local, rows, columns), mesh_dim_names=("replicate", "data_parallel", "tensor_parallel")
+    )
+    return mesh["data_parallel", "tensor_parallel"], mesh["replicate"]
+
+
+def in_shards(state: ShardState) -> dict[str, Any]:
+    """The entry in a distributed checkpoint's metadata file: the residuals are in a folder beside it."""
+    return {"version": VERSION, "mode": SHARDED, "steps": state.steps}

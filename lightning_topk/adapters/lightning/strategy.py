@@ -9,16 +9,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topk.adapters.checks import check_ddp_options, check_same_model
+from lightning_topk.adapters.checks import check_ddp_options
 from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
-from lightning_topk.adapters.lightning._compat import DDPStrategy, StrategyRegistry, TrainerFn
+from lightning_topk.adapters.lightning._compat import DDPStrategy, StrategyRegistry
 from lightning_topk.adapters.lightning._resume import arguments_of, entry_to_resume, entry_to_save, release
-from lightning_topk.adapters.workarounds import (
-    connect_after_restart,
-    own_memory_,
-    synchronise_a_new_static_graph,
-    unfrozen,
-)
+from lightning_topk.adapters.workarounds import connect_after_restart, own_memory_
 from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
@@ -27,19 +22,8 @@ from lightning_topk.runtime.checkpoint import KEY
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
-    from lightning.fabric.strategies.registry import _StrategyRegistry
     from lightning.fabric.utilities.types import _PATH
-    from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import STEP_OUTPUT
-
-NAMES: dict[str, dict[str, Any]] = {
-    "topk": {"start_method": "popen"},
-    "topk_spawn": {"start_method": "spawn"},
-    "topk_fork": {"start_method": "fork"},
-    "topk_notebook": {"start_method": "fork"},
-    "topk_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
-}
-"""Names of the strategy in ``Trainer(strategy=...)``, and their arguments."""
 
 
 class TopKStrategy(DDPStrategy):
@@ -113,7 +97,6 @@ class TopKStrategy(DDPStrategy):
         check_bool("residual_checkpoint", residual_checkpoint)
         self._residual_checkpoint = residual_checkpoint
         self._local_world_size = check_count("local_world_size", local_world_size)
-        _check_strategy_options(ddp_kwargs)
         takers: list[Any] = [TopKStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__]
         check_known("TopKStrategy", ddp_kwargs, takers)
         check_ddp_options(ddp_kwargs)
@@ -126,27 +109,27 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Initialises the process group; after a restart by torchrun, ignores the addresses of ranks that died."""
         self.set_world_ranks()
         connect_after_restart(self)
         super().setup_distributed()
 
     @override
     def configure_ddp(self) -> None:
-        """Copies CPU parameters out of memory shared between ranks, and wraps the module in DDP."""
         assert self.model is not None
         own_memory_(self.model)
-        check_same_model(self.model)
         smaller_buckets_(self._ddp_kwargs, self.root_device)
+        # DDP (torch 2.9 to 2.15) never synchronises parameters that are unfrozen later: ranks would drift apart.
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-        synchronise_a_new_static_graph(self)
+        # Lightning 2.6 launches the first exchange of a DDP with static_graph=True in manual optimization, but only the
+        # first time: after a second fit or a rebuild nothing would be exchanged.
+        self._pl_static_graph_delay_done = False
         super().configure_ddp()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the module's training step; first rebuilds DDP if a parameter was unfrozen."""
         state, model = self.topk_state, self.model
-        if state is not None and unfrozen(self._frozen):
+        if state is not None and any(parameter.requires_grad for parameter in self._frozen):
             assert isinstance(model, DistributedDataParallel)
             if model.require_backward_grad_sync:  # at the end of an accumulation window
                 state.close()
@@ -158,14 +141,10 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Refuses a gradient that DDP did not synchronise.
-
-        Raises:
-            RuntimeError: ``training_step`` unfroze a parameter before its backward pass.
-        """
+        """Refuses a gradient that DDP did not synchronise, since ``training_step`` unfroze its parameter."""
         super().post_backward(closure_loss)
         synchronised = getattr(self.model, "require_backward_grad_sync", True)  # else the next step rebuilds DDP
-        alone = any(parameter.grad is not None for parameter in unfrozen(self._frozen))
+        alone = any(parameter.requires_grad and parameter.grad is not None for parameter in self._frozen)
         if self.topk_state is not None and synchronised and alone:
             raise RuntimeError(
                 "training_step unfroze a parameter: its gradient would stay different on every rank. Unfreeze it "
@@ -193,19 +172,16 @@ class TopKStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks, unless it is weights-only; every rank must call it."""
-        state, save, module = self._last, TopKState.state_dict, self.lightning_module
-        if "optimizer_states" in checkpoint and module is not None:
-            checkpoint[KEY] = entry_to_save(state, save, self._residual_checkpoint, module, filepath)
+        if "optimizer_states" in checkpoint and self.lightning_module is not None:
+            checkpoint[KEY] = entry_to_save(self, TopKState.state_dict, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads a checkpoint. ``fit`` resumes with its residuals, or with zeros if it has none (as by DDPStrategy)."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        module = self.lightning_module
-        # After a spawned fit the main process's module is detached, and has no Trainer.
-        trainer = None if module is None else module._trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        trainer = getattr(self.lightning_module, "_trainer", None)  # None in the main process after a spawned fit
+        if trainer is not None and trainer.state.fn == "fit":
             entry = entry_to_resume(checkpoint, self._residual_checkpoint)
             if self.topk_state is None:
                 self._resumed = entry  # when the model is wrapped in DDP
@@ -214,44 +190,11 @@ class TopKStrategy(DDPStrategy):
         return checkpoint
 
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Creates the optimizers and checks that momentum is not applied twice."""
-        super().setup_optimizers(trainer)
-        if self.topk_state is not None:
-            self.topk_state.optimizers.sync()
-
-    @override
     def teardown(self) -> None:
-        """Releases the exchange's process group and thread, then the resources of DDPStrategy."""
         try:
             release(self)
         finally:
             super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the names for ``Trainer(strategy=...)``."""
-        for name, settings in NAMES.items():
-            words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-            strategy_registry.register(
-                name, cls, description=f"top-k gradient exchange with {words}", override=True, **settings
-            )
-
-
-def _check_strategy_options(options: dict[str, Any]) -> None:
-    """Refuses options that DDPStrategy accepts and the exchange does not support."""
-    for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
-        if options.get(name) is not None:
-            raise ValueError(
-                f"{name}={options[name]!r}: a DDP model has one communication hook, and TopKStrategy installs its own. "
-                "Remove it, or use DDPStrategy for another hook."
-            )
-    if options.get("model_averaging_period") is not None:
-        raise ValueError(
-            f"model_averaging_period={options['model_averaging_period']!r} belongs to post-local SGD, which exchanges "
-            "weights instead of gradients. Remove it, or use DDPStrategy."
-        )
 
 
 def _model_parallel(**settings: Any) -> Any:
@@ -261,10 +204,15 @@ def _model_parallel(**settings: Any) -> Any:
     return TopKModelParallelStrategy(**settings)
 
 
-TopKStrategy.register_strategies(StrategyRegistry)
+_named: dict[str, dict[str, Any]] = {
+    "topk": {"start_method": "popen"},
+    "topk_spawn": {"start_method": "spawn"},
+    "topk_fork": {"start_method": "fork"},
+    "topk_notebook": {"start_method": "fork"},
+    "topk_find_unused_parameters_true": {"find_unused_parameters": True},
+}
+for _name, _options in _named.items():
+    StrategyRegistry.register(_name, TopKStrategy, "top-k gradient exchange", override=True, **_options)
 StrategyRegistry.register(
-    "topk_model_parallel",
-    _model_parallel,
-    description="FSDP2 inside nodes, top-k gradient exchange between them",
-    override=True,
+    "topk_model_parallel", _model_parallel, "FSDP2 inside nodes, top-k gradient exchange between them", override=True
 )
