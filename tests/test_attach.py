@@ -310,7 +310,7 @@ def test_a_model_is_attached_again_whether_its_state_is_open_or_closed(rank, wor
 
 
 @on_ranks(2)
-def test_uneven_inputs_are_joined_as_by_ddp(rank, world):
+def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
     ends = []
     for compressed in (False, True):
         model = ddp(four_layers())
@@ -319,7 +319,10 @@ def test_uneven_inputs_are_joined_as_by_ddp(rank, world):
         with model.join():
             train(model, rank, range(3 + 2 * rank), SGD(model.parameters(), lr=0.1))
         ends.append(weights(model))
+    with model.join(divide_by_initial_world_size=False):
+        message = refusal(loss_of, model, rank, 0)
     torch.testing.assert_close(*ends, atol=1e-6, rtol=0)
+    assert "join(divide_by_initial_world_size=False) is not supported" in message
 
 
 @on_ranks(2)

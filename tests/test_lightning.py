@@ -43,8 +43,8 @@ SENT = PLAN.uplink + PLAN.downlink
 """Bytes per step."""
 
 
-def test_a_registered_name_trains_and_every_key_returns_from_forked_processes():
-    _, logged = fit(None, 2, strategy="topk_fork", max_steps=7)
+def test_a_registered_name_trains_and_every_key_returns_after_spawn():
+    _, logged = fit(None, 2, strategy="topk_spawn", max_steps=7)
     assert set(logged) >= KEYS
     kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.k / ELEMENTS
     sent = {"uplink_bytes": PLAN.uplink, "downlink_bytes": PLAN.downlink, "dense_bytes": ELEMENTS * 4}

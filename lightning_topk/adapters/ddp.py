@@ -139,6 +139,7 @@ def attach(
             model.reducer._reset_state()  # a backward pass with the closed state may have failed halfway
         else:
             model.register_comm_hook(InUse(state), topk_hook)
+            model.register_forward_pre_hook(_check_join)
     except (RuntimeError, ValueError):
         state.close()
         raise
@@ -157,6 +158,15 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
         if f"{part}.{name}" not in model.parameters_to_ignore  # of the root module, DDP compares ".name"
     }
     return {parameter: name for parameter, name in names_of(model.module).items() if parameter in exchanged}
+
+
+def _check_join(model: DistributedDataParallel, args: Any) -> None:
+    """Refuses a ``join`` whose mean is not over all ranks."""
+    if model._join_config.enable and not model._divide_by_initial_world_size:
+        raise ValueError(
+            "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
+            "over all ranks. Leave the argument out."
+        )
 
 
 def smaller_buckets_(options: dict[str, Any], device: torch.device) -> None:
