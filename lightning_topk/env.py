@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from contextlib import suppress
 from importlib import metadata
 
 import torch
@@ -22,10 +23,9 @@ def run() -> str | None:
         return None
     gpus = [processor(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
     nccl = torch.cuda.nccl.version() if hasattr(torch._C, "_nccl_version") else ("none",)
-    facts = versions()
-    facts |= {"system": platform.platform(), "CPU": processor(torch.device("cpu")), "GPUs": "; ".join(gpus) or "none"}
-    facts |= {"CUDA": torch.version.cuda or torch.version.hip or "none", "NCCL": ".".join(map(str, nccl))}
-    facts |= {"ranks": ranks(len(gpus))}
+    facts = versions() | {"system": platform.platform(), "CPU": processor(torch.device("cpu"))}
+    facts |= {"GPUs": "; ".join(gpus) or "none", "CUDA": torch.version.cuda or torch.version.hip or "none"}
+    facts |= {"NCCL": ".".join(map(str, nccl)), "ranks": ranks(len(gpus))}
     facts |= {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(VARIABLES, name)}
     return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
 
@@ -33,11 +33,10 @@ def run() -> str | None:
 def versions() -> dict[str, str]:
     """Versions of Python and of packages, which are not imported."""
     found = {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found |= dict.fromkeys(PACKAGES, "not installed")
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
     return found
 
 
