@@ -42,12 +42,9 @@ def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> N
     main()
 
 
-def test_select_compares_worker_and_server_with_passes_over_memory(monkeypatch):
+def test_select_and_wire_compare_with_passes_over_memory_and_with_the_entropy(monkeypatch):
     monkeypatch.setattr(select, "_memory", lambda *_: None)
     assert len(select.run(numel=200_000).checks) == 8  # a worker and a server at three densities, two optimizers
-
-
-def test_wire_meets_its_byte_targets_at_every_size():
     assert [check.holds for check in wire.run().checks] == [True] * 4
 
 
@@ -159,63 +156,53 @@ def some_digits() -> Data:
     return Data(examples[:160], labels[:160], examples[160:], labels[160:])
 
 
-def raced(rank: int, world: int) -> list[dict[str, object]]:
+def raced(rank: int, world: int) -> list[list[tuple[float, int, float]]]:
     course = race.Course(partial(mlp, DIGIT, 10, (32,)), some_digits, 20, Optimizer(0.1, 0.9), batch=16, every=10)
+    ends = {"DDP": {"steps": 20}, "ratio 0.001": {"aim": 3.0}, "PowerSGD 2": {"aim": 0.0, "budget": 0.2}}
     with mock.patch.object(race, "COURSE", course):
-        return [
-            race.race({"racer": racer, "seed": 0, "budget": 60, **more}, rank, world)
-            for racer, more in (
-                ("DDP", {"steps": 20}),
-                ("ratio 0.001", {"aim": 3.0}),
-                ("PowerSGD 2", {"aim": 0.0, "budget": 0.2}),
-                ("local 10", {"steps": 60}),
-            )
+        found = [
+            race.race({"racer": racer, "seed": 0, "budget": 60, **end}, rank, world)
+            for racer, end in {**ends, "local 10": {"steps": 60}}.items()
         ]
+    assert [each["reached"] for each in found] == [False, True, False, False]
+    return [each["curve"] for each in found]
 
 
 def test_a_training_of_the_race_ends_at_its_steps_its_aim_or_its_budget(groups):
     dense, sparse, rest, local = groups(2).run(raced)[0]
-    assert [step for _, step, _ in dense["curve"]] == [10, 20]
-    assert not dense["reached"]
-    assert sparse["reached"]
-    assert sparse["curve"][-1][2] <= 3.0
-    assert not rest["reached"]
-    assert rest["curve"][-1][0] >= 0.2
-    assert local["curve"][-1][1] == 60
+    assert [step for _, step, _ in dense] == [10, 20]
+    assert sparse[-1][2] <= 3.0
+    assert rest[-1][0] >= 0.2
+    assert local[-1][1] == 60
 
 
-def locally_stepped(rank: int, world: int) -> list[list[torch.Tensor]]:
-    """Weights after seven steps of DiLoCo, averaged every two and every three steps, the latter through ours."""
-    found = []
-    for period, exchange in ((2, PEERS["DDP"]), (3, ours(ratio=1, wire="fp32"))):
-        torch.manual_seed(0)
-        net = DistributedDataParallel(torch.nn.Linear(3, 2))
-        (optimizer,) = Optimizer(0.1, 0.9).make(dict(net.named_parameters()))
-        state = race.diloco(period, exchange).register(net, {"optimizer": optimizer})
-        for step in range(7):
-            for parameter in net.parameters():
-                parameter.grad = torch.full_like(parameter, rank + step + 1.0)
-            optimizer.step()
-        found.append([parameter.detach().clone() for parameter in net.parameters()])
-        if state is not None:
-            state.close()
-    return found
+def locally_stepped(rank: int, world: int) -> list[torch.Tensor]:
+    """Weights after seven steps of DiLoCo, averaged every three steps through ours."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(torch.nn.Linear(3, 2))
+    (optimizer,) = Optimizer(0.1, 0.9).make(dict(net.named_parameters()))
+    state = race.diloco(3, ours(ratio=1, wire="fp32")).register(net, {"optimizer": optimizer})
+    for step in range(7):
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, rank + step + 1.0)
+        optimizer.step()
+    state.close()
+    return [parameter.detach().clone() for parameter in net.parameters()]
 
 
 def test_diloco_between_processes_and_in_the_simulator_is_one_algorithm(groups):
-    for period, ranks in zip((2, 3), zip(*groups(2).run(locally_stepped), strict=True), strict=True):
-        torch.manual_seed(0)
-        start = torch.cat([p.detach().flatten() for p in torch.nn.Linear(3, 2).parameters()])
-        weights = [start.clone(), start.clone()]
-        stepped = [Optimizer(0.1, 0.9).make({"": each})[0] for each in weights]
-        simulated = DiLoCo(period, race.OUTER_RATE, None, 2, [start.shape])
-        simulated.begin(start)
-        for step in range(7):
-            gradients = simulated.step([torch.full_like(start, rank + step + 1.0) for rank in range(2)])
-            for each, made, gradient in zip(weights, stepped, gradients, strict=True):
-                each.grad = gradient
-                made.step()
-            simulated.average_(weights)
-        for mine, own in zip(ranks, weights, strict=True):
-            torch.testing.assert_close(torch.cat([each.flatten() for each in mine]), own)
-        assert not torch.equal(weights[0], weights[1]), "the last step was local"
+    torch.manual_seed(0)
+    start = torch.cat([p.detach().flatten() for p in torch.nn.Linear(3, 2).parameters()])
+    weights = [start.clone(), start.clone()]
+    stepped = [Optimizer(0.1, 0.9).make({"": each})[0] for each in weights]
+    simulated = DiLoCo(3, race.OUTER_RATE, None, 2, [start.shape])
+    simulated.begin(start)
+    for step in range(7):
+        gradients = simulated.step([torch.full_like(start, rank + step + 1.0) for rank in range(2)])
+        for each, made, gradient in zip(weights, stepped, gradients, strict=True):
+            each.grad = gradient
+            made.step()
+        simulated.average_(weights)
+    for mine, own in zip(groups(2).run(locally_stepped), weights, strict=True):
+        torch.testing.assert_close(torch.cat([each.flatten() for each in mine]), own)
+    assert not torch.equal(*weights), "the last step was local"

@@ -214,12 +214,8 @@ from torch import nn
 class Net(nn.Linear):
     def __init__(self):
         super().__init__(8, 8)
-        self.calls = 0
     def forward(self, x):
-        self.calls += 1
-        if self.calls == 3 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(x)
+        return os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else super().forward(x)
 
 if __name__ == "__main__":
     os.environ |= {**PLACE, "RANK": sys.argv.pop()}
