@@ -42,20 +42,17 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def command(name: str, about: str, *parents: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
-        words = f"{about[0].upper()}{about[1:]}."
         made = commands.add_parser(
-            name, help=about, description=words, parents=parents, argument_default=argparse.SUPPRESS
+            name, help=about, description=about, parents=parents, argument_default=argparse.SUPPRESS
         )
         return made.add_argument
 
-    add = command("plan", "the exact bytes of a step with each topology, before a run", both)
+    add = command("plan", "The exact bytes of a step with each topology, before a run.", both)
     add("--nodes", type=count, required=True, help="number of nodes")
     add("--gpus-per-node", type=count, help="ranks on each node (default: 1)")
     add("--inter", help="speed of the links between nodes (default: 1gbit)")
     add("--ratio", type=float, help="fraction of the entries to send, instead of --saving")
-    about = (
-        "times training steps with DDP, its hooks and top-k, on your machines: start it with torchrun as your training"
-    )
+    about = "Times steps with DDP, its hooks and top-k, on your machines. Start it with torchrun, as your training."
     add = command("bench", about, both)
     add("--input", type=shape, help="shape of an example (default: 3,224,224)")
     add("--batch-size", type=count, help="examples of a rank and step (default: 32)")
@@ -64,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="NAME", help='exchanges to time, such as DDP "16-bit hook" PowerSGD saving=50')
     add("--ranks", type=count, help="without torchrun: ranks to start on this machine (default: 2)")
     add("--json", type=Path, metavar="FILE", help="file to write all times to")
-    command("env", "versions, devices and launch settings, to paste into a bug report")
+    command("env", "Versions, devices and launch settings, to paste into a bug report.")
     return parser
 
 

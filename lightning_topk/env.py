@@ -47,10 +47,9 @@ def processor(device: torch.device) -> str:
 
 def ranks(gpus: int) -> str:
     """Ranks, backend and topology that the launcher's variables give, on a node with so many GPUs."""
-    given = os.environ
     try:
-        world = int(given.get("WORLD_SIZE") or given.get("SLURM_NTASKS") or 1)
-        local = max(1, int(given.get("LOCAL_WORLD_SIZE") or given.get("SLURM_NTASKS_PER_NODE") or 1))
+        world = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
         local = local if world % local == 0 else 1  # nodes of different sizes, as attach takes them
         topology = TopKConfig().resolve(world, local, gpus=gpus >= local).topology
     except ValueError as error:

@@ -223,14 +223,14 @@ def _maker(work: Work, device: torch.device, name: str, peer: peers.Peer) -> Cal
     A hook that fails may leave a collective unfinished, so each of torch's has a group of its own. Ours makes its own
     groups, and overlaps two exchanges on gloo only if the model has the default group.
     """
-    group: dict[str, Any] = {} if name in work.ours else {"process_group": dist.new_group(timeout=TIMEOUT)}
     trained = work.params is None
+    ddp: dict[str, Any] = {} if name in work.ours else {"process_group": dist.new_group(timeout=TIMEOUT)}
+    ddp["gradient_as_bucket_view"] = not trained
     optimizer = partial(torch.optim.SGD, lr=1e-4, momentum=0.9) if trained else None
 
     def make() -> Contender:
         net, backward = work.training(dist.get_rank(), device)
-        settings = {"adapt_momentum": trained}
-        return Contender(peer, net, backward, optimizer, settings, gradient_as_bucket_view=not trained, **group)
+        return Contender(peer, net, backward, optimizer, {"adapt_momentum": trained}, **ddp)
 
     return make
 

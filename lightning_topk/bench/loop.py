@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from lightning_topk.bench.peers import Backward, Peer
 
-T = TypeVar("T")
 WATCHED = 3
 """Steps in which an exchange is timed by itself, after all turns."""
 TURN, LONGEST = 0.2, 5
@@ -84,7 +83,7 @@ class Contender:
             torch.cuda.synchronize(self._device)
 
 
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks. A collective; raises RuntimeError if a rank is gone."""
     found: list[Any] = [None] * dist.get_world_size()
     try:

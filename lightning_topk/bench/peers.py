@@ -69,10 +69,9 @@ def power_sgd_elements(shapes: Iterable[Sequence[int]], rank: int) -> int:
     """
     total = 0
     for shape in shapes:
-        numel = math.prod(shape)
-        columns = numel // shape[0] if len(shape) > 1 and numel else 0
-        factors = (shape[0] + columns) * min(shape[0], columns, rank) if columns else numel
-        total += factors if 2 * factors < numel else numel
+        rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
+        factors = (rows + columns) * min(rows, columns, rank)
+        total += factors if 2 * factors < rows * columns else rows * columns
     return total
 
 
