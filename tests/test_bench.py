@@ -114,13 +114,11 @@ def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
             warnings.simplefilter("always")
             for monitor._fit.steps in range(1, 30):
                 monitor._fit.compare(SimpleNamespace(strategy=alone), state, report, dense)
-        said = [str(warning.message) for warning in caught]
-        assert len(said) == expected
-        for words in said:
-            assert "takes 10.0 ms per step at a density of 0.12" in words
-            assert ("density decays to 0.001" in words) == (ratio is decays)
-            assert "run `python -m lightning_topk bench`" in words
-            assert "about 1.0 ms, so plain DDP is probably faster on this link: try strategy='ddp'." in words
+        words = " ".join(str(warning.message) for warning in caught)
+        assert len(caught) == words.count("takes 10.0 ms per step at a density of 0.12") == expected
+        assert words.count("about 1.0 ms, so plain DDP is probably faster on this link") == expected
+        assert words.count("run `python -m lightning_topk bench`") == expected
+        assert words.count("density decays to 0.001") == (expected and ratio is decays)
 
 
 @pytest.mark.process
@@ -149,31 +147,28 @@ def test_counts_and_rates_are_read_as_people_write_them():
             __main__.count(wrong)
 
 
-def some_digits() -> Data:
-    """As many examples as needed, without scikit-learn, which takes seconds to import."""
+def data() -> Data:
+    """Needs no scikit-learn, which takes seconds to import."""
     examples = torch.randn(200, *DIGIT, generator=torch.Generator().manual_seed(0))
     labels = examples.flatten(1)[:, :10].argmax(1)
     return Data(examples[:160], labels[:160], examples[160:], labels[160:])
 
 
-def raced(rank: int, world: int) -> list[list[tuple[float, int, float]]]:
-    course = race.Course(partial(mlp, DIGIT, 10, (32,)), some_digits, 20, Optimizer(0.1, 0.9), batch=16, every=10)
+def raced(rank: int, world: int) -> list[dict[str, Any]]:
+    course = race.Course(partial(mlp, DIGIT, 10, (32,)), data, 20, Optimizer(0.1, 0.9), batch=16, every=10)
     ends = {"DDP": {"steps": 20}, "ratio 0.001": {"aim": 3.0}, "PowerSGD 2": {"aim": 0.0, "budget": 0.2}}
+    ends["local 10"] = {"steps": 60}
     with mock.patch.object(race, "COURSE", course):
-        found = [
-            race.race({"racer": racer, "seed": 0, "budget": 60, **end}, rank, world)
-            for racer, end in {**ends, "local 10": {"steps": 60}}.items()
-        ]
-    assert [each["reached"] for each in found] == [False, True, False, False]
-    return [each["curve"] for each in found]
+        return [race.race({"racer": each, "seed": 0, "budget": 60, **ends[each]}, rank, world) for each in ends]
 
 
 def test_a_training_of_the_race_ends_at_its_steps_its_aim_or_its_budget(groups):
-    dense, sparse, rest, local = groups(2).run(raced)[0]
-    assert [step for _, step, _ in dense] == [10, 20]
-    assert sparse[-1][2] <= 3.0
-    assert rest[-1][0] >= 0.2
-    assert local[-1][1] == 60
+    dense, sparse, rest, local = found = groups(2).run(raced)[0]
+    assert [each["reached"] for each in found] == [False, True, False, False]
+    assert [step for _, step, _ in dense["curve"]] == [10, 20]
+    assert sparse["curve"][-1][2] <= 3.0
+    assert rest["curve"][-1][0] >= 0.2
+    assert local["curve"][-1][1] == 60
 
 
 def locally_stepped(rank: int, world: int) -> list[torch.Tensor]:
