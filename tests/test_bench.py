@@ -92,15 +92,14 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("bench hosts --rate fast", "write it like 100mbit or 2.5gbit"),
-        ("bench hosts --peers theirs", "'theirs' is unknown"),
-        ("bench wire --json nowhere/r.json", "No such file or directory: 'nowhere/r.json'"),
-        ("reproduce", r"name a claim \(counterexample, saving, .*\) or pass --all"),
+        ("bench hosts --rate fast", "bench hosts: .*write it like 100mbit or 2.5gbit"),
+        ("bench hosts --peers theirs", "bench hosts: .*'theirs' is unknown"),
+        ("bench wire --json nowhere/r.json", "bench wire: .*No such file or directory: 'nowhere/r.json'"),
+        ("reproduce", r"reproduce: name a claim \(counterexample, saving, .*\) or pass --all"),
     ],
 )
 def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, words, message):
-    command = words.partition(" --")[0]
-    with pytest.raises(SystemExit, match=f"{command}: .*{message}"):
+    with pytest.raises(SystemExit, match=message):
         run(monkeypatch, *words.split())
 
 

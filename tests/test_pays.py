@@ -138,60 +138,50 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 LAUNCHED["MASTER_ADDR"] = "localhost"
 
 
-def launched(monkeypatch, **env: str) -> None:
-    """Sets these variables of a launcher, and no others."""
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def bench(monkeypatch):
+    """Runs the command with these variables of a launcher; returns its message if it refuses."""
+
+    def refused(words: str, **env: str) -> str:
+        for name in LAUNCHED:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as error:
+            run(monkeypatch, "bench", *words.split(), main=main)
+        return str(error.value)
+
+    return refused
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    ("words", "env", "message"),
-    [
-        ("--params 1M", LAUNCHED, r"only rank, so there is nothing to exchange.*torchrun --nnodes=2"),
-        ("--params 1M", {"RANK": "0"}, "but not WORLD_SIZE, .*, MASTER_PORT. Use torchrun"),
-        ("--params 1M --only DPP", {}, "'DPP' is unknown; it must be one of 'no exchange', 'DDP'"),
-        ("--params 1M --model resnet18", {}, "give one of --model, --module and --params"),
-        ("--params 1M --ranks 1", {}, "exchanges nothing: take 2 or more"),
-    ],
-)
-def test_invalid_benches_are_refused_before_anything_starts(monkeypatch, words, env, message):
-    launched(monkeypatch, **env)
-    with pytest.raises(SystemExit, match=message):
-        run(monkeypatch, "bench", *words.split(), main=main)
+def test_invalid_benches_are_refused_before_anything_starts(bench):
+    assert "so there is nothing to exchange. Start it on each of two machines" in bench("--params 1M", **LAUNCHED)
+    assert "not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT." in bench("--params 1M", RANK="0")
+    assert "'DPP' is unknown; it must be one of 'no exchange', 'DDP'" in bench("--params 1M --only DPP")
+    assert "give one of --model, --module and --params" in bench("--params 1M --model resnet18")
+    assert "exchanges nothing: take 2 or more" in bench("--params 1M --ranks 1")
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("mine", ["cpu", "cuda"])
-def test_ranks_with_and_without_a_gpu_are_refused_before_two_backends_wait_for_each_other(monkeypatch, mine):
+@pytest.mark.parametrize(("mine", "others"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_ranks_with_and_without_a_gpu_are_refused_before_two_backends_wait(monkeypatch, bench, mine, others):
     store = torch.distributed.HashStore()
-    store.set("device of 1", "cuda" if mine == "cpu" else "cpu")
-    launched(monkeypatch, **{**LAUNCHED, "WORLD_SIZE": "2"})
+    store.set("device of 1", others)
     monkeypatch.setattr(command, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
-    monkeypatch.setattr(torch.distributed, "init_process_group", mock.Mock(side_effect=AssertionError))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(mine == "cuda"))
-    which = {"cpu": "rank 1 has a GPU, rank 0 has none", "cuda": "rank 0 has a GPU, rank 1 has none"}[mine]
-    with pytest.raises(SystemExit, match=f"bench: ranks differ: {which}. Every node needs a GPU for each"):
-        run(monkeypatch, "bench", "--params", "3000", main=main)
+    said = bench("--params 3000", **{**LAUNCHED, "WORLD_SIZE": "2"})
+    assert f"rank {int(mine == 'cpu')} has a GPU, rank {int(mine == 'cuda')} has none. Every node needs a GPU" in said
 
 
 @pytest.mark.unit
-def test_without_a_launcher_torchrun_starts_the_same_command_here(monkeypatch):
-    launched(monkeypatch)
-    started = []
-
-    def fails(launch):
-        started.append(launch)
-        raise KeyError
-
+def test_without_a_launcher_torchrun_starts_the_same_command_here(monkeypatch, bench):
     monkeypatch.setattr(command, "ChildFailedError", KeyError)
-    monkeypatch.setattr(command.torchrun, "run", fails)
-    with pytest.raises(SystemExit, match="bench: a rank failed; its message is above"):
-        run(monkeypatch, "bench", "--params", "1M", "--ranks", "3", main=main)
-    assert (started[0].module, started[0].training_script, started[0].nproc_per_node) == (True, "lightning_topk", "3")
-    assert started[0].training_script_args == ["bench", "--params", "1M", "--ranks", "3"]
+    monkeypatch.setattr(command.torchrun, "run", started := mock.Mock(side_effect=KeyError))
+    assert "bench: a rank failed; its message is above" in bench("--params 1M --ranks 3")
+    (launch,) = started.call_args.args
+    assert (launch.module, launch.training_script, launch.nproc_per_node) == (True, "lightning_topk", "3")
+    assert launch.training_script_args == ["bench", "--params", "1M", "--ranks", "3"]
 
 
 COMMAND = "from lightning_topk.__main__ import main\nif __name__ == '__main__':\n    main()\n"

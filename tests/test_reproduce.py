@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -34,16 +35,18 @@ def little_text(monkeypatch):
     monkeypatch.setattr(training, "documentation", lambda: data.Data(*parts))
 
 
-@pytest.mark.parametrize("model", ["mlp", "char lstm", "convnet"])
-def test_simulated_training_learns_and_sends_what_is_predicted(little_text, images, model):
-    optimizer, steps, batch, folder = training.Optimizer(0.3), 30, 10, None
-    if model == "char lstm":
-        optimizer, steps, batch = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0), 15, 4
-    elif model == "convnet":
-        optimizer, batch, folder = training.Optimizer(0.05), 5, images
+ADAMW = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "steps"),
+    [("mlp", training.Optimizer(0.3), 30), ("char lstm", ADAMW, 15), ("convnet", training.Optimizer(0.05), 30)],
+)
+def test_simulated_training_learns_and_sends_what_is_predicted(little_text, images, model, optimizer, steps):
+    folder = images if model == "convnet" else None
     start = training.Problem(model, 0, folder)
     before, *_ = start.evaluate(start.start)
-    run = training.train(model, TopKConfig(ratio=0.1), 2, steps, optimizer, 0, batch, data=folder)
+    run = training.train(model, TopKConfig(ratio=0.1), 2, steps, optimizer, 0, 5, data=folder)
     assert run.loss < before
     assert len(run.union) == steps
     sent = volume(TopKConfig(ratio=0.1), [len(start.start)], world=2)
@@ -56,7 +59,7 @@ def test_every_optimizer_of_the_lab_learns(little_text, kind):
     if package is not None:
         pytest.importorskip(package)
     before, _ = training.Problem("gpt", 0).held_out(training.Problem("gpt", 0).start)
-    optimizer = training.Optimizer(0.01, 0.9, kind=kind, cosine=True, clip_norm=1.0)
+    optimizer = replace(ADAMW, kind=kind)
     run = training.train("gpt", TopKConfig(saving=50), 2, 8, optimizer, 0, 4, every=4)
     assert run.curve[-1][1] < run.curve[0][1] < before
 
@@ -143,9 +146,8 @@ def alone(jobs, title, note, *_):
 
 
 def test_at_size_compares_systems_and_rates_and_repeats_no_run(little_text, monkeypatch, images, tmp_path):
-    adam = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=2)
     convnet = at_size.Course(training.Optimizer(0.05), 1, 2, images=True)
-    monkeypatch.setattr(at_size, "COURSES", {"gpt": at_size.Course(adam, 1, 2), "convnet": convnet})
+    monkeypatch.setattr(at_size, "COURSES", {"gpt": at_size.Course(replace(ADAMW, warmup=2), 1, 2), "convnet": convnet})
     monkeypatch.setattr(training, "run_all", alone)
     measured = partial(at_size.run, images, steps=2, seeds=1, out=tmp_path)
     systems = ["dense", "saving 50 not adapted", "PowerSGD", "local 10", "DiLoCo 30 at 0.7 saving 50"]
