@@ -89,7 +89,8 @@ def test_simulated_gradients_are_autograds():
 
 
 def timed(rank: int, world: int) -> dict[str, dict[str, float]]:
-    return speedup.timed({"numel": 100_000, "peers": [*speedup.SYSTEMS], "settings": {}, "seconds": 0}, rank, world)
+    options = {"work": {"params": 100_000}, "peers": [*speedup.SYSTEMS], "settings": {}, "seconds": 0}
+    return speedup.timed(options, rank, world)
 
 
 @pytest.mark.gloo

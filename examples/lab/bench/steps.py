@@ -16,47 +16,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from tqdm import tqdm
 
 from lab import hosts as emulated
 from lab.bench.peers import BUCKETS, PEERS, prepared
 from lab.report import Result
 from lightning_topk.bench import loop
-from lightning_topk.bench.peers import Peer, noise
+from lightning_topk.bench.command import Work
+from lightning_topk.bench.peers import Peer
 from lightning_topk.plan import link, torchvision_model
 
 Measured = dict[str, dict[str, Any]]
 """Results of :func:`measured` by peer."""
 
 
-def exchanges(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Peer] = PEERS) -> Measured:
-    """Times one rank's steps with each peer, of a model that only exchanges; takes the least.
+def timed(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Peer] = PEERS) -> Measured:
+    """Times one rank's steps of :class:`.Work` with each peer: the median, or the least if they only exchange.
 
     ``"no exchange"`` is a peer that exchanges nothing.
     """
+    work, ddp, optimizer, timing = Work(**options["work"]), dict[str, Any](), None, dict[str, Any]()
+    if work.params is None:
+        timing |= {"reduced": median_high, "steps": options["steps"]}
+        optimizer = partial(torch.optim.SGD, lr=0.01)
+    else:
+        timing |= {"reduced": min, "steps": 21, "seconds": options["seconds"]}
+        ddp |= {"gradient_as_bucket_view": True, "init_sync": False}  # all ranks have the same weights
 
-    def make(peer: str) -> loop.Contender:
-        net, backward = noise(options["numel"], rank, torch.device("cpu"))
-        ddp: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": False}  # all ranks have the same weights
-        return loop.Contender(known[peer], net, backward, settings=options["settings"], **ddp)
+    def make(peer: Peer) -> loop.Contender:
+        return loop.Contender(peer, *work.training(rank, torch.device("cpu")), optimizer, options["settings"], **ddp)
 
-    return {peer: measured(make(peer), min, 21, options["seconds"]) for peer in options["peers"]}
-
-
-def images(options: dict[str, Any], rank: int, world: int) -> Measured:
-    """Times one rank's steps of a torchvision model with each peer; takes the median."""
-    examples = torch.randn(options["batch"], 3, options["size"], options["size"])
-    labels = torch.randint(0, 1000, (options["batch"],))
-
-    def backward(model: nn.Module) -> None:
-        nn.functional.cross_entropy(model(examples), labels).backward()
-
-    def make(peer: str) -> loop.Contender:
-        net, optimizer = torchvision_model(options["model"]), partial(torch.optim.SGD, lr=0.01)
-        return loop.Contender(PEERS[peer], net, backward, optimizer, options["settings"])
-
-    return {peer: measured(make(peer), median_high, options["steps"]) for peer in options["peers"]}
+    return {peer: measured(make(known[peer]), **timing) for peer in options["peers"]}
 
 
 def measured(
@@ -145,14 +135,14 @@ def hosts(
         f"{numel:,} float32 parameters whose backward pass costs nothing, so nothing hides an exchange; {words}; "
         f"{BUCKETS}; gradients are views of buckets; least of several steps, the slowest rank's.",
     )
-    options = {"numel": numel, "settings": settings, "seconds": seconds, "peers": ["no exchange", *chosen]}
-    timed = []
+    options = {"work": {"params": numel}, "settings": settings, "seconds": seconds, "peers": ["no exchange", *chosen]}
+    found = []
     for rate in tqdm(rates, desc="hosts", leave=False):
         with emulated.emulate(hosts, rate, ranks) as group:
-            timed.append(worst(group.run(exchanges, options, timeout=3600)))
-        enter(result, rate, timed[-1])
+            found.append(worst(group.run(timed, options, timeout=3600)))
+        enter(result, rate, found[-1])
     curves = result.panel("seconds of a step", "bit/s", xlog=True, ylog=True)
-    curves |= {peer: (bits, [found[peer]["seconds"] for found in timed]) for peer in timed[0]}
+    curves |= {peer: (bits, [each[peer]["seconds"] for each in found]) for peer in found[0]}
     return result
 
 
@@ -178,8 +168,9 @@ def train(
         f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({where}), {batch_size} images "
         f"of {image_size} pixels a worker and step, SGD, {words}; {BUCKETS}; median of {steps} steps.",
     )
-    options = {"model": model, "settings": settings, "batch": batch_size, "size": image_size, "steps": steps}
+    work = {"model": model, "input": (3, image_size, image_size), "batch_size": batch_size}
+    options = {"work": work, "settings": settings, "steps": steps, "peers": chosen}
     with emulated.emulate(workers, rate) if rate else nullcontext(emulated.local(workers)) as group:
-        found = worst(group.run(images, {**options, "peers": chosen}, timeout=3600))
+        found = worst(group.run(timed, options, timeout=3600))
     enter(result, where, found)
     return result

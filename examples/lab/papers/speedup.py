@@ -38,7 +38,7 @@ def run() -> Result:
     seconds = {}
     for rate in tqdm(RATES, desc="speedup", leave=False):
         with hosts.emulate(WORLD, rate) as group:
-            given = {"numel": NUMEL, "peers": NAMES, "settings": {}, "seconds": 10}
+            given = {"work": {"params": NUMEL}, "peers": NAMES, "settings": {}, "seconds": 10}
             ranks = group.run(timed, given, timeout=3600)
         seconds[rate] = {system: values["seconds"] for system, values in steps.worst(ranks).items()}
     result.tables["Seconds of a step"] = [
@@ -59,7 +59,7 @@ def run() -> Result:
 
 
 def timed(options: dict[str, Any], rank: int, world: int) -> steps.Measured:
-    """Times steps with each of the systems, see :func:`lab.bench.steps.exchanges`."""
+    """Times steps with each of the systems, see :func:`lab.bench.steps.timed`."""
 
     def peer(own: Mapping[str, Any]) -> Peer:
         plain = ours(**own)  # DGC requires an optimizer without momentum
@@ -69,4 +69,4 @@ def timed(options: dict[str, Any], rank: int, world: int) -> steps.Measured:
             )
         )
 
-    return steps.exchanges(options, rank, world, {**PEERS, **{name: peer(own) for name, own in SYSTEMS.items()}})
+    return steps.timed(options, rank, world, {**PEERS, **{name: peer(own) for name, own in SYSTEMS.items()}})
