@@ -20,8 +20,6 @@ from tqdm import tqdm
 
 from lightning_topk.bench.peers import Backward, Peer
 
-WATCHED = 3
-"""Steps in which an exchange is timed by itself, after all turns."""
 TURN, LONGEST = 0.2, 5
 """Seconds that a turn should last, and steps of a turn at most: within a turn, nothing waits for a GPU."""
 FEWEST = 3
@@ -66,10 +64,10 @@ class Contender:
         return (time.perf_counter() - begin) / count
 
     def watch(self) -> float:
-        """Takes steps of ours whose exchange is timed; returns the fraction of it that backward did not hide."""
+        """Takes three steps of ours whose exchange is timed; returns the fraction of it that backward did not hide."""
         self.state.report()
         self.state.telemetry.timing = True
-        self.take(WATCHED)
+        self.take(3)
         seconds, exposed = self.state.report().times
         return float(exposed / max(seconds, 1e-9))
 

@@ -15,7 +15,6 @@ from typing_extensions import override
 from lightning_topk.adapters.attach import attach
 from lightning_topk.config import CPU_BUCKET_MB
 
-COLUMNS = 1024
 Backward = Callable[[nn.Module], None]
 """Runs forward and backward of a wrapped model."""
 
@@ -95,9 +94,9 @@ class Weights(nn.Module):
 
 
 def noise(numel: int, seed: int, device: torch.device) -> tuple[Weights, Backward]:
-    """Matrices whose gradients are noise, so that nothing hides an exchange; and their backward."""
-    rows, rest = divmod(numel, COLUMNS)
-    shapes = [(min(COLUMNS, rows - row), COLUMNS) for row in range(0, rows, COLUMNS)]
+    """Matrices of up to 1024 x 1024 whose gradients are noise, so that nothing hides an exchange; and their backward."""
+    rows, rest = divmod(numel, 1024)
+    shapes = [(min(1024, rows - row), 1024) for row in range(0, rows, 1024)]
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(shape, generator=generator) for shape in (*shapes, *[(rest,)] * (rest > 0)))
     gradients = [each.to(device) for each in drawn]
