@@ -94,7 +94,7 @@ class Weights(nn.Module):
 
 
 def noise(numel: int, seed: int, device: torch.device) -> tuple[Weights, Backward]:
-    """Matrices of up to 1024 x 1024 whose gradients are noise, so that nothing hides an exchange; and their backward."""
+    """Matrices, up to 1024 x 1024, whose gradients are noise: nothing hides an exchange; and their backward."""
     rows, rest = divmod(numel, 1024)
     shapes = [(min(1024, rows - row), 1024) for row in range(0, rows, 1024)]
     generator = torch.Generator().manual_seed(seed)
