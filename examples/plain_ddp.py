@@ -31,13 +31,13 @@ def main() -> None:
     state = attach(model, saving=50, optimizer=optimizer)  # the only line about compression
 
     torch.manual_seed(1 + dist.get_rank())
-    for step in range(401):
+    for step in range(201):
         x = torch.randn(64, 20, device=device)
         loss = nn.functional.mse_loss(model(x), teacher(x).detach())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 100 == 0 and dist.get_rank() == 0:
+        if step % 50 == 0 and dist.get_rank() == 0:
             print(f"step {step:3d}  loss {loss.item():.4f}")
     sent = state.report().bytes
     if dist.get_rank() == 0:

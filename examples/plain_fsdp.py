@@ -39,7 +39,7 @@ def main() -> None:
     state = attach(model, process_group=mesh["replicate"], saving=50, optimizer=optimizer)
 
     torch.manual_seed(1 + dist.get_rank())
-    for step in range(201):
+    for step in range(101):
         x = torch.randn(64, 20, device=device)
         loss = nn.functional.mse_loss(model(x), teacher(x).detach())
         optimizer.zero_grad()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from lightning_topk._version import __version__
@@ -21,10 +23,7 @@ def count(text: str) -> int:
 
 def shape(text: str) -> tuple[int, ...]:
     """Parses the shape of an example, such as 3,224,224."""
-    try:
-        return tuple(map(count, text.split(",")))
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write it like 3,224,224") from error
+    return tuple(map(count, text.split(",")))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,19 +33,27 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m lightning_topk", description="Plans and times top-k gradient exchange.", epilog=elsewhere
     )
     parser.add_argument("--version", action="version", version=f"lightning_topk {__version__}")
+    both = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    add = both.add_argument
+    add("--model", help="torchvision model, such as resnet50")
+    add("--module", help="class such as mine.models.Net, called without arguments")
+    add("--params", type=count, help="number of parameters, such as 25e6; bench then only exchanges")
+    add("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    plan = _command(commands, "plan", "the exact bytes of a step with each topology, before a run")
-    add = plan.add_argument
+
+    def command(name: str, about: str, *parents: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+        made = commands.add_parser(
+            name, help=about, description=about, parents=parents, argument_default=argparse.SUPPRESS
+        )
+        return made.add_argument
+
+    add = command("plan", "The exact bytes of a step with each topology, before a run.", both)
     add("--nodes", type=count, required=True, help="number of nodes")
     add("--gpus-per-node", type=count, help="ranks on each node (default: 1)")
     add("--inter", help="speed of the links between nodes (default: 1gbit)")
     add("--ratio", type=float, help="fraction of the entries to send, instead of --saving")
-    bench = _command(
-        commands,
-        "bench",
-        "times training steps with DDP, its hooks and top-k, on your machines: start it with torchrun as your training",
-    )
-    add = bench.add_argument
+    about = "Times steps with DDP, its hooks and top-k, on your machines. Start it with torchrun, as your training."
+    add = command("bench", about, both)
     add("--input", type=shape, help="shape of an example (default: 3,224,224)")
     add("--batch-size", type=count, help="examples of a rank and step (default: 32)")
     add("--precision", choices=("32", "bf16"), help="bf16 is autocast (default: 32)")
@@ -54,24 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="NAME", help='exchanges to time, such as DDP "16-bit hook" PowerSGD saving=50')
     add("--ranks", type=count, help="without torchrun: ranks to start on this machine (default: 2)")
     add("--json", type=Path, metavar="FILE", help="file to write all times to")
-    about = "versions, devices and launch settings, to paste into a bug report"
-    commands.add_parser("env", help=about, description=f"Prints {about}.")
+    command("env", "Versions, devices and launch settings, to paste into a bug report.")
     return parser
-
-
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str
-) -> argparse.ArgumentParser:
-    """Adds a command with the options of both."""
-    made = commands.add_parser(
-        name, help=about, description=f"{about[0].upper()}{about[1:]}.", argument_default=argparse.SUPPRESS
-    )
-    add = made.add_argument
-    add("--model", help="torchvision model, such as resnet50")
-    add("--module", help="class such as mine.models.Net, called without arguments")
-    add("--params", type=count, help="number of parameters, such as 25e6; bench then only exchanges")
-    add("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
-    return made
 
 
 def main() -> None:
@@ -79,15 +70,9 @@ def main() -> None:
     parser = make_parser()
     options = vars(parser.parse_args())
     command = options.pop("command")
+    module = {"plan": "lightning_topk.plan", "bench": "lightning_topk.bench.command", "env": "lightning_topk.env"}
     try:
-        # These import torch, which takes seconds.
-        if command == "plan":
-            from lightning_topk.plan import run
-        elif command == "env":
-            from lightning_topk.env import run  # type: ignore[assignment]
-        else:
-            from lightning_topk.bench.command import run  # type: ignore[assignment]
-        if said := run(**options):
+        if said := import_module(module[command]).run(**options):  # now, since it imports torch, which takes seconds
             print(said)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and os.environ.get("LOCAL_RANK", "0") != "0":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from contextlib import suppress
 from importlib import metadata
 
 import torch
@@ -22,10 +23,9 @@ def run() -> str | None:
         return None
     gpus = [processor(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
     nccl = torch.cuda.nccl.version() if hasattr(torch._C, "_nccl_version") else ("none",)
-    facts = versions()
-    facts |= {"system": platform.platform(), "CPU": processor(torch.device("cpu")), "GPUs": "; ".join(gpus) or "none"}
-    facts |= {"CUDA": torch.version.cuda or torch.version.hip or "none", "NCCL": ".".join(map(str, nccl))}
-    facts |= {"ranks": ranks(len(gpus))}
+    facts = versions() | {"system": platform.platform(), "CPU": processor(torch.device("cpu"))}
+    facts |= {"GPUs": "; ".join(gpus) or "none", "CUDA": torch.version.cuda or torch.version.hip or "none"}
+    facts |= {"NCCL": ".".join(map(str, nccl)), "ranks": ranks(len(gpus))}
     facts |= {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(VARIABLES, name)}
     return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
 
@@ -33,11 +33,10 @@ def run() -> str | None:
 def versions() -> dict[str, str]:
     """Versions of Python and of packages, which are not imported."""
     found = {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found |= dict.fromkeys(PACKAGES, "not installed")
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
     return found
 
 
@@ -48,10 +47,9 @@ def processor(device: torch.device) -> str:
 
 def ranks(gpus: int) -> str:
     """Ranks, backend and topology that the launcher's variables give, on a node with so many GPUs."""
-    given = os.environ
     try:
-        world = int(given.get("WORLD_SIZE") or given.get("SLURM_NTASKS") or 1)
-        local = max(1, int(given.get("LOCAL_WORLD_SIZE") or given.get("SLURM_NTASKS_PER_NODE") or 1))
+        world = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
         local = local if world % local == 0 else 1  # nodes of different sizes, as attach takes them
         topology = TopKConfig().resolve(world, local, gpus=gpus >= local).topology
     except ValueError as error:

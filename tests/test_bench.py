@@ -25,7 +25,7 @@ import lightning_topk
 from lab import commands, hosts
 from lab.bench import race, select, steps, wire
 from lab.bench.peers import PEERS
-from lab.data import digits
+from lab.data import Data
 from lab.models import DIGIT, mlp
 from lab.training import DiLoCo, Optimizer
 from lightning_topk import CompressionMonitor, __main__
@@ -42,47 +42,36 @@ def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> N
     main()
 
 
-def test_select_compares_worker_and_server_with_passes_over_memory(monkeypatch):
+def test_select_and_wire_compare_with_passes_over_memory_and_with_the_entropy(monkeypatch):
     monkeypatch.setattr(select, "_memory", lambda *_: None)
     assert len(select.run(numel=200_000).checks) == 8  # a worker and a server at three densities, two optimizers
-
-
-def test_wire_meets_its_byte_targets_at_every_size():
     assert [check.holds for check in wire.run().checks] == [True] * 4
 
 
 def test_an_exchange_needs_little_memory_beyond_its_residuals():
-    peak, residuals = select.measured_memory(8_000_000)
+    peak, residuals = select.measured_memory(8_000_000)  # in a process of its own
     assert residuals == 4 * 8_000_000 + 4 * 2_000_128  # shards are whole blocks
     assert peak <= 1.1 * residuals
-
-
-def as_json(rank: int, world: int, function: Callable[[dict[str, Any], int, int], Any], options: str) -> Any:
-    """Calls a function of one rank as :func:`lab.hosts.main` does: options and result are JSON."""
-    return json.loads(json.dumps(function(json.loads(options), rank, world)))
 
 
 @pytest.mark.gloo
 def test_hosts_times_every_peer_and_counts_bytes(groups, monkeypatch):
     """Two processes of a group stand for hosts."""
-
-    def run(function, options, timeout):
-        return groups(2).run(as_json, function, json.dumps(options), timeout=100.0)
-
-    monkeypatch.setattr(hosts, "emulate", lambda *_: nullcontext(SimpleNamespace(run=run)))
-    monkeypatch.setattr(hosts, "available", lambda: True)
+    ranks = SimpleNamespace(run=lambda function, options, timeout: groups(2).run(as_hosts, function, options))
+    monkeypatch.setattr(hosts, "emulate", lambda *_: nullcontext(ranks))
     result = steps.hosts(hosts=2, rates=["1gbit"], numel=300_000, seconds=0)
     (rows,) = result.tables.values()
-    assert [row["peer"] for row in rows] == [
-        "no exchange",
-        *(peer for peer in PEERS if peer not in ("no exchange", "ours, hierarchical")),
-    ]
+    assert {row["peer"] for row in rows} == {*PEERS} - {"ours, hierarchical"}
     assert next(check for check in result.checks if check.statement.startswith("bytes counted")).holds
+
+
+def as_hosts(rank: int, world: int, function: Callable[[dict[str, Any], int, int], Any], options: Any) -> Any:
+    return function(options, rank, world)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hosts.available(), reason="emulated hosts need root and iproute2")
-def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, tmp_path):
+def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, tmp_path):
     options = ["--hosts=2", "--ranks=2", "--rate", "1gbit", "--numel=2e6", "--ratio=0.01", "--seconds=0"]
     files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     try:
@@ -91,13 +80,11 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
         if "ip netns" not in str(error):
             raise
         pytest.skip(str(error))
-    result = json.loads((tmp_path / "r.json").read_text())
-    judged = {check["statement"]: check["holds"] for check in result["checks"]}
+    judged = {each["statement"]: each["holds"] for each in json.loads((tmp_path / "r.json").read_text())["checks"]}
     for peer in ("ours", "ours, hierarchical"):
         assert judged[f"bytes counted are bytes predicted, {peer}, 1gbit"]
         assert judged[f"the interface counts little more, {peer}, 1gbit"]
     assert (tmp_path / "r.png").stat().st_size > 0
-    assert "python examples/lab bench hosts --hosts=2" in capsys.readouterr().out
     left = subprocess.check_output(["ip", "netns", "list"], text=True)
     assert f"ltk{os.getpid() % 100000}" not in left
 
@@ -105,15 +92,14 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, capsys, t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("bench hosts --rate fast", "write it like 100mbit or 2.5gbit"),
-        ("bench hosts --peers theirs", "'theirs' is unknown"),
-        ("bench wire --json nowhere/r.json", "No such file or directory: 'nowhere/r.json'"),
-        ("reproduce", r"name a claim \(counterexample, saving, .*\) or pass --all"),
+        ("bench hosts --rate fast", "bench hosts: .*write it like 100mbit or 2.5gbit"),
+        ("bench hosts --peers theirs", "bench hosts: .*'theirs' is unknown"),
+        ("bench wire --json nowhere/r.json", "bench wire: .*No such file or directory: 'nowhere/r.json'"),
+        ("reproduce", r"reproduce: name a claim \(counterexample, saving, .*\) or pass --all"),
     ],
 )
 def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, words, message):
-    command = words.partition(" --")[0]
-    with pytest.raises(SystemExit, match=f"{command}: .*{message}"):
+    with pytest.raises(SystemExit, match=message):
         run(monkeypatch, *words.split())
 
 
@@ -127,13 +113,11 @@ def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less():
             warnings.simplefilter("always")
             for monitor._fit.steps in range(1, 30):
                 monitor._fit.compare(SimpleNamespace(strategy=alone), state, report, dense)
-        said = [str(warning.message) for warning in caught]
-        assert len(said) == expected
-        for words in said:
-            assert "takes 10.0 ms per step at a density of 0.12" in words
-            assert ("density decays to 0.001" in words) == (ratio is decays)
-            assert "run `python -m lightning_topk bench`" in words
-            assert "about 1.0 ms, so plain DDP is probably faster on this link: try strategy='ddp'." in words
+        words = " ".join(str(warning.message) for warning in caught)
+        assert len(caught) == words.count("takes 10.0 ms per step at a density of 0.12") == expected
+        assert words.count("about 1.0 ms, so plain DDP is probably faster on this link") == expected
+        assert words.count("run `python -m lightning_topk bench`") == expected
+        assert words.count("density decays to 0.001") == (expected and ratio is decays)
 
 
 @pytest.mark.process
@@ -162,63 +146,57 @@ def test_counts_and_rates_are_read_as_people_write_them():
             __main__.count(wrong)
 
 
-def raced(rank: int, world: int) -> list[dict[str, object]]:
-    net = partial(mlp, DIGIT, 10, (32,))
-    found = []
-    with mock.patch.object(race, "COURSE", race.Course(net, digits, 20, Optimizer(0.1, 0.9), batch=16, every=10)):
-        for racer, more in (
-            ("DDP", {"steps": 20}),
-            ("ratio 0.001", {"aim": 3.0}),
-            ("PowerSGD 2", {"aim": 0.0, "budget": 0.2}),
-            ("local 10", {"steps": 60}),
-        ):
-            found.append(race.race({"racer": racer, "seed": 0, "budget": 60, **more}, rank, world))
-    return found
+def data() -> Data:
+    """Needs no scikit-learn, which takes seconds to import."""
+    examples = torch.randn(200, *DIGIT, generator=torch.Generator().manual_seed(0))
+    labels = examples.flatten(1)[:, :10].argmax(1)
+    return Data(examples[:160], labels[:160], examples[160:], labels[160:])
+
+
+def raced(rank: int, world: int) -> list[dict[str, Any]]:
+    course = race.Course(partial(mlp, DIGIT, 10, (32,)), data, 20, Optimizer(0.1, 0.9), batch=16, every=10)
+    ends = {"DDP": {"steps": 20}, "ratio 0.001": {"aim": 3.0}, "PowerSGD 2": {"aim": 0.0, "budget": 0.2}}
+    ends["local 10"] = {"steps": 60}
+    with mock.patch.object(race, "COURSE", course):
+        return [race.race({"racer": each, "seed": 0, "budget": 60, **ends[each]}, rank, world) for each in ends]
 
 
 def test_a_training_of_the_race_ends_at_its_steps_its_aim_or_its_budget(groups):
-    dense, sparse, rest, local = groups(2).run(raced)[0]
+    dense, sparse, rest, local = found = groups(2).run(raced)[0]
+    assert [each["reached"] for each in found] == [False, True, False, False]
     assert [step for _, step, _ in dense["curve"]] == [10, 20]
-    assert not dense["reached"]
-    assert sparse["reached"]
     assert sparse["curve"][-1][2] <= 3.0
-    assert not rest["reached"]
     assert rest["curve"][-1][0] >= 0.2
     assert local["curve"][-1][1] == 60
 
 
-def locally_stepped(rank: int, world: int) -> list[list[torch.Tensor]]:
-    """Weights after seven steps of DiLoCo, averaged every two and every three steps, the latter through ours."""
-    found = []
-    for period, exchange in ((2, PEERS["DDP"]), (3, ours(ratio=1, wire="fp32"))):
-        torch.manual_seed(0)
-        net = DistributedDataParallel(torch.nn.Linear(3, 2))
-        (optimizer,) = Optimizer(0.1, 0.9).make(dict(net.named_parameters()))
-        state = race.diloco(period, exchange)(net, {"optimizer": optimizer})
-        for step in range(7):
-            for parameter in net.parameters():
-                parameter.grad = torch.full_like(parameter, rank + step + 1.0)
-            optimizer.step()
-        found.append([parameter.detach().clone() for parameter in net.parameters()])
-        if state is not None:
-            state.close()
-    return found
+def locally_stepped(rank: int, world: int) -> list[torch.Tensor]:
+    """Weights after seven steps of DiLoCo, averaged every three steps through ours."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(torch.nn.Linear(3, 2))
+    (optimizer,) = Optimizer(0.1, 0.9).make(dict(net.named_parameters()))
+    state = race.diloco(3, ours(ratio=1, wire="fp32")).register(net, {"optimizer": optimizer})
+    for step in range(7):
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, rank + step + 1.0)
+        optimizer.step()
+    state.close()
+    return [parameter.detach().clone() for parameter in net.parameters()]
 
 
 def test_diloco_between_processes_and_in_the_simulator_is_one_algorithm(groups):
-    for period, ranks in zip((2, 3), zip(*groups(2).run(locally_stepped), strict=True), strict=True):
-        torch.manual_seed(0)
-        start = torch.cat([p.detach().flatten() for p in torch.nn.Linear(3, 2).parameters()])
-        weights = [start.clone(), start.clone()]
-        stepped = [Optimizer(0.1, 0.9).make({"": each})[0] for each in weights]
-        simulated = DiLoCo(period, race.OUTER_RATE, None, 2, [start.shape])
-        simulated.begin(start)
-        for step in range(7):
-            gradients = simulated.step([torch.full_like(start, rank + step + 1.0) for rank in range(2)])
-            for each, made, gradient in zip(weights, stepped, gradients, strict=True):
-                each.grad = gradient
-                made.step()
-            simulated.average_(weights)
-        for mine, own in zip(ranks, weights, strict=True):
-            torch.testing.assert_close(torch.cat([each.flatten() for each in mine]), own)
-        assert not torch.equal(weights[0], weights[1]), "the last step was local"
+    torch.manual_seed(0)
+    start = torch.cat([p.detach().flatten() for p in torch.nn.Linear(3, 2).parameters()])
+    weights = [start.clone(), start.clone()]
+    stepped = [Optimizer(0.1, 0.9).make({"": each})[0] for each in weights]
+    simulated = DiLoCo(3, race.OUTER_RATE, None, 2, [start.shape])
+    simulated.begin(start)
+    for step in range(7):
+        gradients = simulated.step([torch.full_like(start, rank + step + 1.0) for rank in range(2)])
+        for each, made, gradient in zip(weights, stepped, gradients, strict=True):
+            each.grad = gradient
+            made.step()
+        simulated.average_(weights)
+    for mine, own in zip(groups(2).run(locally_stepped), weights, strict=True):
+        torch.testing.assert_close(torch.cat([each.flatten() for each in mine]), own)
+    assert not torch.equal(*weights), "the last step was local"

@@ -1,14 +1,12 @@
 """The layers of the package, and the cost of importing it."""
 
 import ast
-import json
-import subprocess
-import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from groups import script
 
 import lightning_topk
 
@@ -39,11 +37,7 @@ MAY_IMPORT = {
 }
 """The wings that each wing may import, except ``__init__``, ``__main__`` and modules that only re-export public
 names."""
-PUBLIC_NAMES = {
-    "fabric": "adapters.lightning.fabric",
-    "metrics": "adapters.lightning.metrics",
-    "select": "core.select",
-}
+PUBLIC_NAMES = ("fabric", "metrics", "select")
 """Modules that only re-export public names of another module."""
 PACKAGES = {
     "torch.distributed": {"bench", "runtime", *(f"adapters.{name}" for name in ADAPTERS)},
@@ -87,17 +81,14 @@ def wing(module: str) -> str:
 INSIDE = sorted(name for name in MODULES if wing(name) in MAY_IMPORT)
 
 
-def test_every_module_belongs_to_a_wing():
-    assert {wing(name) for name in MODULES} - {*MAY_IMPORT, *PUBLIC_NAMES} == {"__init__", "__main__", "_version"}
-
-
 def test_the_lab_needs_no_strategy():
     lab = PACKAGE.parent / "examples" / "lab"
     found = set().union(*map(imports, lab.rglob("*.py")))
     assert not [name for name in found if f"{name}.".startswith(("lightning.", "lightning_topk.adapters.lightning."))]
 
 
-def test_a_wing_imports_only_the_wings_below_it():
+def test_every_module_belongs_to_a_wing_which_imports_only_the_wings_below_it():
+    assert {wing(name) for name in MODULES} - {*MAY_IMPORT, *PUBLIC_NAMES} == {"__init__", "__main__", "_version"}
     for name in INSIDE:
         allowed = {wing(name), *MAY_IMPORT[wing(name)]}
         ours = {imported for imported in imports(MODULES[name]) if imported.startswith("lightning_topk.")}
@@ -134,7 +125,7 @@ def test_packages_are_imported_only_in_the_wings_that_need_them():
 
 HOOK = """
 from lightning_topk import attach, TopKConfig
-import lightning_topk.simulate
+import lightning_topk.env, lightning_topk.simulate
 assert not {"lightning", "pytorch_lightning", "torchmetrics", "matplotlib"} & set(sys.modules)
 assert "lightning_topk.adapters.fsdp" not in sys.modules
 """
@@ -144,7 +135,6 @@ names = {"topk", "topk_spawn", "topk_fork", "topk_notebook", "topk_find_unused_p
 names |= {"topk_model_parallel"}
 assert names <= set(StrategyRegistry)
 """
-TWICE = f"{REGISTERED}import importlib; importlib.reload(lightning_topk)\n{REGISTERED}"
 PL = """
 import warnings; warnings.simplefilter("ignore")
 from pytorch_lightning import Trainer
@@ -158,47 +148,33 @@ for strategy in ("topk", TopKStrategy(ratio=0.1)):
     assert trainer.callback_metrics["topk/dense_bytes"] == 0  # one worker
 """
 CASES = {
-    "the hook needs no Lightning": HOOK,
-    "names are registered by an import after Lightning": f"import lightning; import lightning_topk\n{TWICE}",
-    "names are registered with the monitor, and the Fabric strategy needs no import of its own": (
-        f"from lightning_topk import CompressionMonitor\n{REGISTERED}\n"
+    "the hook needs no Lightning, and the monitor registers names": (
+        f"{HOOK}from lightning_topk import CompressionMonitor\n{REGISTERED}"
         "import lightning_topk; lightning_topk.fabric.TopKStrategy"
+    ),
+    "names are registered by an import after Lightning": (
+        f"import lightning, lightning_topk, importlib\n{REGISTERED}importlib.reload(lightning_topk)\n{REGISTERED}"
     ),
     "pytorch_lightning is served": f"import pytorch_lightning, lightning_topk\n{PL}",
 }
-SERVER = """
-import json, os, sys, traceback
-import torch, torch._dynamo
-for number, (name, code) in enumerate(json.loads(sys.argv[1]).items()):
-    if number == 1:  # only the first case checks Lightning's own imports, which take seconds
-        import matplotlib.pyplot, scipy.signal, scipy.stats, torchmetrics, torchvision
-    sys.stdout.flush()
-    read, write = os.pipe()
-    if os.fork() == 0:
-        status = 1
-        try:
-            exec(code, {"__name__": "__main__", "sys": sys})
-            status = 0
-        except BaseException:
-            os.write(write, traceback.format_exc()[-4000:].encode())
-        finally:
-            os._exit(status)
-    os.close(write)
-    said = os.fdopen(read).read()
-    print(json.dumps([name, os.waitstatus_to_exitcode(os.wait()[1]), said]))
+FORGET = """
+import sys
+ours = ("lightning", "lightning_fabric", "lightning_topk", "lightning_utilities", "matplotlib", "pytorch_lightning",
+        "torchmetrics")
+for name in [*sys.modules]:
+    if name.partition(".")[0] in ours:
+        del sys.modules[name]
 """
 
 
 @pytest.mark.process
-def test_packages_work_together_in_every_order_of_imports():
-    """Forks every case from one process that has imported neither Lightning nor this package."""
+@pytest.mark.parametrize("case", CASES)
+def test_packages_work_together_in_every_order_of_imports(tmp_path, case):
+    """In a process that forgets Lightning and this package: what they import takes seconds in a new interpreter."""
     pytest.importorskip("pytorch_lightning")
-    server = [sys.executable, "-c", SERVER, json.dumps(CASES)]
-    done = subprocess.run(server, capture_output=True, text=True, timeout=240, check=False)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
-    assert [name for name, *_ in found] == list(CASES), done.stderr
-    failed = [f"{name}: exit status {status}\n{said}" for name, status, said in found if status]
-    assert not failed, "\n".join(failed)
+    path = tmp_path / "case.py"
+    path.write_text(FORGET + CASES[case])
+    script(path, log=tmp_path / "log", folder=tmp_path)
 
 
 def test_names_that_do_not_exist_are_attribute_errors():

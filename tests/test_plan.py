@@ -13,7 +13,7 @@ from test_pays import cells
 from torch import nn
 
 from lightning_topk.__main__ import main, make_parser
-from lightning_topk.bench.command import run as bench
+from lightning_topk.bench.command import Work
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import ddp_buckets, parameter_sizes
 from lightning_topk.plan import run as plan
@@ -60,7 +60,7 @@ def test_every_option_is_an_argument_of_the_plan_and_of_the_bench():
     assert {*given} == {"command", *inspect.signature(plan).parameters}
     words = f"bench --input 3,8 --batch-size 1 --precision bf16 --steps 1 --only DDP --ranks 2 --json c {both}"
     given = vars(make_parser().parse_args(words.split()))
-    assert {*given} == {"command", *inspect.signature(bench).parameters}
+    assert {*given} == {"command", "ranks", "json", *inspect.signature(Work).parameters}
     assert given["input"] == (3, 8)
 
 

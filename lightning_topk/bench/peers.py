@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,58 +15,50 @@ from typing_extensions import override
 from lightning_topk.adapters.attach import attach
 from lightning_topk.config import CPU_BUCKET_MB
 
-Settings = Mapping[str, Any]
-"""Arguments of :func:`.attach`, for ours."""
-Register = Callable[[DistributedDataParallel, Settings], Any]
-"""Registers an exchange with a wrapped model; ours returns its state."""
-COLUMNS = 1024
+Backward = Callable[[nn.Module], None]
+"""Runs forward and backward of a wrapped model."""
 
 
-def alone(model: DistributedDataParallel, settings: Settings) -> None:
-    """Exchanges nothing: each rank trains by itself."""
-    model.require_backward_grad_sync = False
+class Peer(NamedTuple):
+    """An exchange.
+
+    Attributes:
+        register: Registers it with a wrapped model, given settings of :func:`.attach`; returns our state, or None.
+        bucket_mb: Size of DDP's buckets on CPUs, MiB. Default: DDP's own.
+        warmup: Untimed steps. DDP regroups its buckets after the first. On a slow link steps take seconds.
+    """
+
+    register: Callable[[DistributedDataParallel, Mapping[str, Any]], Any]
+    bucket_mb: float | None = None
+    warmup: int = 2
 
 
-def dense(model: DistributedDataParallel, settings: Settings) -> None:
-    """Leaves DDP's all-reduce."""
+def hook(function: Callable[..., Any], state: Callable[[DistributedDataParallel], Any], *others: Any) -> Peer:
+    """One of torch's hooks, with a state made for the model."""
+    return Peer(lambda model, settings: model.register_comm_hook(state(model), function), *others)
 
 
-def hook(function: Callable[..., Any], state: Callable[[DistributedDataParallel], Any]) -> Register:
-    """Registers one of torch's hooks, with a state made for the model."""
-    return lambda model, settings: model.register_comm_hook(state(model), function)
-
-
-FP16 = hook(default_hooks.fp16_compress_hook, lambda model: model.process_group)
+ALONE = Peer(lambda model, settings: setattr(model, "require_backward_grad_sync", False))
+"""Exchanges nothing: each rank trains by itself."""
+DENSE = Peer(lambda model, settings: None)
 BF16 = hook(default_hooks.bf16_compress_hook, lambda model: model.process_group)
 
 
-def power_sgd(rank: int) -> Register:
-    """PowerSGD (Vogels et al. 2019) of a rank, from the third step on."""
-    options: dict[str, Any] = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
-    return hook(powerSGD_hook.powerSGD_hook, lambda model: powerSGD_hook.PowerSGDState(model.process_group, **options))
+def power_sgd(rank: int) -> Peer:
+    """PowerSGD (Vogels et al. 2019) of a rank, from the third step on.
 
-
-def ours(**own: Any) -> Register:
-    """Registers our exchange with the bench's settings and ``own``, whose ratio or saving counts."""
-    amounts = {"ratio", "saving"} if {"ratio", "saving"} & own.keys() else set()
-
-    def register(model: DistributedDataParallel, settings: Settings) -> Any:
-        chosen = {name: value for name, value in settings.items() if name not in amounts}
-        return attach(model, **{**chosen, **own})
-
-    return register
-
-
-def bucket_cap(peer: str, device: str = "cpu") -> float | None:
-    """Bucket size of a peer in MiB, or None for DDP's own; for ours the strategy's.
-
-    On CPUs PowerSGD gets one bucket: its hook hangs on gloo with several (torch 2.15).
+    On CPUs it gets one bucket: its hook hangs on gloo with several (torch 2.15).
     """
-    if device != "cpu":
-        return None
-    if peer.startswith("PowerSGD"):
-        return 10_000
-    return CPU_BUCKET_MB if peer.startswith(("ours", "saving", "ratio")) else None
+
+    def state(model: DistributedDataParallel) -> powerSGD_hook.PowerSGDState:
+        return powerSGD_hook.PowerSGDState(model.process_group, rank, start_powerSGD_iter=2)
+
+    return hook(powerSGD_hook.powerSGD_hook, state, 10_000, 4)
+
+
+def ours(**own: Any) -> Peer:
+    """Our exchange with the bench's settings and ``own``. Its residuals fill up in four steps."""
+    return Peer(lambda model, settings: attach(model, **{**settings, **own}), CPU_BUCKET_MB, 4)
 
 
 def power_sgd_elements(shapes: Iterable[Sequence[int]], rank: int) -> int:
@@ -76,42 +68,40 @@ def power_sgd_elements(shapes: Iterable[Sequence[int]], rank: int) -> int:
     """
     total = 0
     for shape in shapes:
-        numel = math.prod(shape)
-        columns = numel // shape[0] if len(shape) > 1 and numel else 0
-        factors = (shape[0] + columns) * min(shape[0], columns, rank) if columns else numel
-        total += factors if 2 * factors < numel else numel
+        rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
+        factors = (rows + columns) * min(rows, columns, rank)
+        total += factors if 2 * factors < rows * columns else rows * columns
     return total
 
 
-def power_sgd_rank(shapes: Sequence[Sequence[int]], saving: float) -> int | None:
-    """The rank of PowerSGD whose saving is nearest to ``saving``; None if it compresses no parameter."""
+def power_sgd_rank(shapes: Sequence[Sequence[int]], saving: float) -> int:
+    """The rank of PowerSGD whose saving is nearest to ``saving``."""
     numel = sum(map(math.prod, shapes))
-    savings = {rank: numel / max(1, power_sgd_elements(shapes, rank)) for rank in range(1, 65)}
-    if max(savings.values()) <= 1:
-        return None
-    return min(savings, key=lambda rank: abs(math.log(savings[rank] / saving)))
+    return min(range(1, 65), key=lambda rank: abs(math.log(numel / power_sgd_elements(shapes, rank) / saving)))
 
 
-class Noise(nn.Module):
-    """Matrices whose gradients are noise: a backward pass that costs next to nothing, so nothing hides an exchange.
+class Weights(nn.Module):
+    """Parameters, at which backward starts, with gradients that the caller has: it costs next to nothing."""
 
-    Backward starts at the weights, with ``gradients``.
-    """
-
-    def __init__(self, numel: int, seed: int) -> None:
+    def __init__(self, values: Iterable[Tensor]) -> None:
         super().__init__()
-        rows, rest = divmod(numel, COLUMNS)
-        shapes = [(min(COLUMNS, rows - row), COLUMNS) for row in range(0, rows, COLUMNS)]
-        self.weights = nn.ParameterList([torch.zeros(shape) for shape in (*shapes, *([(rest,)] if rest else []))])
-        generator = torch.Generator().manual_seed(seed)
-        self.gradients = [torch.randn(weight.shape, generator=generator) for weight in self.weights]
+        self.weights = nn.ParameterList(values)
 
     @override
     def forward(self) -> list[Tensor]:
-        """The weights."""
+        """The parameters."""
         return [*self.weights]
 
-    def backward(self, model: nn.Module) -> None:
-        """Runs backward through the wrapped module."""
-        self.gradients = [each.to(self.weights[0].device) for each in self.gradients]
-        torch.autograd.backward(model(), self.gradients)
+
+def noise(numel: int, seed: int, device: torch.device) -> tuple[Weights, Backward]:
+    """Matrices, up to 1024 x 1024, whose gradients are noise: nothing hides an exchange; and their backward."""
+    rows, rest = divmod(numel, 1024)
+    shapes = [(min(1024, rows - row), 1024) for row in range(0, rows, 1024)]
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(shape, generator=generator) for shape in (*shapes, *[(rest,)] * (rest > 0)))
+    gradients = [each.to(device) for each in drawn]
+
+    def backward(model: nn.Module) -> None:
+        torch.autograd.backward(model(), gradients)
+
+    return Weights(map(torch.zeros_like, gradients)), backward

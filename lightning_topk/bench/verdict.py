@@ -9,17 +9,12 @@ from typing import NamedTuple
 
 Times = Mapping[str, Sequence[float]]
 """Seconds of a step by turn, by contender."""
-
-
 SURE = 6
 """Turns from which on the ratios of times in the same turns have a 95 % interval of their median."""
 
 
 class Ratio(NamedTuple):
-    """The median of the ratios of two contenders' times in the same turns, and its 95 % interval.
-
-    With fewer than :data:`SURE` turns, the interval has the ratios of all turns of one to all turns of the other.
-    """
+    """A median, and its interval."""
 
     middle: float
     low: float
@@ -30,7 +25,10 @@ class Ratio(NamedTuple):
 
 
 def ratio(times: Times, one: str, other: str) -> Ratio:
-    """The time of one contender over that of another."""
+    """The median of the ratios of two contenders' times in the same turns, and its 95 % interval.
+
+    With fewer than :data:`SURE` turns, the interval has the ratios of all turns of one to all turns of the other.
+    """
     ratios = sorted(a / b for a, b in zip(times[one], times[other], strict=False))
     count, dropped = len(ratios), 0
     if count < SURE:
@@ -41,37 +39,27 @@ def ratio(times: Times, one: str, other: str) -> Ratio:
     return Ratio(median(ratios), ratios[dropped], ratios[-1 - dropped])
 
 
-def decide(times: Times, ours: str, others: Sequence[str] = (), baseline: str = "DDP") -> str:
-    """One line: what to use.
-
-    Args:
-        times: The times; without contenders that failed.
-        ours: The contender that stands for ours.
-        others: More of ours, which send less: named only if ``ours`` does not win.
-        baseline: The contender that times are compared with.
-    """
+def decide(times: Times, ours: str, others: Sequence[str] = ()) -> str:
+    """One line: what to use. ``others`` are ours that send less than ``ours``: named only if it does not win."""
     rivals = [name for name in times if name not in (ours, "no exchange", *others)]
     if ours not in times or not rivals:
         return "Nothing to decide: it takes one of ours and one of DDP's to compare."
     rival = min(rivals, key=lambda name: median(times[name]))
-    if baseline in times and rival != baseline and ratio(times, rival, baseline).high >= 1:
-        rival = baseline  # needs no hook
-    baseline = baseline if baseline in times else rival
-    against, told = (
-        ratio(times, ours, rival),
-        f"{ours} takes {ratio(times, ours, baseline)} of {baseline}'s time a step",
-    )
+    if "DDP" in times and rival != "DDP" and ratio(times, rival, "DDP").high >= 1:
+        rival = "DDP"  # needs no hook
+    baseline = "DDP" if "DDP" in times else rival
+    against, over = ratio(times, ours, rival), ratio(times, ours, baseline)
+    told = f"{ours} takes {over} of {baseline}'s time a step"
     beside = "" if rival == baseline else f", and {against} of {rival}'s"
     if against.high < 1:
         return f"{told}{beside}: use TopKStrategy({ours})."
     if against.low > 1:
         best = f"{rival} is fastest here: use it; {told}{beside}."
-    elif rival != baseline and ratio(times, ours, baseline).high < 1:
+    elif rival != baseline and over.high < 1:
         best = f"{told}; to {rival} no difference that this noise can show: {against} of its time."
     else:
         best = f"No difference that this noise can show: {told}{beside}."
-    ahead = [name for name in others if name in times and ratio(times, name, rival).high < 1]
-    if ahead:
+    if ahead := [name for name in others if name in times and ratio(times, name, rival).high < 1]:
         words = " and ".join(f"{name} takes {ratio(times, name, rival)} of {rival}'s time" for name in ahead)
         best += f" In runs of many thousand steps, {words}."
     return best

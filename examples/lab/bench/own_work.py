@@ -18,7 +18,7 @@ from tqdm import tqdm
 from lab.models import GPT
 from lab.report import Result
 from lightning_topk.bench.loop import Contender
-from lightning_topk.bench.peers import ours
+from lightning_topk.bench.peers import Peer, ours
 from lightning_topk.core.requests import AllGather, Request
 from lightning_topk.plan import torchvision_model
 from lightning_topk.runtime import collectives
@@ -104,11 +104,8 @@ def measure(training: Training, steps: int, device: torch.device) -> list[float]
             scores = model(x)
         nn.functional.cross_entropy(scores.flatten(0, -2).float(), labels.flatten()).backward()
 
-    registers = {"none": nothing, **{name: ours(**amount) for name, amount in AMOUNTS.items()}}
-    contenders = [
-        Contender(name, register, training.net().to(device), backward, training.optimizer)
-        for name, register in registers.items()
-    ]
+    compared = [Peer(nothing), *(ours(**amount) for amount in AMOUNTS.values())]
+    contenders = [Contender(peer, training.net().to(device), backward, training.optimizer) for peer in compared]
     for each in contenders:
         each.take(5)
     times = [[each.take(5) for each in contenders] for _ in range(max(3, steps // 5))]

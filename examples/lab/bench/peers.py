@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_topk.bench import peers
 from lightning_topk.config import CPU_BUCKET_MB, SAVING, TopKConfig, check_name
@@ -39,23 +40,23 @@ def naive_topk_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compa
     return future
 
 
-PEERS: dict[str, peers.Register] = {
-    "no exchange": peers.alone,
+PEERS: dict[str, peers.Peer] = {
+    "no exchange": peers.ALONE,
     "ours": peers.ours(),
-    "ours, 0.001": peers.ours(ratio=0.001),
+    "ours, 0.001": peers.ours(ratio=0.001, saving=None),
     "ours, hierarchical": peers.ours(topology="hierarchical"),
-    "DDP": peers.dense,
-    "fp16 hook": peers.FP16,
+    "DDP": peers.DENSE,
+    "fp16 hook": peers.hook(default_hooks.fp16_compress_hook, lambda model: model.process_group),
     **{f"PowerSGD {rank}": peers.power_sgd(rank) for rank in (1, 2, 4)},
-    "naive top-k": lambda model, settings: model.register_comm_hook(
-        (settings.get("ratio") or 0.001, {}), naive_topk_hook
+    "naive top-k": peers.Peer(
+        lambda model, settings: model.register_comm_hook((settings.get("ratio") or 0.001, {}), naive_topk_hook)
     ),
 }
 """Peers by name. Naive top-k sends the given ratio, or a thousandth."""
 
 
 BUCKETS = f"buckets of {CPU_BUCKET_MB} MiB for ours, DDP's 25 MiB for others, one for PowerSGD"
-"""What :func:`.bucket_cap` gives, in words."""
+"""What :class:`.Peer` gives, in words."""
 
 
 def prepared(

@@ -24,7 +24,6 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
-from typing_extensions import override
 
 from lab import hosts as emulated
 from lab.bench.peers import BUCKETS, PEERS
@@ -32,7 +31,7 @@ from lab.data import Data, source_code
 from lab.models import MODELS
 from lab.report import Panel, Result, processor
 from lab.training import Optimizer, Runs
-from lightning_topk.bench.peers import Register, Settings, bucket_cap, ours
+from lightning_topk.bench.peers import Peer, Weights, ours
 from lightning_topk.config import check_name
 from lightning_topk.plan import Row, link
 from lightning_topk.runtime.state import HookState
@@ -46,41 +45,29 @@ TOLERANCE = 0.001
 """How far above the loss of dense training a run may end, as a fraction of that loss: less than its seeds differ by."""
 
 
-def post_local(period: int) -> Register:
-    """Post-local SGD as Lightning's ``DDPStrategy(model_averaging_period=)`` runs it; returns the averager."""
+def post_local(period: int) -> Peer:
+    """Post-local SGD as Lightning's ``DDPStrategy(model_averaging_period=)`` runs it. Its state is the averager."""
 
-    def register(model: DistributedDataParallel, settings: Settings) -> PeriodicModelAverager:
+    def register(model: DistributedDataParallel, settings: Mapping[str, Any]) -> PeriodicModelAverager:
         state = post_localSGD_hook.PostLocalSGDState(None, None, WARMUP, post_local_gradient_allreduce=False)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         return PeriodicModelAverager(period, WARMUP)
 
-    return register
+    return Peer(register)
 
 
-class Weights(nn.Module):
-    """A copy of a model's parameters. Backward starts at them, with gradients that the caller has."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.copies = nn.ParameterList([p.detach().clone() for p in net.parameters()])
-
-    @override
-    def forward(self) -> list[Tensor]:
-        """The parameters."""
-        return [*self.copies]
-
-
-def diloco(period: int, exchange: Register) -> Register:
+def diloco(period: int, exchange: Peer) -> Peer:
     """DiLoCo (Douillard et al. 2023): local steps, and an outer SGD, see :class:`lab.training.DiLoCo`.
 
     ``exchange`` is how the gradient of the outer SGD, the movement of ``period`` steps, reaches the other ranks.
     """
 
-    def register(model: DistributedDataParallel, settings: Settings) -> Any:
+    def register(model: DistributedDataParallel, settings: Mapping[str, Any]) -> Any:
         model.require_backward_grad_sync = False
-        outer, inner = DistributedDataParallel(Weights(model.module)), [*model.parameters()]
+        inner = [*model.parameters()]
+        outer = DistributedDataParallel(Weights(p.detach().clone() for p in inner))
         optimizer = torch.optim.SGD(outer.parameters(), OUTER_RATE, 0.9, nesterov=True)
-        state, steps = exchange(outer, {"optimizer": optimizer}), itertools.count(1)
+        state, steps = exchange.register(outer, {"optimizer": optimizer}), itertools.count(1)
 
         def stepped(*_: Any) -> None:
             if next(steps) % period:
@@ -98,10 +85,10 @@ def diloco(period: int, exchange: Register) -> Register:
         settings["optimizer"].register_step_post_hook(stepped)
         return state
 
-    return register
+    return Peer(register)
 
 
-RACERS: dict[str, Register] = {
+RACERS: dict[str, Peer] = {
     OURS: ours(),
     "saving 150": ours(saving=150),
     "saving 200": ours(saving=200),
@@ -209,10 +196,10 @@ def race(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     data = course.data()
     torch.manual_seed(seed)
     net = course.model()
-    model = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(racer), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(net, bucket_cap_mb=RACERS[racer].bucket_mb, gradient_as_bucket_view=True)
     optimizer: Any
     (optimizer,) = course.optimizer.make(dict(model.named_parameters()))
-    state = RACERS[racer](model, {"optimizer": optimizer})
+    state = RACERS[racer].register(model, {"optimizer": optimizer})
     if isinstance(state, PeriodicModelAverager):
         optimizer = PostLocalSGDOptimizer(optimizer, state)
     batches = torch.Generator().manual_seed(world * seed + rank)

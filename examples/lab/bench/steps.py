@@ -8,92 +8,79 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from statistics import fmean, median_high
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from tqdm import tqdm
 
 from lab import hosts as emulated
 from lab.bench.peers import BUCKETS, PEERS, prepared
 from lab.report import Result
 from lightning_topk.bench import loop
-from lightning_topk.bench.peers import Noise, Register
+from lightning_topk.bench.command import Work
+from lightning_topk.bench.peers import Peer
 from lightning_topk.plan import link, torchvision_model
 
 Measured = dict[str, dict[str, Any]]
 """Results of :func:`measured` by peer."""
 
 
-def noise(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Register] = PEERS) -> Measured:
-    """Times one rank's steps of :class:`.Noise` with each peer, which only exchange; takes the least.
+def timed(options: dict[str, Any], rank: int, world: int, known: Mapping[str, Peer] = PEERS) -> Measured:
+    """Times one rank's steps of :class:`.Work` with each peer: the median, or the least if they only exchange.
 
     ``"no exchange"`` is a peer that exchanges nothing.
     """
+    work, ddp, optimizer, timing = Work(**options["work"]), dict[str, Any](), None, dict[str, Any]()
+    if work.params is None:
+        timing |= {"reduced": median_high, "steps": options["steps"]}
+        optimizer = partial(torch.optim.SGD, lr=0.01)
+    else:
+        timing |= {"reduced": min, "steps": 21, "seconds": options["seconds"]}
+        ddp |= {"gradient_as_bucket_view": True, "init_sync": False}  # all ranks have the same weights
 
-    def make(peer: str) -> loop.Contender:
-        net = Noise(options["numel"], rank)  # all ranks have the same weights: no need to send them
-        ddp: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": False}
-        return loop.Contender(peer, known[peer], net, net.backward, settings=options["settings"], **ddp)
+    def make(peer: Peer) -> loop.Contender:
+        return loop.Contender(peer, *work.training(rank, torch.device("cpu")), optimizer, options["settings"], **ddp)
 
-    return {peer: measured(partial(make, peer), min, 21, options["seconds"]) for peer in options["peers"]}
-
-
-def images(options: dict[str, Any], rank: int, world: int) -> Measured:
-    """Times one rank's steps of a torchvision model with each peer; takes the median."""
-    examples = torch.randn(options["batch"], 3, options["size"], options["size"])
-    labels = torch.randint(0, 1000, (options["batch"],))
-
-    def backward(model: nn.Module) -> None:
-        nn.functional.cross_entropy(model(examples), labels).backward()
-
-    def make(peer: str) -> loop.Contender:
-        net, optimizer = torchvision_model(options["model"]), partial(torch.optim.SGD, lr=0.01)
-        return loop.Contender(peer, PEERS[peer], net, backward, optimizer, options["settings"])
-
-    return {peer: measured(partial(make, peer), median_high, options["steps"]) for peer in options["peers"]}
+    return {peer: measured(make(known[peer]), **timing) for peer in options["peers"]}
 
 
 def measured(
-    make: Callable[[], loop.Contender], reduced: Callable[[list[float]], float], steps: int, seconds: float = math.inf
+    contender: loop.Contender, reduced: Callable[[list[float]], float], steps: int, seconds: float = math.inf
 ) -> dict[str, Any]:
-    """Times steps of a contender, which is closed at the end; a collective.
+    """Times steps of a contender, and closes it; a collective.
 
-    ``reduced`` reduces the times of all steps to one. After ``seconds`` no step starts, but for a few.
+    ``reduced`` reduces the times of all steps to one. After ``seconds`` no step starts, but for three.
 
     Returns:
-        ``seconds`` of a step, and means over the steps: ``cpu``, seconds of this process, and ``sent``, bytes that left
-        this host's emulated interface. For ours also ``hidden``, the fraction of the exchange that overlaps with
-        backward; and bytes ``counted``, ``predicted``, and ``leaving`` the node.
-
-    Raises:
-        RuntimeError: The peer failed.
+        ``seconds`` of a step, of the slowest rank, and means over the steps: ``cpu``, seconds of this process, and
+        ``sent``, bytes that left this host's emulated interface. For ours also ``hidden``, the fraction of the exchange
+        that overlaps with backward; and bytes ``counted``, ``predicted``, and ``leaving`` the node.
     """
-    used: list[tuple[float, int]] = []
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        sent, cpu = emulated.sent_bytes(), time.process_time()
-        yield
-        used.append((time.process_time() - cpu, emulated.sent_bytes() - sent))
-
-    ranks, failed = loop.Ranks(), dict[str, str]()
-    contenders = loop.made({"peer": make}, ranks, failed)
-    contenders = loop.measure(contenders, ranks, failed, steps, seconds, around, longest=1)
-    if failed:
-        raise RuntimeError(failed["peer"])
-    (contender,) = contenders
-    cpu, sent = (fmean(each) for each in zip(*used, strict=True))
-    found = {"seconds": reduced(contender.seconds), "cpu": cpu, "sent": sent}
+    contender.take(contender.peer.warmup)
+    times, used, begin = list[float](), list[tuple[float, int]](), time.perf_counter()
+    while len(times) < steps and (len(times) < 3 or loop.gather(time.perf_counter() - begin)[0] < seconds):
+        dist.barrier()
+        before, cpu = emulated.sent_bytes(), time.process_time()
+        took = contender.take(1)
+        dist.barrier()  # the others have sent, too
+        used.append((time.process_time() - cpu, emulated.sent_bytes() - before))
+        times.append(max(loop.gather(took)))
+    found = {"seconds": reduced(times)}
+    found["cpu"], found["sent"] = (fmean(each) for each in zip(*used, strict=True))
     if contender.state is not None:
-        last, plan = contender.watch(), contender.state.predicted()
-        found["hidden"] = loop.hidden(last)
-        found["counted"] = fmean(r.bytes["uplink"] + r.bytes["downlink"] for r in last)
-        found |= {"predicted": plan.sent, "leaving": plan.inter_node}
+        found["hidden"], plan = 1 - contender.watch(), contender.state.predicted()
+        contender.take(1)
+        counted = contender.state.report().bytes
+        found |= {
+            "counted": counted["uplink"] + counted["downlink"],
+            "predicted": plan.sent,
+            "leaving": plan.inter_node,
+        }
     contender.close()
     return found
 
@@ -148,14 +135,14 @@ def hosts(
         f"{numel:,} float32 parameters whose backward pass costs nothing, so nothing hides an exchange; {words}; "
         f"{BUCKETS}; gradients are views of buckets; least of several steps, the slowest rank's.",
     )
-    options = {"numel": numel, "settings": settings, "seconds": seconds, "peers": ["no exchange", *chosen]}
-    timed = []
+    options = {"work": {"params": numel}, "settings": settings, "seconds": seconds, "peers": ["no exchange", *chosen]}
+    found = []
     for rate in tqdm(rates, desc="hosts", leave=False):
         with emulated.emulate(hosts, rate, ranks) as group:
-            timed.append(worst(group.run(noise, options, timeout=3600)))
-        enter(result, rate, timed[-1])
+            found.append(worst(group.run(timed, options, timeout=3600)))
+        enter(result, rate, found[-1])
     curves = result.panel("seconds of a step", "bit/s", xlog=True, ylog=True)
-    curves |= {peer: (bits, [found[peer]["seconds"] for found in timed]) for peer in timed[0]}
+    curves |= {peer: (bits, [each[peer]["seconds"] for each in found]) for peer in found[0]}
     return result
 
 
@@ -181,8 +168,9 @@ def train(
         f"{model} of torchvision, {workers} {'emulated hosts' if rate else 'processes'} ({where}), {batch_size} images "
         f"of {image_size} pixels a worker and step, SGD, {words}; {BUCKETS}; median of {steps} steps.",
     )
-    options = {"model": model, "settings": settings, "batch": batch_size, "size": image_size, "steps": steps}
+    work = {"model": model, "input": (3, image_size, image_size), "batch_size": batch_size}
+    options = {"work": work, "settings": settings, "steps": steps, "peers": chosen}
     with emulated.emulate(workers, rate) if rate else nullcontext(emulated.local(workers)) as group:
-        found = worst(group.run(images, {**options, "peers": chosen}, timeout=3600))
+        found = worst(group.run(timed, options, timeout=3600))
     enter(result, where, found)
     return result

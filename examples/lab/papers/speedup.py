@@ -12,7 +12,7 @@ from lab import hosts
 from lab.bench import steps
 from lab.bench.peers import BUCKETS, PEERS
 from lab.report import Result
-from lightning_topk.bench.peers import Register, ours
+from lightning_topk.bench.peers import Peer, ours
 from lightning_topk.systems import presets
 
 RATES = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10}
@@ -38,7 +38,7 @@ def run() -> Result:
     seconds = {}
     for rate in tqdm(RATES, desc="speedup", leave=False):
         with hosts.emulate(WORLD, rate) as group:
-            given = {"numel": NUMEL, "peers": NAMES, "settings": {}, "seconds": 10}
+            given = {"work": {"params": NUMEL}, "peers": NAMES, "settings": {}, "seconds": 10}
             ranks = group.run(timed, given, timeout=3600)
         seconds[rate] = {system: values["seconds"] for system, values in steps.worst(ranks).items()}
     result.tables["Seconds of a step"] = [
@@ -59,9 +59,14 @@ def run() -> Result:
 
 
 def timed(options: dict[str, Any], rank: int, world: int) -> steps.Measured:
-    """Times steps with each of the systems, see :func:`lab.bench.steps.noise`."""
+    """Times steps with each of the systems, see :func:`lab.bench.steps.timed`."""
 
-    def register(own: Mapping[str, Any]) -> Register:  # DGC requires an optimizer without momentum
-        return lambda model, given: ours(optimizer=torch.optim.SGD(model.parameters(), 0.0), **own)(model, given)
+    def peer(own: Mapping[str, Any]) -> Peer:
+        plain = ours(**own)  # DGC requires an optimizer without momentum
+        return plain._replace(
+            register=lambda model, given: plain.register(
+                model, {**given, "optimizer": torch.optim.SGD(model.parameters(), 0.0)}
+            )
+        )
 
-    return steps.noise(options, rank, world, {**PEERS, **{name: register(own) for name, own in SYSTEMS.items()}})
+    return steps.timed(options, rank, world, {**PEERS, **{name: peer(own) for name, own in SYSTEMS.items()}})
