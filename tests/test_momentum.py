@@ -179,7 +179,8 @@ def test_other_parameters_in_the_group_step_as_without_adaptation(kind, options)
         (compressed, whole), exchange = (nn.Parameter(torch.ones(SIZE)) for _ in range(2)), nn.Module()
         optimizer = kind([compressed, whole], lr=0.1, **options)
         if adapts:
-            adapt_momentum([optimizer], exchange, {compressed})
+            exchange.adapted = {compressed}
+            adapt_momentum([optimizer], exchange)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="fused" in options)
         for gradient in delivered(0.5):
             compressed.grad, whole.grad = (scaler.scale(gradient.clone()) for _ in range(2))
@@ -343,7 +344,7 @@ def test_a_step_on_a_cpu_is_fused_where_the_user_left_the_choice_and_torch_can(o
         optimizer.step()
         assert fused.called == fuses
         fused.reset_mock()
-        optimizer.state[parameter]["exp_avg_sq"] = torch.ones(3, dtype=like.dtype)
+        optimizer.state[parameter].update(exp_avg=like.clone(), exp_avg_sq=torch.ones(3, dtype=like.dtype))
         with pytest.raises(RuntimeError, match="size"):
             optimizer.step()
         assert not fused.called
@@ -386,8 +387,10 @@ def test_each_exchange_adapts_its_own_parameters_as_long_as_it_lives():
     optimizer = SGD([{"params": [first]}, {"params": [second, idle]}], lr=0.1, momentum=0.9)
     plain = SGD([other := nn.Parameter(torch.ones(SIZE))], lr=0.1, momentum=0.9)
     one, two = nn.Module(), nn.Module()
-    adapt_momentum([optimizer], one, {first})
-    adapt_momentum([optimizer], two, {second})
+    one.adapted, two.adapted = {first}, {second}
+    for exchange in (one, two):
+        adapt_momentum([optimizer], exchange)
+    del exchange
 
     def step(gradients):
         for gradient in gradients:
@@ -633,7 +636,7 @@ def test_scalar_tensors_on_the_cpu_give_the_same_rule_as_numbers():
             SGD([nn.Parameter(torch.ones(2))], momentum=0.5, nesterov=True, **options),
             Adam([nn.Parameter(torch.ones(2))], **options),
         )
-        return [rule_of(each, each.param_groups[0]) for each in (sgd, adam)]
+        return [rule_of(each.param_groups[0]) for each in (sgd, adam)]
 
     assert rules(torch.tensor) == rules(float)
     assert not any(isinstance(each, torch.Tensor) for rule in rules(torch.tensor) for each in rule)

@@ -165,7 +165,7 @@ class HookState:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        self.optimizers.end_pass(buckets, self.steps, self._epoch(), self.voting)
+        self.optimizers.end_pass(buckets, self.steps, self._epoch())
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
