@@ -59,7 +59,6 @@ class HookState:
         announce: Callable[[str], None] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        self._requested = config
         _check_arguments(config, epoch, optimizers, local_world_size)
         groups, self.config, uneven = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
@@ -204,7 +203,7 @@ class HookState:
             On rank 0, the entry that :mod:`lightning_topk.runtime.checkpoint` describes; elsewhere no tensors.
         """
         group = self._parent if self.groups is None else self.groups.all
-        return checkpoint.collect(self.residuals, self.steps, self.names, self._requested, self._device(), group)
+        return checkpoint.collect(self.residuals, self.steps, self.names, self.config, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
@@ -219,8 +218,6 @@ class HookState:
         self.open_groups()
         checkpoint.restore(self.residuals, self.names, entry)
         self.steps = entry["steps"]
-        keeps = self.config.compresses and self.config.error_feedback
-        self._say(checkpoint.changes(entry, self._requested, bool(keeps)))
 
     def _device(self) -> torch.device:
         """The device of the parameters; of a closed state, when it was closed: the Trainer then moves the model."""

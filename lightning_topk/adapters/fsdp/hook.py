@@ -204,7 +204,7 @@ class ShardState(HookState):
             On every rank, the entry that :mod:`lightning_topk.adapters.fsdp.checkpoint` describes.
         """
         return sharded_checkpoint.collect(
-            self.residuals, self.steps, self._param_groups, self._requested, self._device(), self._replicas
+            self.residuals, self.steps, self._param_groups, self.config, self._device(), self._replicas
         )
 
     def full_state_dict(self) -> dict[str, Any]:
