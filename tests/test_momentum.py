@@ -407,7 +407,7 @@ def test_each_exchange_adapts_its_own_parameters_as_long_as_it_lives():
     gc.collect()
     step(delivered(0.1, 1))
     assert not torch.equal(first, second)
-    AdaptedMomentum.release([optimizer], one)
+    AdaptedMomentum.release(one)
     velocity = optimizer.state[first]["momentum_buffer"].clone()
     step(delivered(0.0, 1))
     assert torch.equal(optimizer.state[first]["momentum_buffer"], 0.9 * velocity)

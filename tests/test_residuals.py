@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.guards import exchange
-from lightning_topk.runtime.checkpoint import still_to_deliver
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.simulate import Cluster
 
@@ -66,7 +65,7 @@ class Ranks:
         """Restarts all ranks from a checkpoint."""
         held = [residuals.held() for residuals in self.residuals]
         saved = {
-            p: {"residual": sum(still_to_deliver(each[p], p, self.world) for each in held)}
+            p: {"residual": sum(worker / self.world + server for worker, server in (each[p] for each in held))}
             for p in self.parameters
             if p in held[0]
         }

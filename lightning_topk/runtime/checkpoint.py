@@ -52,10 +52,9 @@ def collect(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Creates the entry. A collective: every rank must call it at the same point, between two backward passes.
+    """Creates the entry on the group's rank 0; the same without tensors on other ranks.
 
-    Returns:
-        The entry on the group's rank 0; the same without tensors on other ranks.
+    A collective: every rank must call it at the same point, between two backward passes.
     """
     entry = {**EMPTY, "world_size": dist.get_world_size(group), "steps": steps, "parameters": {}}
     exchanged = [parameter for parameter in names if parameter in residuals]
@@ -83,8 +82,9 @@ def undelivered(
     for kind in ("residual", "velocity") if config.momentum else ("residual",):
         held = residuals.held(kind)
         for parameter in parameters:
-            nothing = torch.zeros(()).expand(parameter.numel())
-            mine = still_to_deliver(held.get(parameter, (nothing, nothing)), parameter, world).to(device)
+            zero = torch.zeros((), dtype=torch.promote_types(parameter.dtype, torch.float32)).expand(parameter.numel())
+            worker, server = held.get(parameter, (zero, zero))
+            mine = (worker * (1 / world)).add_(server.to(worker.device)).to(device, zero.dtype)
             total = by_index(mine, residuals.form(parameter)).contiguous()
             try:
                 sum_(total)
@@ -112,17 +112,6 @@ class _OnRank0:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # torch.load(weights_only=True) reads it
-
-
-def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int) -> Tensor:
-    """This rank's share ``[numel]`` of the gradient not yet delivered; the shares of ``world`` ranks add up to it.
-
-    ``held`` is the rank's memory as a worker and as a server (:meth:`Residuals.held`).
-    """
-    worker, server = held
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    total = torch.zeros(parameter.numel(), dtype=dtype, device=worker.device)
-    return total.add_(worker, alpha=1 / world).add_(server.to(worker.device))
 
 
 def absent(reason: str, steps: int = 0) -> dict[str, Any]:

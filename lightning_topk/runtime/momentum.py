@@ -3,8 +3,7 @@
 Problem. An entry that is not delivered in a step has no gradient in that step, but the optimizer's momentum still moves
 it, for many steps and on old information. Its next gradient is a sum of gradients measured along the way. Error
 feedback and momentum each add a delay; together they are stable only at a much smaller learning rate. Adam also divides
-weight decay in the gradient by a second moment that then holds nothing else: each step moves the entry by the learning
-rate, however small the decay.
+weight decay in the gradient by a second moment that then holds nothing else, and moves the entry by the learning rate.
 
 Rule. An entry stands still until it is delivered. Then it takes all the steps since its last delivery at once: the
 first with the delivered gradient, the others with a gradient of zero. With the optimizer's momentum m and momentum
@@ -93,11 +92,10 @@ class AdaptedMomentum:
         return cls._known[optimizer]
 
     @classmethod
-    def release(cls, optimizers: Iterable[Optimizer], requester: Any) -> None:
+    def release(cls, requester: Any) -> None:
         """Ends what :func:`adapt_momentum` began."""
-        for optimizer in optimizers:
-            if optimizer in cls._known:
-                cls._known[optimizer].requesters.discard(requester)
+        for each in cls._known.values():
+            each.requesters.discard(requester)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Adapts the step after all pre-hooks, and after its closure if it has one: puts another closure in place."""
@@ -137,9 +135,10 @@ class AdaptedMomentum:
                 self._replace(group, "weight_decay", 0.0)  # it is in the gradients of this step
             steps += [(p, self._member(p, optimizer), rule) for p in adapted if p.grad is not None]
             known += adapted
-            # The step of other parameters must keep its bits.
-            if not others and self._may_fuse(group):
-                self._replace(group, "fused", True)
+            free = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")] == [None, None, False]
+            members = self._members
+            if free and not others and all(p in members and members[p].may_fuse(p) for p in adapted):
+                self._replace(group, "fused", True)  # not where others step too: they must keep their bits
         if len(self._members) > len(known):  # parameters were removed
             self._members = {p: self._members[p] for p in known if p in self._members}
         self._step_buffers(optimizer, steps)
@@ -176,11 +175,6 @@ class AdaptedMomentum:
         self._members[p] = member
         return member
 
-    def _may_fuse(self, group: Mapping[str, Any]) -> bool:
-        """Whether a fused step may replace torch's default, where the user left the choice to torch."""
-        options, members = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")], self._members
-        return options == [None, None, False] and all(p in members and members[p].may_fuse(p) for p in group["params"])
-
     def _replace(self, options: dict[str, Any], name: str, value: Any) -> None:
         """Replaces a part of the optimizer or of its state during the step."""
         self._replaced.append((options, name, options[name]))
@@ -213,13 +207,9 @@ class AdaptedMomentum:
 
 
 class _Member:
-    """An adapted parameter: its own momentum buffer, its step counts, and how they lie in memory.
+    """An adapted parameter: its state (None before its first step), its own momentum buffer, and its step counts.
 
-    Args:
-        p: The parameter.
-        state: Its state in the optimizer; None if that has no momentum buffer yet.
-        own: The buffer, of the parameter's shape.
-        waited: Step counts so far, uint8; not used if they do not fit the buffer.
+    ``waited`` has the step counts so far, uint8 of the buffer's shape; they are not used if they do not fit it.
     """
 
     def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, waited: Tensor | None) -> None:
@@ -229,8 +219,9 @@ class _Member:
             waited = torch.zeros_like(local, dtype=torch.uint8)
         self.waited = waited  # D - 1 of each entry
         self._buffer, self._kind = local, ops.kind_of(local, waited, local_part(p))
-        shapes = {x.shape for name, x in (state or {}).items() if name != "step"}
-        self._fusible = shapes == {local.shape} and all(map(_fusible, (state or {}).values()))
+        tensors = state or {}
+        shapes = {x.shape for name, x in tensors.items() if name != "step"}
+        self._fusible = shapes == {local.shape} and all(map(_fusible, tensors.values()))
 
     def stepped(self, p: Tensor, buffer: Tensor, lent: Tensor | None, rule: Rule) -> tuple[Stepped, ops.Kind | None]:
         """The arguments of a step for :func:`lightning_topk.core.ops.catch_up_`."""
@@ -295,13 +286,8 @@ class _Temporary:
 def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[list[str], list[str]]:
     """Adapts the momentum of optimizers, until :meth:`AdaptedMomentum.release` is called or the requester is gone.
 
-    Args:
-        optimizers: The optimizers.
-        requester: The object that exchanges their gradients. At each step, its ``adapted`` holds the compressed
-            parameters; all are compressed if it has no such attribute.
-
-    Returns:
-        Messages for the user: information about adapted momentum, and warnings about momentum that is not.
+    The requester exchanges their gradients. At each step, its ``adapted`` holds the compressed parameters; without such
+    an attribute all are. Returns information about adapted momentum, and warnings about momentum that is not.
     """
     notes, warnings = [], []
     for optimizer in optimizers:
@@ -340,8 +326,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def _steps_as(kind: type) -> str | None:
     """The name of the momentum buffer of a class of optimizers; None if its ``step`` cannot be adapted."""
-    step = getattr(kind, "step", None)
-    return None if step is None else _STEPS.get(inspect.unwrap(step))
+    return _STEPS.get(inspect.unwrap(getattr(kind, "step", object)))
 
 
 def _momentum(group: Mapping[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -43,14 +42,8 @@ def _is_optimizer(x: Any) -> bool:
 class Optimizers:
     """The user's optimizers, which may be created later or replaced: their momentum, and the loss scale.
 
-    Args:
-        now: Returns the optimizers; None if the user passed none.
-        scaler: The GradScaler that scales the loss.
-        config: The settings in force.
-        buckets: The parameters' names, and the plans of their buckets.
-        parameters_of: The parameters of members of buckets, as optimizers hold them.
-        telemetry: See :class:`.Watch`.
-        say: Shows messages.
+    ``now`` returns them, or is None if the user passed none; ``parameters_of`` returns the parameters that optimizers
+    hold of members of buckets.
     """
 
     def __init__(
@@ -69,14 +62,8 @@ class Optimizers:
         self.watch = Watch(config, say, telemetry, now is not None, self._scaler is not None)
         self.adapted: Collection[Tensor] = ()
         """Parameters that the last pass compressed."""
-        self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
-        self._count = 0  # parameters that they update
+        self._count = 0  # parameters that the watched optimizers update
         self._elsewhere: set[str] = set()  # parameters in any rank's optimizers at attach
-
-    @property
-    def _in_use(self) -> list[Optimizer]:
-        """The known optimizers that still exist."""
-        return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     def _now(self) -> list[Optimizer]:
         """The user's optimizers now."""
@@ -118,16 +105,16 @@ class Optimizers:
         check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         self.watch.compressed = compressed
         count = sum(len(parameters_of(each)) for each in now)
-        if [*map(id, now)] == [*map(id, self._in_use)] and count == self._count:
+        if [*map(id, now)] == [id(each.optimizer()) for each in self.watch.watched] and count == self._count:
             return
-        AdaptedMomentum.release(self._in_use, self)
+        AdaptedMomentum.release(self)
         if self._config.adapts_momentum:
             ours = [each for each in now if not compressed.isdisjoint(parameters_of(each))]
             notes, warnings = adapt_momentum(ours, self)
             self._say.note(*notes)
             self._say(*warnings)
         self.watch.start(now)
-        self._known, self._count = [*map(ref, now)], count
+        self._count = count
         if now and self._config.compresses:
             self._warn_of_idle({p for each in now for p in parameters_of(each)}, compressed)
 
@@ -140,7 +127,7 @@ class Optimizers:
 
     def close(self) -> None:
         """Stops adapting and watching the optimizers."""
-        AdaptedMomentum.release(self._in_use, self)
+        AdaptedMomentum.release(self)
         self.watch.close()
 
     def _warn_of_idle(self, updated: set[Tensor], compressed: Collection[Tensor]) -> None:

@@ -90,10 +90,9 @@ class Residuals:
     """
 
     def __init__(self) -> None:
+        self.rank = 0
         self.state: Any = None
         """The state that uses them, or the last one that did."""
-        self.rank = 0
-        """This rank."""
         self._kept: dict[Tensor, _Kept] = {}
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
         self._dropped: Counter[str] = (
@@ -134,11 +133,9 @@ class Residuals:
             self._cut(p, kept, end.plan.parts.count)
         for name, flat in mine.items():
             flat.copy_(_joined([kept.parts.get(name) for kept in several], slices, flat))
-        for kept in several:
-            kept.parts = {}
-        for name, flat in mine.items():
-            for kept, part in zip(several, flat.split(list(slices)), strict=True):
-                kept.parts[name] = part
+        views = {name: flat.split(list(slices)) for name, flat in mine.items()}
+        for number, kept in enumerate(several):
+            kept.parts = {name: parts[number] for name, parts in views.items()}
 
     def _cut(self, parameter: Tensor, kept: _Kept, count: int) -> None:
         """Cuts the memories of a parameter into another number of slices."""

@@ -36,15 +36,7 @@ from lightning_topk.runtime.telemetry import Telemetry
 
 
 class Watch:
-    """Watches the steps of the user's optimizers.
-
-    Args:
-        config: The settings in force.
-        say: Shows warnings.
-        telemetry: Counts backward passes that delivered a NaN or an infinity.
-        passed: Whether the user passed optimizers, or a function that returns them.
-        scaled: Whether the user passed a GradScaler.
-    """
+    """Watches the steps of the user's optimizers: whether the user passed any, and a GradScaler (``scaled``)."""
 
     def __init__(self, config: TopKConfig, say: WarnOnce, telemetry: Telemetry, passed: bool, scaled: bool) -> None:
         self._config, self._say, self._telemetry, self._scaled = config, say, telemetry, scaled
@@ -52,7 +44,7 @@ class Watch:
         """Parameters that may be compressed."""
         self.exchanged = False
         """Whether any backward pass has begun."""
-        self._watched: list[_Watched] = []
+        self.watched: list[_Watched] = []
         self._sees_all = passed  # whether there are known optimizers, and torch calls hooks after their steps
         self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
         self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
@@ -70,7 +62,7 @@ class Watch:
         """Watches optimizers, in place of those before."""
         self.stop()
         self._sees_all = all(hasattr(each, "_optimizer_step_post_hooks") for each in optimizers)
-        self._watched = [_Watched(each, self._first_that_learns(each), self) for each in optimizers]
+        self.watched = [_Watched(each, self._first_that_learns(each), self) for each in optimizers]
 
     def _first_that_learns(self, optimizer: Optimizer) -> Tensor | None:
         """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
@@ -79,8 +71,8 @@ class Watch:
 
     def stop(self) -> None:
         """Watches no parameters any more."""
-        while self._watched:
-            self._watched.pop().stop()
+        while self.watched:
+            self.watched.pop().stop()
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -95,13 +87,13 @@ class Watch:
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
-        for each in self._watched:
+        for each in self.watched:
             if each.state == "computed":
                 each.state = "delivered"
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Checks a step of any of torch's optimizers."""
-        known = next((each for each in self._watched if each.optimizer() is optimizer), None)
+        known = next((each for each in self.watched if each.optimizer() is optimizer), None)
         if known is not None:
             known.steps, known.state = known.steps + 1, "nothing"
             if known.steps == 1:
@@ -119,7 +111,7 @@ class Watch:
         if known is None and (not self._pending or moved.isdisjoint(self.compressed)):
             return
         self._pending, self._by_others = False, 0 if known else self._by_others + 1
-        for each in self._watched:
+        for each in self.watched:
             if each.parameter in moved:
                 each.state = "nothing"
         adapts = self._config.adapts_momentum or self._config.momentum
@@ -181,13 +173,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class _Watched:
-    """An optimizer, and the state of the gradient of one of its parameters.
-
-    Args:
-        optimizer: The optimizer.
-        parameter: One of its parameters, whose gradient is checked before each backward pass adds to it; or None.
-        owner: Warns if the gradient is lost.
-    """
+    """An optimizer, and the state of one parameter's gradient, checked before each backward pass adds to it."""
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Watch) -> None:
         self.optimizer, self.parameter = ref(optimizer), parameter
