@@ -154,7 +154,8 @@ class AdaptedMomentum:
             if lent is not None:
                 self._lend_gradient(p, lent)
             if member.state is not None:
-                self._replace(member.state, self._name, buffer)
+                self._replaced.append((member.state, self._name, member.own))
+                member.state[self._name] = buffer
             else:
                 self._first.append((p, member))
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
