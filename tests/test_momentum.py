@@ -222,24 +222,22 @@ def test_a_compiled_step_and_scalar_tensors_as_settings_change_nothing(kind):
         if compiled:
             optimizer.step = torch.compile(optimizer.step, backend="eager")
         found.append(stepped(optimizer, parameter, delivered()))
+        rule = rule_of(optimizer.param_groups[0])
+        assert not any(isinstance(each, torch.Tensor) for each in rule), "it would be stepped parameter by parameter"
     torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-5, atol=1e-5)
 
 
-def test_the_first_step_counts():
-    """Also that of a parameter that joins later: its first delivery takes the steps since then."""
+def test_the_first_step_counts_and_an_entry_may_wait_for_very_long():
+    """A parameter that joins later waits from its first step on."""
     optimizer, parameter = adapted(SGD, torch.zeros(2), lr=1.0, momentum=0.5)
     found = stepped(optimizer, parameter, [torch.tensor([1.0, 0.0]), torch.ones(2)])
     assert found.tolist() == [-1 - 1.5, -1.5]
     optimizer.add_param_group({"params": [other := nn.Parameter(torch.zeros(2))]})
     found = stepped(optimizer, other, [torch.tensor([0.0, 1.0]), torch.zeros(2), torch.ones(2)])
     assert found[0] == -1.75
-
-
-def test_an_entry_that_waits_for_very_long_takes_all_its_steps():
-    optimizer, parameter = adapted(SGD, torch.zeros(2), lr=1.0, momentum=0.5)
-    found = stepped(optimizer, parameter, [torch.ones(2), *[torch.tensor([0.0, 1.0])] * 400, torch.ones(2)])
-    assert found[0] == pytest.approx(-1 - 2 * 1.5), "two deliveries: the first step, then all the rest"
-    assert optimizer.state[parameter]["momentum_buffer"][0] == pytest.approx(0, abs=1e-6)
+    found = stepped(optimizer, other, [*[torch.zeros(2)] * 400, torch.ones(2)])
+    torch.testing.assert_close(found[0], torch.tensor(-1.75 - 2 * (1 + 0.125)), rtol=0, atol=1e-6)
+    assert optimizer.state[other]["momentum_buffer"].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -286,7 +284,7 @@ def test_a_learning_rate_of_zero_moves_nothing(lr, dtype):
     assert torch.equal(stepped(optimizer, parameter, gradients), torch.ones(SIZE, dtype=dtype))
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize(("kind", "options"), KINDS[3:6])
 def test_a_state_loaded_after_the_first_step_is_kept(kind, options):
     """Also momentum of entries that the first step did not deliver."""
     first = torch.arange(SIZE) % 2.0
@@ -413,20 +411,9 @@ class Own(AdamW):
         return super().step(closure)
 
 
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer that hands its steps to another one."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
 def test_optimizers_with_a_step_of_their_own_keep_their_momentum():
     parameter, exchange = nn.Parameter(torch.ones(3)), nn.Module()
-    for optimizer in (RMSprop([parameter], momentum=0.9), Own([parameter]), Wrapper(AdamW([parameter]))):
+    for optimizer in (RMSprop([parameter], momentum=0.9), Own([parameter])):
         notes, (words,) = adapt_momentum([optimizer], exchange)
         assert notes == []
         assert f"{type(optimizer).__name__} keeps its own momentum: only torch's SGD, Adam, AdamW" in words
@@ -529,16 +516,12 @@ def test_where_everything_is_sent_zero_gradients_step_as_with_ddp(rank, world, k
     assert torch.equal(*ends)
 
 
-class Batch:
-    """Something that a training loop holds."""
-
-
 @on_ranks(2)
 def test_nothing_outlives_a_training_loop_that_forgets_to_close_its_state(rank, world):
     net = nn.Linear(20, 40)
     optimizer, model = SGD(net.parameters(), lr=0.05, momentum=0.9), DistributedDataParallel(net)
     state = lightning_topk.attach(model, saving=20, optimizer=optimizer)
-    batch = Batch()
+    batch = nn.Module()  # something that the loop holds
     train(model, rank, range(3), optimizer)
     living = [*map(ref, (batch, net.weight, state, optimizer))]
     del batch
@@ -553,43 +536,16 @@ class NoOptimizer:
     """Acts as an optimizer, as schedule-free's wrapper does."""
 
     def __init__(self, base):
-        self.base = base
-
-    @property
-    def param_groups(self):
-        return self.base.param_groups
-
-    def step(self):
-        self.base.step()
+        self.base, self.param_groups, self.step = base, base.param_groups, base.step
 
 
 @on_ranks(2)
 def test_what_only_acts_as_an_optimizer_is_unwrapped_or_warned_about(rank, world):
-    ends, said = [], []
-    for wrapped in (False, True):
-        torch.manual_seed(0)
-        net = nn.Linear(20, 40)
-        optimizer = SGD(net.parameters(), lr=0.05, momentum=0.9)
-        acts = NoOptimizer(optimizer) if wrapped else optimizer
-        model, _ = attached(net, saving=20, optimizer=acts, announce=said.append)
-        train(model, rank, range(6), optimizer)
-        ends.append(weights(net))
-    assert torch.equal(*ends)
-    assert unwrapped(LightningOptimizer(optimizer)) is optimizer
-    hollow = NoOptimizer(mock.Mock(param_groups=optimizer.param_groups, spec=["param_groups"]))
-    attached(nn.Linear(3, 3), saving=20, optimizer=hollow, announce=said.append)
+    net = nn.Linear(20, 40)
+    said, optimizer = [], SGD(net.parameters(), lr=0.05, momentum=0.9)
+    assert [unwrapped(each) for each in (NoOptimizer(optimizer), LightningOptimizer(optimizer))] == [optimizer] * 2
+    acts = NoOptimizer(mock.Mock(param_groups=optimizer.param_groups, spec=["param_groups", "step"]))
+    attached(nn.Linear(3, 3), saving=20, optimizer=acts, announce=said.append)
     assert not any("keeps its own momentum" in line for line in said), "none of the model's parameters is its own"
-    attach(model, saving=20, optimizer=hollow, announce=said.append)
+    attached(net, saving=20, optimizer=acts, announce=said.append)
     assert any("keeps its own momentum" in line for line in said) == (rank == 0)
-
-
-def test_scalar_tensors_on_the_cpu_give_the_same_rule_as_numbers():
-    """A rule with tensors, as on a GPU, would be stepped parameter by parameter."""
-
-    def rules(number):
-        options = {"lr": number(0.5), "weight_decay": 0.25}
-        both = adapted(SGD, momentum=0.5, nesterov=True, **options)[0], adapted(Adam, **options)[0]
-        return [rule_of(each.param_groups[0]) for each in both]
-
-    assert rules(torch.tensor) == rules(float)
-    assert not any(isinstance(each, torch.Tensor) for rule in rules(torch.tensor) for each in rule)

@@ -105,23 +105,18 @@ def scaled(rank: int, say: Say, case: tuple[bool, bool, tuple[int, ...]]) -> Non
         scaler.update()
 
 
-def copied(rank: int, say: Say, flat: bool) -> None:
-    """bf16 parameters, whose gradients a loop copies to fp32 parameters, one each or one for all."""
+def copied(rank: int, say: Say, case: str) -> None:
+    """bf16 parameters, whose gradients a loop copies to fp32 parameters."""
     net = nn.Linear(20, 40).bfloat16()
     copies = [nn.Parameter(p.detach().float()) for p in net.parameters()]
-    if flat:
-        copies = [nn.Parameter(nn.utils.parameters_to_vector(copies).detach())]
     optimizer = SGD(copies, lr=0.05, momentum=0.9)
     model, _ = attached(net, saving=20, optimizer=optimizer, announce=say)
     for step in range(3):
         model(batch(rank, step).bfloat16()).sum().backward()
-        gradients = [p.grad.float() for p in net.parameters()]
-        gradients = [nn.utils.parameters_to_vector(gradients)] if flat else gradients
-        for own, gradient in zip(copies, gradients, strict=True):
-            own.grad = gradient
+        for own, p in zip(copies, net.parameters(), strict=True):
+            own.grad = p.grad.float()
         net.zero_grad()
         optimizer.step()
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(copies).bfloat16(), net.parameters())
 
 
 def in_turn(rank: int, say: Say, shares: bool) -> None:
@@ -160,7 +155,7 @@ CASES = [
     *((zeroed, case, None) for case in ("toggling", "adding up")),
     *((scaled, (False, fused, infinite), "scaler") for fused, infinite in ((False, (0, 1)), (False, (3,)), (True, ()))),
     *((scaled, (True, fused, (3,)), None) for fused in (False, True)),
-    *((copied, flat, "copies") for flat in (False, True)),
+    (copied, "", "copies"),
     *((in_turn, shares, None) for shares in (True, False)),
 ]
 """A scenario, its case, and the one warning that it gives."""
