@@ -272,11 +272,11 @@ class _Temporary:
             ends[part.device, part.dtype] += -(-part.numel() // ALIGNED) * ALIGNED
         flat = {kind: torch.empty(end, dtype=kind[1], device=kind[0]) for kind, end in ends.items()}
         self._sizes = {each.untyped_storage(): each.untyped_storage().nbytes() for each in flat.values()}
-        strides = [torch.empty_like(part, device="meta").stride() for part in parts]
-        return [
-            _as_sharded(flat[part.device, part.dtype].as_strided(part.shape, stride, begin), model)
-            for model, part, stride, begin in zip(models, parts, strides, begins, strict=True)
-        ]
+        made = []
+        for model, part, begin in zip(models, parts, begins, strict=True):
+            strides = torch.empty_like(part, device="meta").stride()
+            made.append(_as_sharded(flat[part.device, part.dtype].as_strided(part.shape, strides, begin), model))
+        return made
 
     def free(self) -> None:
         """Frees the memory."""

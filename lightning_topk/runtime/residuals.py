@@ -95,9 +95,7 @@ class Residuals:
         """The state that uses them, or the last one that did."""
         self._kept: dict[Tensor, _Kept] = {}
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
-        self._dropped: Counter[str] = (
-            Counter()
-        )  # parameters whose residuals are lost, since the last warning, by reason
+        self._dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
 
     # -------------------------------------------------------------------------------- endpoints
 
@@ -148,7 +146,7 @@ class Residuals:
                 )
             parts = NodeShards((parameter.numel(),), count)
             for name, part in kept.parts.items():
-                # Without slices, each rank is its own worker, one of more by that factor.
+                # Without slices, each rank is its own worker, one of so many times as many.
                 full = kept.spread(part, parameter.numel(), self.rank, kept.count)
                 kept.parts[name] = full if count == 1 else reference.split_parts(full, parts)[self.rank % count]
         kept.count, kept.loaded = count, False

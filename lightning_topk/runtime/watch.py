@@ -62,12 +62,10 @@ class Watch:
         """Watches optimizers, in place of those before."""
         self.stop()
         self._sees_all = all(hasattr(each, "_optimizer_step_post_hooks") for each in optimizers)
-        self.watched = [_Watched(each, self._first_that_learns(each), self) for each in optimizers]
-
-    def _first_that_learns(self, optimizer: Optimizer) -> Tensor | None:
-        """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
-        known = (p for p in parameters_of(optimizer) if p.requires_grad and p in self.compressed)
-        return next(known, None) if self._config.compresses and not self._scaled else None
+        checks = self._config.compresses and not self._scaled  # a GradScaler may skip the step of a gradient
+        for each in optimizers:
+            learning = (p for p in parameters_of(each) if checks and p.requires_grad and p in self.compressed)
+            self.watched.append(_Watched(each, next(learning, None), self))
 
     def stop(self) -> None:
         """Watches no parameters any more."""
