@@ -173,7 +173,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     unsound = good["parameters"][name]["residual"].clone()
     unsound[0] = torch.nan
     cases = [
-        ("not written by lightning_topk (KeyError('version'))", {"state": 1}),
+        ("it was damaged (KeyError('version')), or not written by lightning_topk", {"state": 1}),
         ("converted from a folder", changed(mode="sharded")),
         ("from a rank other than 0", changed(mode="on rank 0", parameters={})),
         ("its mode is None", changed(mode=None)),

@@ -137,8 +137,8 @@ def unusable_if_it_fails() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = isinstance(error, ValueError)
-        problem = error if known else f"it is damaged, or was not written by lightning_topk ({error!r:.100})"
+        known = type(error) is ValueError  # of _check
+        problem = error if known else f"it was damaged ({error!r:.100}), or not written by lightning_topk"
         raise ValueError(
             f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To start with zero "
             "residuals, pass residual_checkpoint=False to the strategy, or leave load_state_dict out."
