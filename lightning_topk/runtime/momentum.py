@@ -121,23 +121,22 @@ class AdaptedMomentum:
         asked = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
         steps: list[tuple[Tensor, _Member, Rule]] = []
         known: list[Tensor] = []
-        for group in [*optimizer.param_groups]:
+        for group in optimizer.param_groups:
             adapted = [p for p in group["params"] if p in asked] if _momentum(group) else []
-            others = [p for p in group["params"] if p not in asked] if len(adapted) < len(group["params"]) else []
             if not adapted:
                 continue
-            rule = rule_of(group)
-            if others and rule.waits:  # they keep their decay
-                groups = [*optimizer.param_groups, {**group, "params": others}]
-                self._replace(vars(optimizer), "param_groups", groups)
-                self._replace(group, "params", adapted)
+            rule, alone = rule_of(group), len(adapted) == len(group["params"])
             if rule.waits:
+                if not alone:  # the other parameters keep their decay
+                    others = {**group, "params": [p for p in group["params"] if p not in asked]}
+                    self._replace(vars(optimizer), "param_groups", [*optimizer.param_groups, others])
+                    self._replace(group, "params", adapted)
                 self._replace(group, "weight_decay", 0.0)  # it is in the gradients of this step
             steps += [(p, self._member(p, optimizer), rule) for p in adapted if p.grad is not None]
             known += adapted
             free = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")] == [None, None, False]
             members = self._members
-            if free and not others and all(p in members and members[p].may_fuse(p) for p in adapted):
+            if free and alone and all(p in members and members[p].may_fuse(p) for p in adapted):
                 self._replace(group, "fused", True)  # not where others step too: they must keep their bits
         if len(self._members) > len(known):  # parameters were removed
             self._members = {p: self._members[p] for p in known if p in self._members}

@@ -63,7 +63,7 @@ class Optimizers:
         self.adapted: Collection[Tensor] = ()
         """Parameters that the last pass compressed."""
         self._count = 0  # parameters that the watched optimizers update
-        self._elsewhere: set[str] = set()  # parameters in any rank's optimizers at attach
+        self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
 
     def _now(self) -> list[Optimizer]:
         """The user's optimizers now."""
@@ -90,7 +90,8 @@ class Optimizers:
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
             check_agreement({"optimizer=": kinds}, "Pass the same optimizer= on every rank.", group)
             mine = [names[p] for each in now for p in parameters_of(each) if p in names]
-            self._elsewhere.update(*gathered(mine, group))  # ZeroRedundancyOptimizer's inner ones share the parameters
+            # ZeroRedundancyOptimizer's inner optimizers share the parameters.
+            self._elsewhere = set().union(*gathered(mine, group)) - {*mine}
         if exist:
             self.sync()
 
