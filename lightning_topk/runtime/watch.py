@@ -124,8 +124,9 @@ class Watch:
     def check_bypass(self, optimizer: Optimizer) -> None:
         """Warns at the second step without an exchange: DDP names unused parameters in the forward pass before it."""
         gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+        values = (each._values() if each.is_sparse else local_part(each) for each in gradients)
         # get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
-        if self._bypassed < 2 and any(_values(gradient).any() for gradient in gradients):
+        if self._bypassed < 2 and any(each.any() for each in values):
             self._bypassed += 1
             if self._bypassed == 2:
                 self._say(
@@ -163,11 +164,6 @@ class Watch:
                 "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
                 "examples/guides/troubleshooting.md."
             )
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """The stored values of a gradient on this rank."""
-    return gradient._values() if gradient.is_sparse else local_part(gradient)
 
 
 class _Watched:
