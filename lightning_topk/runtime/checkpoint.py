@@ -6,7 +6,6 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
     mode         "mean", or "none" with a reason
     world_size   of the run that wrote it
     steps        number of exchanged steps, for schedules and random selectors
-    settings     compared with the settings of a run that resumes; may be missing
     parameters   {name: {"residual": tensor, ...}}
 
 A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
@@ -16,7 +15,7 @@ model at any world size. Every worker resumes with it. Elements are in the order
 
 from __future__ import annotations
 
-import reprlib
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,8 +38,10 @@ SHARDED = "sharded"
 """The mode of an entry whose residuals are in a folder beside it (:mod:`lightning_topk.adapters.fsdp.checkpoint`)."""
 ELSEWHERE = "on rank 0"
 """The mode of an entry from a rank other than 0, which has no residuals."""
-SETTINGS = ("ratio", "saving", "wire", "topology", "error_feedback")
-"""Settings whose changes are reported when a run resumes."""
+_NOT_HERE = {
+    SHARDED: "it is one file, converted from a folder, and the residuals are only in that folder",
+    ELSEWHERE: "it comes from a rank other than 0, and only rank 0's has the residuals",
+}
 
 
 def collect(
@@ -51,15 +52,13 @@ def collect(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Creates the entry. A collective: every rank must call it at the same point, between two backward passes.
+    """Creates the entry on the group's rank 0; the same without tensors on other ranks.
 
-    Returns:
-        The entry on the group's rank 0; the same without tensors on other ranks.
+    A collective: every rank must call it at the same point, between two backward passes.
     """
-    root = 0 if group is None else dist.get_global_rank(group, 0)
-    entry = {**without_parameters(steps, config, dist.get_world_size(group)), "parameters": {}}
+    entry = {**EMPTY, "world_size": dist.get_world_size(group), "steps": steps, "parameters": {}}
     exchanged = [parameter for parameter in names if parameter in residuals]
-    sum_to_root = partial(dist.reduce, dst=root, group=group)
+    sum_to_root = partial(dist.reduce, group=group, group_dst=0)
     on_root = dist.get_rank(group) == 0
     for kind, parameter, total in undelivered(residuals, exchanged, config, device, group, sum_to_root):
         if on_root:
@@ -83,8 +82,9 @@ def undelivered(
     for kind in ("residual", "velocity") if config.momentum else ("residual",):
         held = residuals.held(kind)
         for parameter in parameters:
-            nothing = torch.zeros(()).expand(parameter.numel())
-            mine = still_to_deliver(held.get(parameter, (nothing, nothing)), parameter, world).to(device)
+            zero = torch.zeros((), dtype=torch.promote_types(parameter.dtype, torch.float32)).expand(parameter.numel())
+            worker, server = held.get(parameter, (zero, zero))
+            mine = (worker * (1 / world)).add_(server.to(worker.device)).to(device, zero.dtype)
             total = by_index(mine, residuals.form(parameter)).contiguous()
             try:
                 sum_(total)
@@ -114,74 +114,21 @@ class _OnRank0:
         return OrderedDict, ()  # torch.load(weights_only=True) reads it
 
 
-def still_to_deliver(held: tuple[Tensor, Tensor], parameter: Tensor, world: int) -> Tensor:
-    """This rank's share ``[numel]`` of the gradient not yet delivered; the shares of ``world`` ranks add up to it.
-
-    ``held`` is the rank's memory as a worker and as a server (:meth:`Residuals.held`).
-    """
-    worker, server = held
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    total = torch.zeros(parameter.numel(), dtype=dtype, device=worker.device)
-    return total.add_(worker, alpha=1 / world).add_(server.to(worker.device))
-
-
-def without_parameters(steps: int, config: TopKConfig, world: int) -> dict[str, Any]:
-    """The entry of a rank without residuals."""
-    return {**EMPTY, "world_size": world, "steps": steps, "settings": settings_of(config)}
-
-
-def changes(entry: Mapping[str, Any], config: TopKConfig, keeps: bool) -> str:
-    """Message that settings differ from those of an entry; empty if none do, or if the entry has none.
-
-    ``keeps`` says whether this run keeps residuals.
-    """
-    before, now = entry.get("settings", {}), settings_of(config)
-    differ = [name for name in SETTINGS if name in before and before[name] != now[name]]
-    if "topology" in differ and now["topology"] is None:  # the default depends on the ranks
-        differ.remove("topology")
-    words = {name: f"{name}={now[name]!r} (was {before[name]!r})" for name in differ}
-    if "ratio" in differ and "saving" in differ:  # a run has one of them
-        new, old = (next(name for name in ("ratio", "saving") if each[name] is not None) for each in (now, before))
-        del words["ratio"], words["saving"]
-        words = {new: f"{new}={now[new]!r} (checkpoint: {old}={before[old]!r})", **words}
-    changed = ", ".join(words.values())
-    return changed and f"lightning_topk: resuming with {changed}." + " Stored residuals are kept." * keeps
-
-
-def settings_of(config: TopKConfig) -> dict[str, Any]:
-    """The values of ``SETTINGS``, in types that ``torch.load(weights_only=True)`` reads."""
-    found = {**config.summary(), "wire": config.wire_name}
-    return {name: value if _is_plain(value := found[name]) else repr(value) for name in SETTINGS}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value consists of numbers, strings and lists of them."""
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
-
-
 def absent(reason: str, steps: int = 0) -> dict[str, Any]:
     """Returns an entry without residuals that states the reason, with the number of exchanged steps."""
     return {"version": VERSION, "mode": "none", "reason": reason, "steps": steps}
 
 
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
-    """Replaces this rank's residuals with those of an entry.
-
-    If it is damaged or belongs to another model, a ValueError says how to start with zero residuals.
-    """
+    """Replaces this rank's residuals with those of an entry, unless it is damaged or belongs to another model."""
     parameters = {name: parameter for parameter, name in names.items()}
     with unusable_if_it_fails():
-        problem = _problem(entry, parameters)
-    if problem:
-        raise _unusable(problem)
-    residuals.restore(
-        {
+        _check(entry, parameters)
+        memories = {
             parameters[name]: {kind: by_memory(part, form_of(parameters[name])).clone() for kind, part in kept.items()}
             for name, kept in entry["parameters"].items()
         }
-    )
+    residuals.restore(memories)
 
 
 @contextmanager
@@ -190,51 +137,30 @@ def unusable_if_it_fails() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _unusable(f"it was damaged ({error!r})") from error
+        known = type(error) is ValueError  # of _check
+        problem = error if known else f"it was damaged ({error!r:.100}), or not written by lightning_topk"
+        raise ValueError(
+            f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To start with zero "
+            "residuals, pass residual_checkpoint=False to the strategy, or leave load_state_dict out."
+        ) from error
 
 
-def _unusable(problem: str) -> ValueError:
-    return ValueError(
-        f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To start with zero "
-        "residuals, pass residual_checkpoint=False to the strategy, or leave load_state_dict out."
-    )
-
-
-def _problem(entry: Any, parameters: Mapping[str, Tensor]) -> str | None:
-    if not isinstance(entry, Mapping) or "version" not in entry:
-        return "it was not written by lightning_topk"
+def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Raises an error, a ValueError if the reason is known, unless an entry fits a model's parameters."""
     if entry["version"] != VERSION:
-        version = reprlib.repr(entry["version"])
-        return f"it has version {version}; this version of lightning_topk reads version {VERSION}"
-    if entry.get("mode") == SHARDED:
-        return "it is one file, converted from a folder, and the residuals are only in that folder"
-    missing = EMPTY.keys() - entry.keys()
-    if missing:
-        return f"it is incomplete: {', '.join(sorted(missing))} is missing"
-    if entry["mode"] == ELSEWHERE:
-        return "it comes from a rank other than 0, and only rank 0's has the residuals"
+        raise ValueError(f"it has version {entry['version']!r:.50}; this version of lightning_topk reads {VERSION}")
     if entry["mode"] != "mean":
-        return f"its mode is {reprlib.repr(entry['mode'])} instead of 'mean'"
+        raise ValueError(_NOT_HERE.get(entry["mode"]) or f"its mode is {entry['mode']!r:.50} instead of 'mean'")
+    if operator.index(entry["steps"]) < 0:
+        raise ValueError(f"steps={entry['steps']} is negative")
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
-        return f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)"
-    for count, least in (("steps", 0), ("world_size", 1)):
-        if type(entry[count]) is not int or entry[count] < least:
-            return f"{count}={reprlib.repr(entry[count])} must be an integer of at least {least}"
-    settings = entry.get("settings", {})
-    if not isinstance(settings, Mapping) or not all(map(_is_plain, settings.values())):
-        return f"its settings are {reprlib.repr(settings)} instead of numbers and strings by name"
+        raise ValueError(f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)")
     for name, kept in entry["parameters"].items():
+        shape = (parameters[name].numel(),)
         for part in kept.values():
-            problem = _problem_of(part, (parameters[name].numel(),))
-            if problem:
-                return f"the residual of {name!r} {problem}"
-    return None
-
-
-def _problem_of(part: Any, shape: tuple[int, ...]) -> str | None:
-    if not isinstance(part, Tensor) or part.shape != shape:
-        return f"is {tuple(part.shape) if isinstance(part, Tensor) else f'a {type(part).__name__}'} instead of {shape}"
-    if not part.is_floating_point() or part.layout != torch.strided:
-        return f"is of {part.dtype} and {part.layout} instead of floating-point numbers"
-    return None if part.isfinite().all() else "has a NaN or an infinity"
+            if part.shape != shape or not part.is_floating_point():
+                found = f"{tuple(part.shape)} of {part.dtype}"
+                raise ValueError(f"the residual of {name!r} is {found} instead of {shape} floating-point numbers")
+            if not part.isfinite().all():
+                raise ValueError(f"the residual of {name!r} has a NaN or an infinity")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_topk.config import TopKConfig, check_count
 from lightning_topk.core import ops
@@ -258,30 +257,3 @@ def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> tu
             "local_world_size=, or topology='sharded'."
         )
     return 1, words
-
-
-def compare_optimizers(
-    optimizers: Sequence[Optimizer] | None, names: Mapping[Tensor, str], group: dist.ProcessGroup
-) -> set[str]:
-    """Compares the optimizers to adapt across ranks: an adapted step on one rank only would move weights apart.
-
-    A collective.
-
-    Args:
-        optimizers: This rank's optimizers; None if they do not exist yet.
-        names: The names of the parameters.
-        group: The ranks.
-
-    Returns:
-        The names of parameters that only other ranks' optimizers have, as with ZeroRedundancyOptimizer's inner ones.
-    """
-    remedy, listed = "Pass the same optimizer= on every rank.", optimizers or ()
-    kinds = "a function" if optimizers is None else [type(each).__name__ for each in listed] or "missing"
-    check_agreement({"optimizer=": kinds}, remedy, group)
-    stepped = [(p, type(each).__name__) for each in listed for part in each.param_groups for p in part["params"]]
-    mine = {names[p]: kind for p, kind in stepped if p in names}
-    rows = gathered([*mine], group)
-    every: set[str] = set().union(*rows)
-    if sum(map(len, rows)) > len(every):
-        check_agreement({f"the optimizer of {name!r}": kind for name, kind in mine.items()}, remedy, group)
-    return every - mine.keys()

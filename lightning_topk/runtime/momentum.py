@@ -3,8 +3,7 @@
 Problem. An entry that is not delivered in a step has no gradient in that step, but the optimizer's momentum still moves
 it, for many steps and on old information. Its next gradient is a sum of gradients measured along the way. Error
 feedback and momentum each add a delay; together they are stable only at a much smaller learning rate. Adam also divides
-weight decay in the gradient by a second moment that then holds nothing else: each step moves the entry by the learning
-rate, however small the decay.
+weight decay in the gradient by a second moment that then holds nothing else, and moves the entry by the learning rate.
 
 Rule. An entry stands still until it is delivered. Then it takes all the steps since its last delivery at once: the
 first with the delivered gradient, the others with a gradient of zero. With the optimizer's momentum m and momentum
@@ -31,18 +30,16 @@ Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and 
 gradient, that make it do this; its own buffer is updated, and both are restored afterwards. So all options of the
 optimizers keep working. One launch prepares all parameters. On a CPU, torch's fused steps take a third of the time of
 its default ones; they run where the user left the choice to torch.
-
-Related: ``torch.optim.SparseAdam`` leaves rows without a gradient alone (lazily); Deep Gradient Compression (Lin et al.
-2018) zeroes the workers' momentum where an entry is sent.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -72,16 +69,16 @@ class AdaptedMomentum:
     _known: ClassVar[WeakKeyDictionary[Optimizer, AdaptedMomentum]] = WeakKeyDictionary()
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.requests: WeakKeyDictionary[Any, Collection[Tensor] | None] = WeakKeyDictionary()
-        """The compressed parameters of each exchange, as long as it lives; None for all parameters."""
+        self.requesters: WeakSet[Any] = WeakSet()
+        """See :func:`adapt_momentum`."""
         self._members: dict[Tensor, _Member] = {}
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # states and groups, names, and the own values
         self._gradients: list[tuple[Tensor, Tensor | None]] = []  # parameters with a lent gradient, and their own
         self._first: list[tuple[Tensor, _Member]] = []  # parameters in their first step
-        self._buffers, self._lent = _Temporary(), _Temporary()
+        self._lent = _Temporary()  # momentum buffers and gradients
         self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
         self._name = _steps_as(type(optimizer)) or ""
-        _before_update(optimizer, self._adapt)
+        optimizer.register_step_pre_hook(self._before_step)
         restore = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(restore.id, last=False)  # before users' hooks, which see the true state
@@ -95,11 +92,21 @@ class AdaptedMomentum:
         return cls._known[optimizer]
 
     @classmethod
-    def release(cls, optimizers: Iterable[Optimizer], requester: Any) -> None:
-        """Withdraws the request of an exchange."""
-        for optimizer in optimizers:
-            if optimizer in cls._known:
-                cls._known[optimizer].requests.pop(requester, None)
+    def release(cls, requester: Any) -> None:
+        """Ends what :func:`adapt_momentum` began."""
+        for each in cls._known.values():
+            each.requesters.discard(requester)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Adapts the step after all pre-hooks, and after its closure if it has one: puts another closure in place."""
+        theirs = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+        def closure() -> Any:
+            loss = theirs() if callable(theirs) else None
+            self._adapt(optimizer)
+            return loss
+
+        return (args[:1], {**kwargs, "closure": closure})
 
     @_disable_dynamo  # for torch.compile(optimizer.step); torch.compiler.disable imports dynamo at once
     @torch.no_grad()
@@ -110,41 +117,38 @@ class AdaptedMomentum:
             self._gradients.clear()
             self._lent = _Temporary()
         self._first.clear()
-        wanted = [*self.requests.values()]
-        asked = None if None in wanted else set[Tensor]().union(*(each or () for each in wanted))
-        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        steps: list[tuple[Tensor, Rule]] = []
+        every = parameters_of(optimizer)
+        asked = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
+        steps: list[tuple[Tensor, _Member, Rule]] = []
         known: list[Tensor] = []
-        for group in optimizer.param_groups if wanted else ():
-            if not _momentum(group):
+        for group in optimizer.param_groups:
+            adapted = [p for p in group["params"] if p in asked] if _momentum(group) else []
+            if not adapted:
                 continue
-            parameters, rule = group["params"], rule_of(optimizer, group)
-            adapted = parameters if asked is None else [p for p in parameters if p in asked]
-            if adapted and rule.waits:
+            rule, alone = rule_of(group), len(adapted) == len(group["params"])
+            if rule.waits:
+                if not alone:  # the other parameters keep their decay
+                    others = {**group, "params": [p for p in group["params"] if p not in asked]}
+                    self._replace(vars(optimizer), "param_groups", [*optimizer.param_groups, others])
+                    self._replace(group, "params", adapted)
                 self._replace(group, "weight_decay", 0.0)  # it is in the gradients of this step
-                for p in parameters if len(adapted) < len(parameters) else ():
-                    if p.grad is not None and asked is not None and p not in asked:
-                        scaled = p if scale is None else p * scale  # a fused step divides gradients
-                        self._lend_gradient(p, p.grad.add(scaled, alpha=rule.sign * rule.decay))
-            # The step of other parameters must keep its bits.
-            if adapted and len(adapted) == len(parameters) and self._may_fuse(optimizer, group):
-                self._replace(group, "fused", True)
-            steps += [(p, rule) for p in adapted if p.grad is not None]
+            steps += [(p, self._member(p, optimizer), rule) for p in adapted if p.grad is not None]
             known += adapted
+            free = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")] == [None, None, False]
+            members = self._members
+            if free and alone and all(p in members and members[p].may_fuse(p) for p in adapted):
+                self._replace(group, "fused", True)  # not where others step too: they must keep their bits
         if len(self._members) > len(known):  # parameters were removed
             self._members = {p: self._members[p] for p in known if p in self._members}
-        self._step_buffers(optimizer, steps, scale, skipped)
+        self._step_buffers(optimizer, steps)
 
-    def _step_buffers(
-        self, optimizer: Optimizer, steps: Sequence[tuple[Tensor, Rule]], scale: Tensor | None, skipped: Tensor | None
-    ) -> None:
+    def _step_buffers(self, optimizer: Optimizer, steps: Sequence[tuple[Tensor, _Member, Rule]]) -> None:
         """Steps the momentum buffers, and lends the optimizer others, and gradients that include decay."""
-        members = [self._member(p, optimizer) for p, _ in steps]
-        buffers = self._buffers.like([member.own for member in members])
-        gradients = iter(self._lent.like([p for p, rule in steps if rule.waits]))
-        several = []
-        for (p, rule), member, buffer in zip(steps, members, buffers, strict=True):
-            lent = next(gradients) if rule.waits else None
+        own = [member.own for _, member, _ in steps]
+        made = iter(self._lent.like(own + [p for p, _, rule in steps if rule.waits]))
+        buffers, several = [next(made) for _ in steps], []
+        for (p, member, rule), buffer in zip(steps, buffers, strict=True):
+            lent = next(made) if rule.waits else None
             several.append(member.stepped(p, buffer, lent, rule))
             if lent is not None:
                 self._lend_gradient(p, lent)
@@ -153,33 +157,26 @@ class AdaptedMomentum:
                 member.state[self._name] = buffer
             else:
                 self._first.append((p, member))
+        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         ops.catch_up_(several, scale, skipped, self._tables)
 
     def _member(self, p: Tensor, optimizer: Optimizer) -> _Member:
         """The member of a parameter, in agreement with its gradient and its state in the optimizer."""
-        member, state, name = self._members.get(p), optimizer.state.get(p), self._name
+        member, state = self._members.get(p), optimizer.state.get(p, {})
+        own = state.get(self._name)
         if p.grad is not None and p.grad.is_sparse:  # with nesterov, torch adds the buffer to it
             self._lend_gradient(p, p.grad.to_dense())
-        if member is not None and state is member.state and state is not None and state.get(name) is member.own:
-            return member
-        if state is None or state.get(name) is None:  # its first step; momentum is zero
-            self._members[p] = member = _Member(p, None, name, None)
-            return member
-        if state[name].is_sparse:  # of steps before it was adapted
-            state[name] = state[name].to_dense()
-        self._members[p] = member = _Member(p, state, name, member.waited if member else None)
+        if own is None:  # its first step; momentum is zero
+            member = _Member(p, None, torch.zeros_like(p), None)
+        elif member is None or state is not member.state or own is not member.own:
+            if own.is_sparse:  # of steps before it was adapted
+                own = state[self._name] = own.to_dense()
+            member = _Member(p, state, own, member.waited if member else None)
+        self._members[p] = member
         return member
 
-    def _may_fuse(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-        """Whether a fused step may replace torch's default, where the user left the choice to torch."""
-        options = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")]
-        if options != [None, None, False]:
-            return False
-        members = self._members
-        return all(p in members and members[p].may_fuse(p, optimizer.state[p]) for p in group["params"])
-
     def _replace(self, options: dict[str, Any], name: str, value: Any) -> None:
-        """Replaces a part of the optimizer's state during the step."""
+        """Replaces a part of the optimizer or of its state during the step."""
         self._replaced.append((options, name, options[name]))
         options[name] = value
 
@@ -201,64 +198,54 @@ class AdaptedMomentum:
         for p, gradient in reversed(self._gradients):
             p.grad = gradient
         self._gradients.clear()
-        self._buffers.free()
         self._lent.free()
 
     def _restore_state(self, *_: Any) -> None:
-        for options, name, own in self._replaced:
+        for options, name, own in reversed(self._replaced):
             options[name] = own
         self._replaced.clear()
 
 
 class _Member:
-    """An adapted parameter: its own momentum buffer, its step counts, and how they lie in memory.
+    """An adapted parameter: its state (None before its first step), its own momentum buffer, and its step counts.
 
-    Args:
-        p: The parameter.
-        state: Its state in the optimizer; None if that has no momentum buffer yet.
-        name: Name of the momentum buffer.
-        waited: Step counts so far; not used if they do not fit the buffer.
+    ``waited`` has the step counts so far, uint8 of the buffer's shape; they are not used if they do not fit it.
     """
 
-    def __init__(self, p: Tensor, state: dict[str, Any] | None, name: str, waited: Tensor | None) -> None:
-        self.state = state
-        self.own: Tensor = torch.zeros_like(p) if state is None else state[name]
-        local = local_part(self.own)
+    def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, waited: Tensor | None) -> None:
+        self.state, self.own = state, own
+        local = local_part(own)
         if waited is None or waited.shape != local.shape or waited.device != local.device:
             waited = torch.zeros_like(local, dtype=torch.uint8)
         self.waited = waited  # D - 1 of each entry
         self._buffer, self._kind = local, ops.kind_of(local, waited, local_part(p))
-        self._shape, self._stride = local.shape, local.stride()
-        self._checked: list[Any] = []  # a state that a fused step can take
+        tensors = state or {}
+        shapes = {x.shape for name, x in tensors.items() if name != "step"}
+        self._fusible = shapes == {local.shape} and all(map(_fusible, tensors.values()))
 
     def stepped(self, p: Tensor, buffer: Tensor, lent: Tensor | None, rule: Rule) -> tuple[Stepped, ops.Kind | None]:
         """The arguments of a step for :func:`lightning_topk.core.ops.catch_up_`."""
         assert p.grad is not None
-        x, gradient, kind = p, p.grad, self._kind
+        x, gradient = p, p.grad
         if self.own is not self._buffer:  # DTensors
             x, gradient, buffer = local_part(p), local_part(p.grad), local_part(buffer)
             lent = None if lent is None else local_part(lent)
-        for each in (x, gradient):
-            if each.stride() != self._stride or each.shape != self._shape:
-                kind = kind if ops.alike(each, self._buffer) else None
-        if gradient.dtype != x.dtype:
-            kind = None
-        return Stepped(self._buffer, self.waited, gradient, buffer, x, lent, rule), kind
+        alike = ops.alike(x, self._buffer) and ops.alike(gradient, self._buffer) and gradient.dtype == x.dtype
+        return Stepped(self._buffer, self.waited, gradient, buffer, x, lent, rule), self._kind if alike else None
 
-    def may_fuse(self, p: Tensor, state: Mapping[str, Any]) -> bool:
+    def may_fuse(self, p: Tensor) -> bool:
         """Whether a fused step can take a parameter; on a CPU it checks neither shapes nor strides."""
-        several = [*state.values()]
-        if len(several) != len(self._checked) or not all(map(operator.is_, several, self._checked)):
-            shapes = {x.shape for name, x in state.items() if name != "step"}
-            if shapes != {self._shape} or not all(map(_fusible, several)):
-                return False
-            self._checked = several
-        return all(x.shape == self._shape and _fusible(x) for x in (p, p if p.grad is None else p.grad))
+        tensors = [p] if p.grad is None else [p, p.grad]
+        return self._fusible and all(x.shape == self._buffer.shape and _fusible(x) for x in tensors)
 
 
 def _fusible(x: Tensor) -> bool:
     plain = type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.layout == torch.strided
     return plain and not x.is_cuda and x.is_contiguous()
+
+
+ALIGNED = 64
+"""Elements between whose multiples temporary tensors begin, so that kernels load several at once."""
 
 
 class _Temporary:
@@ -272,25 +259,23 @@ class _Temporary:
     def like(self, models: Sequence[Tensor]) -> list[Tensor]:
         """Returns uninitialized tensors of the shapes and memory formats of ``models``."""
         if len(models) != len(self._models) or not all(map(operator.is_, models, self._models)):
-            self._models, self._made, self._sizes = models, [], {}
-            self._make()
+            self._models, self._made = models, self._views(models)
         for storage, size in self._sizes.items():
             storage.resize_(size)
         return self._made
 
-    def _make(self) -> None:
-        ends: dict[tuple[torch.device, torch.dtype], int] = {}
-        parts, at = [local_part(each) for each in self._models], []
+    def _views(self, models: Sequence[Tensor]) -> list[Tensor]:
+        parts, begins, ends = [*map(local_part, models)], list[int](), Counter[tuple[torch.device, torch.dtype]]()
         for part in parts:
-            kind = part.device, part.dtype
-            at.append(ends.get(kind, 0))
-            ends[kind] = at[-1] + -(-part.numel() // ALIGNED) * ALIGNED
+            begins.append(ends[part.device, part.dtype])
+            ends[part.device, part.dtype] += -(-part.numel() // ALIGNED) * ALIGNED
         flat = {kind: torch.empty(end, dtype=kind[1], device=kind[0]) for kind, end in ends.items()}
         self._sizes = {each.untyped_storage(): each.untyped_storage().nbytes() for each in flat.values()}
-        for model, part, begin in zip(self._models, parts, at, strict=True):
+        made = []
+        for model, part, begin in zip(models, parts, begins, strict=True):
             strides = torch.empty_like(part, device="meta").stride()
-            made = flat[part.device, part.dtype].as_strided(part.shape, strides, begin)
-            self._made.append(_as_sharded(made, model))
+            made.append(_as_sharded(flat[part.device, part.dtype].as_strided(part.shape, strides, begin), model))
+        return made
 
     def free(self) -> None:
         """Frees the memory."""
@@ -298,45 +283,29 @@ class _Temporary:
             storage.resize_(0)
 
 
-ALIGNED = 64
-"""Elements between whose multiples temporary tensors begin, so that kernels load several at once."""
-
-
-def adapt_momentum(
-    optimizers: Iterable[Optimizer], requester: Any, parameters: Collection[Tensor] | None = None
-) -> tuple[list[str], list[str]]:
+def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[list[str], list[str]]:
     """Adapts the momentum of optimizers, until :meth:`AdaptedMomentum.release` is called or the requester is gone.
 
-    Args:
-        optimizers: The optimizers.
-        requester: The object that exchanges their gradients; it identifies this request.
-        parameters: The compressed parameters. Default: all.
-
-    Returns:
-        Messages for the user: information about adapted momentum, and warnings about momentum that is not.
+    The requester exchanges their gradients. At each step, its ``adapted`` holds the compressed parameters; without such
+    an attribute all are. Returns information about adapted momentum, and warnings about momentum that is not.
     """
     notes, warnings = [], []
     for optimizer in optimizers:
         name, has_momentum = type(optimizer).__name__, any(map(_momentum, optimizer.param_groups))
-        if _steps_as(type(optimizer)):
-            AdaptedMomentum.of(optimizer).requests[requester] = parameters
-            if has_momentum:
-                notes.append(
-                    f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves only when it is "
-                    "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer "
-                    "unchanged."
-                )
+        adapts = _steps_as(type(optimizer)) is not None
+        if adapts:
+            AdaptedMomentum.of(optimizer).requesters.add(requester)
+        if has_momentum and adapts:
+            notes.append(
+                f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves only when it is "
+                "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer unchanged."
+            )
         elif has_momentum:
-            words = f"lightning_topk: {name} keeps its own momentum: only torch's {ADAPTED} are adapted."
-            overridden = [base.__name__ for base in type(optimizer).__mro__ if _steps_as(base)]
-            if overridden:
-                words += (
-                    f" {name} overrides the step of {overridden[0]}: use {overridden[0]} itself, with hooks "
-                    "(register_step_pre_hook, register_step_post_hook) for the rest."
-                )
-            elif any(isinstance(each, Optimizer) for each in vars(optimizer).values()):
-                words += f" If {name} wraps one of them, pass the inner optimizer."
-            warnings.append(words)
+            warnings.append(
+                f"lightning_topk: {name} keeps its own momentum: only torch's {ADAPTED} are adapted. If {name} "
+                "overrides the step of one of them, use that one, with hooks (register_step_pre_hook, "
+                "register_step_post_hook) for the rest. If it wraps one, pass the inner optimizer."
+            )
     return notes, warnings
 
 
@@ -357,8 +326,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def _steps_as(kind: type) -> str | None:
     """The name of the momentum buffer of a class of optimizers; None if its ``step`` cannot be adapted."""
-    step = getattr(kind, "step", None)
-    return None if step is None else _STEPS.get(inspect.unwrap(step))
+    return _STEPS.get(inspect.unwrap(getattr(kind, "step", object)))
 
 
 def _momentum(group: Mapping[str, Any]) -> Any:
@@ -367,7 +335,7 @@ def _momentum(group: Mapping[str, Any]) -> Any:
     return momentum if 0 < momentum < 1 else 0.0
 
 
-def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Rule:
+def rule_of(group: Mapping[str, Any]) -> Rule:
     """The rule for the parameters of a group."""
     m, sgd, decay = _number(_momentum(group)), "dampening" in group, _number(group["weight_decay"])
     a, sign = 1 - (_number(group["dampening"]) if sgd else m), -1 if group["maximize"] else 1
@@ -391,25 +359,15 @@ def _number(x: Any) -> Any:
 def kept(lr: Any, momentum: Any, weight: Any, decay: Any, nesterov: bool) -> Any:
     """The factor by which each step of SGD multiplies a weight that only decays, once its momentum has settled.
 
-    With b the momentum buffer, decay alone is x' = x - lr b', b' = m b + a w x, so x'' = (1 + m - lr a w) x' - m x: the
-    factor is the larger root of z^2 = (1 + m - lr a w) z - m. With nesterov, x' = x - lr (w x + m b') and a = 1, which
-    gives z^2 = q ((1 + m) z - m), q = 1 - lr w. For small decay both are about 1 - lr a w / (1 - m). Where the roots
-    are complex, dense training oscillates, and the factor is their magnitude.
-
-    Args:
-        lr: The learning rate.
-        momentum: m.
-        weight: a.
-        decay: w.
-        nesterov: Whether the step has Nesterov momentum.
-
-    Returns:
-        r, between 0 and 1: a number, or a scalar tensor if an argument is one.
+    Each argument is a number or a scalar tensor. With momentum m, its buffer b, weight a of the gradient and decay w,
+    decay alone is x' = x - lr b', b' = m b + a w x, so x'' = (1 + m - lr a w) x' - m x: the factor is the larger root
+    of z^2 = (1 + m - lr a w) z - m. With nesterov, x' = x - lr (w x + m b') and a = 1, which gives
+    z^2 = q ((1 + m) z - m), q = 1 - lr w. For small decay both are about 1 - lr a w / (1 - m). Where the roots are
+    complex, dense training oscillates, and the factor is their magnitude.
     """
-    if any(isinstance(each, Tensor) for each in (lr, momentum, weight, decay)):
-        lr, momentum, weight, decay = (
-            torch.as_tensor(each).to(torch.complex128) for each in (lr, momentum, weight, decay)
-        )
+    lr, momentum, weight, decay = (
+        each.to(torch.complex128) if isinstance(each, Tensor) else each for each in (lr, momentum, weight, decay)
+    )
     q = 1 - lr * decay
     p, c = ((1 + momentum) * q, momentum * q) if nesterov else (1 + momentum - lr * weight * decay, momentum)
     return abs(p + (p * p - 4 * c) ** 0.5) / 2
@@ -429,19 +387,3 @@ def _as_sharded(local: Tensor, like: Any) -> Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def _before_update(optimizer: Optimizer, prepare: Callable[[Optimizer], None]) -> None:
-    """Calls ``prepare`` in each ``optimizer.step()``: after all pre-hooks, and after its closure if it has one."""
-
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        theirs = kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-        def closure() -> Any:
-            loss = theirs() if callable(theirs) else None
-            prepare(optimizer)
-            return loss
-
-        return (args[:1], {**kwargs, "closure": closure})
-
-    optimizer.register_step_pre_hook(hook)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+from torch.optim import Optimizer
 
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.groups import compare_optimizers
+from lightning_topk.runtime.groups import check_agreement, gathered
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, parameters_of, unwrapped
 from lightning_topk.runtime.telemetry import Telemetry
@@ -45,14 +42,8 @@ def _is_optimizer(x: Any) -> bool:
 class Optimizers:
     """The user's optimizers, which may be created later or replaced: their momentum, and the loss scale.
 
-    Args:
-        now: Returns the optimizers; None if the user passed none.
-        scaler: The GradScaler that scales the loss.
-        config: The settings in force.
-        buckets: The parameters' names, and the plans of their buckets.
-        parameters_of: The parameters of members of buckets, as optimizers hold them.
-        telemetry: See :class:`.Watch`.
-        say: Shows messages.
+    ``now`` returns them, or is None if the user passed none; ``parameters_of`` returns the parameters that optimizers
+    hold of members of buckets.
     """
 
     def __init__(
@@ -68,18 +59,11 @@ class Optimizers:
         self._getter, self._config, self._buckets, self._parameters_of = now, config, buckets, parameters_of
         self._say = say
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.watch = Watch(config, say, self._delivers, telemetry, now is not None, self._scaler is not None)
-        self._known: list[ref[Optimizer]] = []  # weak references: the user may drop one and create another
-        self._count = 0  # parameters that they update
-        self._elsewhere: set[str] = set()  # parameters in other ranks' optimizers only
-        self._adapted: set[Tensor] = set()  # parameters whose momentum is adapted
-        self._as_adapted: Collection[Tensor] = ()  # the same, as computed in the last pass
-        self._last: tuple[Sequence[Bucket], int, int] = (), 0, 0  # buckets, step and epoch of the last pass
-
-    @property
-    def _in_use(self) -> list[Optimizer]:
-        """The known optimizers that still exist."""
-        return [optimizer for known in self._known if (optimizer := known()) is not None]
+        self.watch = Watch(config, say, telemetry, now is not None, self._scaler is not None)
+        self.adapted: Collection[Tensor] = ()
+        """Parameters that the last pass compressed."""
+        self._count = 0  # parameters that the watched optimizers update
+        self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
 
     def _now(self) -> list[Optimizer]:
         """The user's optimizers now."""
@@ -97,9 +81,17 @@ class Optimizers:
         return dict(zip(self._parameters_of(names), names.values(), strict=True))
 
     def start(self, exist: bool, group: dist.ProcessGroup) -> None:
-        """Compares the optimizers on all ranks, and checks them if they exist by now. A collective, at attach."""
-        if (self._config.adapts_momentum or self._config.momentum) and dist.get_world_size(group) > 1:
-            self._elsewhere = compare_optimizers(self._now() if exist else None, self._names(), group)
+        """Compares the optimizers on all ranks, and checks them if they exist by now. A collective, at attach.
+
+        A step that is adapted on one rank only would move the ranks' weights apart.
+        """
+        if self._config.adapts_momentum or self._config.momentum:
+            now, names = self._now() if exist else [], self._names()
+            kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
+            check_agreement({"optimizer=": kinds}, "Pass the same optimizer= on every rank.", group)
+            mine = [names[p] for each in now for p in parameters_of(each) if p in names]
+            # ZeroRedundancyOptimizer's inner optimizers share the parameters.
+            self._elsewhere = set().union(*gathered(mine, group)) - {*mine}
         if exist:
             self.sync()
 
@@ -111,96 +103,59 @@ class Optimizers:
     def sync(self) -> None:
         """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass."""
         now, compressed = self._now(), frozenset(self._parameters_of(self._buckets.compressed))
-        check_closures(self._config, now)
-        check_momentum(self._config, now)  # also known ones: checkpoints and schedulers set momentum
+        check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         self.watch.compressed = compressed
         count = sum(len(parameters_of(each)) for each in now)
-        if [*map(id, now)] == [*map(id, self._in_use)] and count == self._count:
+        if [*map(id, now)] == [id(each.optimizer()) for each in self.watch.watched] and count == self._count:
             return
-        AdaptedMomentum.release(self._in_use, self)
+        AdaptedMomentum.release(self)
         if self._config.adapts_momentum:
             ours = [each for each in now if not compressed.isdisjoint(parameters_of(each))]
-            notes, warnings = adapt_momentum(ours, self, self._adapted)
+            notes, warnings = adapt_momentum(ours, self)
             self._say.note(*notes)
             self._say(*warnings)
-        self._warn_of_decay(now)
-        self.watch.adapted = self._adapted
         self.watch.start(now)
-        self._known, self._count = [*map(ref, now)], count
+        self._count = count
         if now and self._config.compresses:
             self._warn_of_idle({p for each in now for p in parameters_of(each)}, compressed)
 
-    def end_pass(self, buckets: Sequence[Bucket], step: int, epoch: int, voted: bool) -> None:
-        """Ends a backward pass that exchanged these buckets; ``voted``: unused parameters leave entries to others."""
+    def end_pass(self, buckets: Sequence[Bucket], step: int, epoch: int) -> None:
+        """Ends a backward pass that exchanged these buckets."""
         every, compressed = self._buckets.delivers_everything, self._buckets.compressed
         dense = frozenset(m for bucket in buckets if every(bucket, step, epoch) for m in bucket)
-        adapted = self._parameters_of(compressed - dense if dense else compressed)
-        if adapted is not self._as_adapted:
-            self._as_adapted = adapted
-            self._adapted.clear()  # adapted momentum and the watch keep the set
-            self._adapted.update(adapted)
-        self._last = () if voted else tuple(buckets), step, epoch
+        self.adapted = self._parameters_of(compressed - dense if dense else compressed)
         self.watch.end_pass()
-
-    def _delivers(self, parameter: Tensor) -> tuple[Collection[Tensor], float]:
-        """The parameters of a parameter's bucket, and how many of their entries the last pass delivered at most."""
-        buckets, step, epoch = self._last
-        for bucket in buckets:
-            parameters = set(self._parameters_of(bucket))
-            if parameter in parameters:
-                plan = self._buckets.plan_of(bucket)
-                k = plan.codecs(step, epoch).reply.k
-                return parameters, k * plan.layout.shards / plan.layout.numel * plan.numel
-        return {parameter}, math.inf
 
     def close(self) -> None:
         """Stops adapting and watching the optimizers."""
-        AdaptedMomentum.release(self._in_use, self)
+        AdaptedMomentum.release(self)
         self.watch.close()
-
-    def _warn_of_decay(self, optimizers: Iterable[Optimizer]) -> None:
-        """Names Adam with weight decay in the gradient where momentum is not adapted, or beta1 is zero."""
-        for optimizer in optimizers if self._config.compresses else ():
-            if not isinstance(optimizer, Adam | NAdam | RAdam | Adamax) or isinstance(optimizer, AdamW):
-                continue
-            adapts = self._config.adapts_momentum
-            decaying = [group for group in optimizer.param_groups if group["weight_decay"]]
-            coupled = [group for group in decaying if not group.get("decoupled_weight_decay")]
-            if any(not adapts or not group["betas"][0] for group in coupled):
-                self._say(
-                    f"lightning_topk: {type(optimizer).__name__} adds weight_decay to the gradient; without adapted "
-                    "momentum it moves entries that are not delivered by the learning rate in each step. Use AdamW, "
-                    f"or {'a beta1 above 0' if adapts else 'adapt_momentum=True'}."
-                )
 
     def _warn_of_idle(self, updated: set[Tensor], compressed: Collection[Tensor]) -> None:
         """Names trained parameters that no optimizer updates, or only as copies."""
         names = self._names()
         trained = [p for p in names if p.requires_grad and p in compressed]
-        idle = [p for p in trained if p not in updated and names[p] not in self._elsewhere]
-        others, numel = [p for p in updated if p not in names], sum(p.numel() for p in idle)
-        alike = Counter(p.shape for p in idle) <= Counter(p.shape for p in others)
-        if idle and (alike or any(p.dim() == 1 and p.numel() >= numel for p in others)):  # or all in one flat tensor
+        idle = [names[p] for p in trained if p not in updated and names[p] not in self._elsewhere]
+        if idle:
             self._say(
-                f"lightning_topk: optimizers step copies of {len(idle)} of {len(trained)} trained parameters "
-                f"({names[idle[0]]!r} for one), such as fp32 copies of bf16 parameters. Their momentum is not adapted "
-                "to compression, and training may end behind DDP's. Use fp32 parameters and autocast instead of copies "
-                "(in Lightning precision='bf16-mixed')."
-            )
-        elif idle:
-            self._say(
-                f"lightning_topk: {len(idle)} of {len(trained)} trained parameters ({names[idle[0]]!r} for one) are in "
-                "no optimizer. Unless their gradients are zeroed elsewhere, they grow in every step and take the place "
-                "of others in the payloads. Freeze these parameters with requires_grad_(False), or pass all optimizers."
+                f"lightning_topk: {len(idle)} of {len(trained)} trained parameters ({idle[0]!r} for one) are in no "
+                "optimizer. If an optimizer steps copies of them, such as fp32 copies of bf16 parameters, its momentum "
+                "is not adapted, and training may end behind DDP's: use fp32 parameters and autocast (in Lightning "
+                "precision='bf16-mixed'). If not, and nothing zeroes their gradients, they grow in every step and take "
+                "the place of others in the payloads: freeze them with requires_grad_(False), or pass all optimizers."
             )
 
 
-def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers with momentum if the configuration applies momentum before compression."""
-    if not config.momentum:
-        return
+def check_optimizers(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:
+    """Refuses LBFGS, and momentum if the configuration applies it before compression."""
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
+        if config.compresses and isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS evaluates its closure several times per step and compares the gradients, but compression "
+                "delivers a different part of the gradient each time, so training would diverge. Pass "
+                "topology='dense', which sends whole gradients, or use another optimizer."
+            )
+        for group in optimizer.param_groups if config.momentum else ():
             own = group.get("momentum") or (group.get("betas") or (0,))[0]
             if own:
                 raise ValueError(
@@ -210,13 +165,3 @@ def check_momentum(config: TopKConfig, optimizers: Sequence[Optimizer]) -> None:
                     "strategy. If you made the optimizer without momentum, a checkpoint or a scheduler such as "
                     "OneCycleLR (cycle_momentum=False) has set it."
                 )
-
-
-def check_closures(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:
-    """Refuses LBFGS, which compares gradients of one batch, while each compressed pass delivers a different part."""
-    if config.compresses and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "LBFGS evaluates its closure several times per step and compares the gradients, but compression delivers "
-            "a different part of the gradient each time, so training would diverge. Pass topology='dense', which sends "
-            "whole gradients, or use another optimizer."
-        )

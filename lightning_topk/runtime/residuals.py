@@ -12,7 +12,9 @@ the parameter is in (:class:`lightning_topk.core.layout.NodeShards`), and W is t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +23,6 @@ from torch import Tensor
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.ops import reference
-
-Memories = dict[Tensor, dict[str, Tensor]]
-"""Tensors by parameter and name: ``residual``, and ``velocity`` with momentum on the workers."""
-
 
 Form = tuple[tuple[int, ...], tuple[int, ...]]
 """A parameter's shape, and its dimensions in the order in which DDP flattens its gradient.
@@ -55,6 +53,36 @@ def by_memory(flat: Tensor, form: Form) -> Tensor:
     return flat.view(shape).permute(order).reshape(-1)
 
 
+@dataclass
+class _Kept:
+    """What a rank keeps of one parameter.
+
+    Attributes:
+        form: The form of the memories.
+        parts: Memories by name, ``residual`` and, with momentum on the workers, ``velocity``: ``[numel]``, or a slice
+            of it. They are views of an endpoint's memory, while the parameter has an endpoint.
+        count: Slices of the parameter among the ranks of a node; this rank holds slice ``rank % count``.
+        loaded: Whether every rank has the memories in full, from a checkpoint.
+    """
+
+    form: Form
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    count: int = 1
+    loaded: bool = False
+
+    def is_zero(self) -> bool:
+        """Whether nothing is left to deliver. Waits for the device."""
+        return not any(part.any() for part in self.parts.values())
+
+    def spread(self, part: Tensor, numel: int, rank: int, times: int = 1) -> Tensor:
+        """Places this rank's slice, times a factor, in a tensor ``[numel]`` that is zero elsewhere."""
+        if self.count == 1:
+            return part
+        rows = part.new_zeros(self.count, len(part))
+        rows[rank % self.count] = part * times
+        return rows.view(-1)[:numel]
+
+
 class Residuals:
     """The memories of one rank: by parameter, and in the endpoints of the buckets in use.
 
@@ -62,18 +90,12 @@ class Residuals:
     """
 
     def __init__(self) -> None:
+        self.rank = 0
         self.state: Any = None
         """The state that uses them, or the last one that did."""
-        self.rank = 0
-        """This rank."""
-        self.counts: dict[Tensor, int] = {}
-        """Slices of a parameter among the ranks of a node; this rank holds slice ``rank % count``. 1 if missing."""
-        self._reset = 0  # residuals dropped since the last warning: their parameter's size or memory format changed
-        self._dropped = 0  # likewise, because their endpoint keeps none
-        self._by_parameter: Memories = {}  # views of an endpoint's memory, while a parameter has an endpoint
-        self._loaded: set[Tensor] = set()  # parameters whose memory every rank has in full, from a checkpoint
-        self._forms: dict[Tensor, Form] = {}
+        self._kept: dict[Tensor, _Kept] = {}
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
+        self._dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
 
     # -------------------------------------------------------------------------------- endpoints
 
@@ -95,101 +117,91 @@ class Residuals:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # possibly created on another stream, and still in use on this one when freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            for name, served in end.server_memory().items():  # `_by_parameter` has views of the worker's memory
+            for name, served in end.server_memory().items():  # the parameters have views of the worker's memory
                 end.uplink.memory.tensors()[name] += served * end.plan.world
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
         """Moves the memories of the parameters into their new endpoint; drops those that it does not keep."""
-        self.forget_changed(parameters)
-        mine, nothing = end.uplink.memory.tensors(), {parameter: dict[str, Tensor]() for parameter in parameters}
-        if not mine:
-            self._dropped += sum(map(self._is_kept, parameters))
-            self._by_parameter.update(nothing)
-        self._cut(parameters, end.plan.parts.count)
+        self._forget_changed(parameters)
+        several = [self._kept.setdefault(p, _Kept(form_of(p))) for p in parameters]
+        mine, slices = end.uplink.memory.tensors(), end.plan.parts.slices
+        for p, kept in zip(parameters, several, strict=True):
+            if not mine:
+                self._drop(kept, "this run keeps none")
+            self._cut(p, kept, end.plan.parts.count)
         for name, flat in mine.items():
-            flat.copy_(_gather(self._by_parameter, parameters, end.plan.parts.slices, name, flat))
-        self._by_parameter.update(nothing)
-        _scatter(self._by_parameter, parameters, end, mine)
+            flat.copy_(_joined([kept.parts.get(name) for kept in several], slices, flat))
+        views = {name: flat.split(list(slices)) for name, flat in mine.items()}
+        for number, kept in enumerate(several):
+            kept.parts = {name: parts[number] for name, parts in views.items()}
 
-    def _cut(self, parameters: Iterable[Tensor], count: int) -> None:
-        """Cuts the memories of parameters into another number of slices."""
-        for p in parameters:
-            was, kept, parts = self.counts.get(p, 1), self._by_parameter.get(p, {}), NodeShards((p.numel(),), count)
-            if was != count:
-                if count != 1 and p not in self._loaded and self._is_kept(p):
-                    raise ValueError(
-                        f"the residuals of a parameter are cut into {was} slices, one per rank, and cutting them into "
-                        f"{count} needs the slices of other ranks. Save them with state_dict, and load them with "
-                        "load_state_dict, which converts them."
-                    )
-                for name, part in kept.items():
-                    spread = self._spread(part, p)
-                    # Without slices, each rank is its own worker, one of `was` times as many.
-                    kept[name] = spread * was if count == 1 else reference.split_parts(spread, parts)[self.rank % count]
-            self.counts[p] = count
-            self._loaded.discard(p)
-
-    def _is_kept(self, parameter: Tensor) -> bool:
-        """Whether a parameter has a memory that is not zero."""
-        return any(bool(part.any()) for part in self._by_parameter.get(parameter, {}).values())
+    def _cut(self, parameter: Tensor, kept: _Kept, count: int) -> None:
+        """Cuts the memories of a parameter into another number of slices."""
+        if kept.count != count:
+            if count != 1 and not kept.loaded and not kept.is_zero():
+                raise ValueError(
+                    f"the residuals of a parameter are cut into {kept.count} slices, one per rank, and cutting them "
+                    f"into {count} needs the slices of other ranks. Save them with state_dict, and load them with "
+                    "load_state_dict, which converts them."
+                )
+            parts = NodeShards((parameter.numel(),), count)
+            for name, part in kept.parts.items():
+                # Without slices, each rank is its own worker, one of so many times as many.
+                full = kept.spread(part, parameter.numel(), self.rank, kept.count)
+                kept.parts[name] = full if count == 1 else reference.split_parts(full, parts)[self.rank % count]
+        kept.count, kept.loaded = count, False
 
     # -------------------------------------------------------------------------------- all parameters
 
     def move_to(self, state: Any, rank: int) -> None:
         """Prepares for the exchanges of another state, whose settings may differ."""
         self.offload_to_cpu()
-        self.forget_changed()
+        self._forget_changed(self._kept)
         self.state, self.rank = state, rank
 
     def offload_to_cpu(self) -> None:
         """Drops all endpoints and moves their memories to the CPU, until the next exchange of their parameters."""
-        self.drop_endpoints({*self._by_parameter})
-        for kept in self._by_parameter.values():
-            kept.update({name: part.cpu() for name, part in kept.items()})
+        self.drop_endpoints({*self._kept})
+        for kept in self._kept.values():
+            kept.parts = {name: part.cpu() for name, part in kept.parts.items()}
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
         """Forgets all parameters but these, such as those of a layer that was replaced."""
-        gone = {*self._by_parameter, *self._forms} - {*parameters}
+        gone = {*self._kept} - {*parameters}
         self.drop_endpoints(gone)
         for parameter in gone:
-            self._forget(parameter)
-
-    def forget_changed(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Drops the residuals of parameters whose size or memory format changed; none of them may have an endpoint."""
-        for parameter in [*self._forms] if parameters is None else parameters:
-            now = form_of(parameter)
-            if self._forms.get(parameter, now) != now:
-                self._reset += self._is_kept(parameter)
-                self._forget(parameter)
-            self._forms[parameter] = now
-
-    def _forget(self, parameter: Tensor) -> None:
-        self._loaded.discard(parameter)
-        for known in (self._by_parameter, self._forms, self.counts):
-            known.pop(parameter, None)
+            del self._kept[parameter]
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank."""
         self._live.clear()
-        self.counts.clear()
-        self._by_parameter = {parameter: dict(kept) for parameter, kept in memories.items()}
-        self._forms = {parameter: form_of(parameter) for parameter in memories}
-        self._loaded = set(memories)
+        self._kept = {p: _Kept(form_of(p), dict(parts), loaded=True) for p, parts in memories.items()}
+
+    def _forget_changed(self, parameters: Iterable[Tensor]) -> None:
+        """Forgets parameters whose size or memory format changed; none of them may have an endpoint."""
+        for p in [p for p in parameters if p in self._kept and self._kept[p].form != form_of(p)]:
+            self._drop(self._kept.pop(p), "their size or memory format changed")
+
+    def _drop(self, kept: _Kept, reason: str) -> None:
+        self._dropped[reason] += not kept.is_zero()
+        kept.parts = {}
 
     # -------------------------------------------------------------------------------- queries
 
     def take_warnings(self) -> list[str]:
         """Returns warnings about residuals that were dropped since the last call."""
-        reset, dropped, self._reset, self._dropped, found = self._reset, self._dropped, 0, 0, []
-        if reset:
-            which = "1 parameter has" if reset == 1 else f"{reset} parameters have"
-            found.append(f"lightning_topk: {which} a different size or memory format now; the residuals start at zero.")
-        if dropped:
-            found.append(
-                f"lightning_topk: the residuals of {dropped} parameter{'s' * (dropped > 1)} from an earlier run were "
-                "dropped, since this run keeps none: the gradients in them are lost."
-            )
-        return found
+        dropped, self._dropped = self._dropped, Counter()
+        return [
+            f"lightning_topk: the residuals of {count} parameter{'s' * (count > 1)} were dropped, since {reason}: the "
+            "gradients in them are lost."
+            for reason, count in dropped.items()
+            if count
+        ]
+
+    @property
+    def counts(self) -> dict[Tensor, int]:
+        """Slices of each parameter among the ranks of a node."""
+        return {parameter: kept.count for parameter, kept in self._kept.items()}
 
     def held(self, name: str = "residual") -> dict[Tensor, tuple[Tensor, Tensor]]:
         """Returns this rank's memory ``name`` of each exchanged parameter, as a worker and as a server.
@@ -198,24 +210,27 @@ class Residuals:
         the sum of the second is the gradient not yet delivered. So a rank that holds a slice for its node returns it
         times the ranks per node, and zero elsewhere.
         """
-        server: Memories = {}
+        served: dict[Tensor, Tensor] = {}
         for bucket, end in self._live.items():
-            _scatter(server, bucket, end, end.server_memory())
+            if (flat := end.server_memory().get(name)) is not None:
+                served.update(zip(bucket, flat.split(list(end.plan.parts.slices)), strict=True))
         found = {}
-        for p, kept in self._by_parameter.items():
-            count, nothing = self.counts.get(p, 1), torch.zeros((), device=p.device).expand(p.numel())
-            worker = self._spread(kept[name], p) * count if name in kept and count > 1 else kept.get(name, nothing)
-            mine = server.get(p, {})
-            found[p] = worker, self._spread(mine[name], p) if name in mine else nothing
+        for p, kept in self._kept.items():
+            zero = torch.zeros((), device=p.device).expand(p.numel())
+            worker, server = kept.parts.get(name), served.get(p)
+            found[p] = (
+                zero if worker is None else kept.spread(worker, p.numel(), self.rank, kept.count),
+                zero if server is None else kept.spread(server, p.numel(), self.rank),
+            )
         return found
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Whether a parameter was exchanged or restored."""
-        return parameter in self._by_parameter
+        return parameter in self._kept
 
     def form(self, parameter: Tensor) -> Form:
         """The form of a parameter's residuals."""
-        return self._forms[parameter] if parameter in self._forms else form_of(parameter)
+        return self._kept[parameter].form if parameter in self._kept else form_of(parameter)
 
     def energy(self) -> Tensor:
         """``[2]`` float64: the sums of squares of this rank's worker and server residuals.
@@ -231,29 +246,11 @@ class Residuals:
                     energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
-    # -------------------------------------------------------------------------------- slices
 
-    def _spread(self, part: Tensor, parameter: Tensor) -> Tensor:
-        """Places a slice of a parameter in a tensor ``[numel]`` that is zero elsewhere."""
-        count = self.counts.get(parameter, 1)
-        if count == 1:
-            return part
-        rows = part.new_zeros(count, len(part))
-        rows[self.rank % count] = part
-        return rows.view(-1)[: parameter.numel()]
-
-
-def _scatter(memories: Memories, bucket: tuple[Tensor, ...], end: Endpoint, memory: Mapping[str, Tensor]) -> None:
-    """Splits a bucket's tensors ``[slices]`` into ``memories``, by parameter."""
-    for name, flat in memory.items():
-        for parameter, part in zip(bucket, flat.split(list(end.plan.parts.slices)), strict=True):
-            memories.setdefault(parameter, {})[name] = part
-
-
-def _gather(memories: Memories, bucket: tuple[Tensor, ...], sizes: Sequence[int], name: str, like: Tensor) -> Tensor:
-    """Inverse of :func:`_scatter`: ``[sum of sizes]``, dtype and device of ``like``; zero for missing memories."""
+def _joined(parts: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor:
+    """Joins the memories of parameters: ``[sum of sizes]``, dtype and device of ``like``; zero for missing ones."""
     zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
-    found = [memories.get(p, {}).get(name, zero.expand(size)) for p, size in zip(bucket, sizes, strict=True)]
+    found = [zero.expand(size) if part is None else part for part, size in zip(parts, sizes, strict=True)]
     for part in found:
         if part.is_cuda:  # possibly created on another stream, such as a checkpoint's, and freed after this
             part.record_stream(torch.cuda.current_stream(part.device))

@@ -52,7 +52,6 @@ class HookState:
         announce: Callable[[str], None] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        self._requested = config
         _check_arguments(config, epoch is not None, optimizers is not None)
         groups, self.config, uneven = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
@@ -147,7 +146,7 @@ class HookState:
         """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        self.optimizers.end_pass(buckets, self.steps, self._epoch(), self.voting)
+        self.optimizers.end_pass(buckets, self.steps, self._epoch())
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
@@ -186,7 +185,7 @@ class HookState:
             On rank 0, the entry that :mod:`lightning_topk.runtime.checkpoint` describes; elsewhere no tensors.
         """
         group = self._parent if self.groups is None else self.groups.all
-        return checkpoint.collect(self.residuals, self.steps, self.names, self._requested, self._device(), group)
+        return checkpoint.collect(self.residuals, self.steps, self.names, self.config, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
@@ -201,8 +200,6 @@ class HookState:
         self.open_groups()
         checkpoint.restore(self.residuals, self.names, entry)
         self.steps = entry["steps"]
-        keeps = self.config.compresses and self.config.error_feedback
-        self._say(checkpoint.changes(entry, self._requested, bool(keeps)))
 
     def _device(self) -> torch.device:
         """The device of the parameters; of a closed state, when it was closed: the Trainer then moves the model."""

@@ -4,7 +4,6 @@ Each warning names a case that trained badly without an error:
 
 - ``check_bypass``: training calls another module than the attached one, so nothing is exchanged.
 - ``check_others``: an optimizer made after attach takes the steps, and is not adapted.
-- ``check_delivered``: a hook changes every entry of the gradient between backward and the step.
 - ``check_scaler``: a GradScaler that was not passed scales the loss.
 - ``warn_of_loss``: a gradient is zeroed after its exchange, as a GAN's discriminator's is in the generator's turn.
 
@@ -20,7 +19,7 @@ The gradient of one parameter of each optimizer (:class:`_Watched`) shows the la
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 from weakref import ref
 
@@ -35,46 +34,17 @@ from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import local_part, parameters_of
 from lightning_topk.runtime.telemetry import Telemetry
 
-SETTLED = 5
-"""The step whose gradient is checked: buckets are final, and there is momentum."""
-
 
 class Watch:
-    """Watches the steps of the user's optimizers.
+    """Watches the steps of the user's optimizers: whether the user passed any, and a GradScaler (``scaled``)."""
 
-    Args:
-        config: The settings in force.
-        say: Shows warnings.
-        delivers: Returns the parameters of a parameter's bucket, and how many of their entries the last backward pass
-            delivered at most.
-        telemetry: Counts backward passes that delivered a NaN or an infinity.
-        passed: Whether the user passed optimizers, or a function that returns them.
-        scaled: Whether the user passed a GradScaler.
-    """
-
-    def __init__(
-        self,
-        config: TopKConfig,
-        say: WarnOnce,
-        delivers: Callable[[Tensor], tuple[Collection[Tensor], float]],
-        telemetry: Telemetry,
-        passed: bool,
-        scaled: bool,
-    ) -> None:
-        self._config, self._say, self._delivers, self._telemetry, self._scaled = (
-            config,
-            say,
-            delivers,
-            telemetry,
-            scaled,
-        )
-        self.adapted: Collection[Tensor] = ()
-        """Parameters whose momentum is adapted."""
+    def __init__(self, config: TopKConfig, say: WarnOnce, telemetry: Telemetry, passed: bool, scaled: bool) -> None:
+        self._config, self._say, self._telemetry, self._scaled = config, say, telemetry, scaled
         self.compressed: Collection[Tensor] = ()
         """Parameters that may be compressed."""
         self.exchanged = False
         """Whether any backward pass has begun."""
-        self._watched: list[_Watched] = []
+        self.watched: list[_Watched] = []
         self._sees_all = passed  # whether there are known optimizers, and torch calls hooks after their steps
         self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
         self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
@@ -92,17 +62,15 @@ class Watch:
         """Watches optimizers, in place of those before."""
         self.stop()
         self._sees_all = all(hasattr(each, "_optimizer_step_post_hooks") for each in optimizers)
-        self._watched = [_Watched(each, self._first_that_learns(each), self) for each in optimizers]
-
-    def _first_that_learns(self, optimizer: Optimizer) -> Tensor | None:
-        """The first trained, compressed parameter of an optimizer; None if there is none or a GradScaler is in use."""
-        known = (p for p in parameters_of(optimizer) if p.requires_grad and p in self.compressed)
-        return next(known, None) if self._config.compresses and not self._scaled else None
+        checks = self._config.compresses and not self._scaled  # a GradScaler may skip the step of a gradient
+        for each in optimizers:
+            learning = (p for p in parameters_of(each) if checks and p.requires_grad and p in self.compressed)
+            self.watched.append(_Watched(each, next(learning, None), self))
 
     def stop(self) -> None:
         """Watches no parameters any more."""
-        while self._watched:
-            self._watched.pop().stop()
+        while self.watched:
+            self.watched.pop().stop()
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -117,19 +85,17 @@ class Watch:
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
-        for each in self._watched:
+        for each in self.watched:
             if each.state == "computed":
                 each.state = "delivered"
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Checks a step of any of torch's optimizers."""
-        known = next((each for each in self._watched if each.optimizer() is optimizer), None)
+        known = next((each for each in self.watched if each.optimizer() is optimizer), None)
         if known is not None:
             known.steps, known.state = known.steps + 1, "nothing"
             if known.steps == 1:
                 self.check_scaler()
-            if known.steps == SETTLED and self.exchanged:
-                self.check_delivered(optimizer)
         if self.exchanged:
             self.check_others(optimizer, known)
         elif known is not None:
@@ -143,7 +109,7 @@ class Watch:
         if known is None and (not self._pending or moved.isdisjoint(self.compressed)):
             return
         self._pending, self._by_others = False, 0 if known else self._by_others + 1
-        for each in self._watched:
+        for each in self.watched:
             if each.parameter in moved:
                 each.state = "nothing"
         adapts = self._config.adapts_momentum or self._config.momentum
@@ -155,30 +121,12 @@ class Watch:
                 "again. In Lightning, return it from configure_optimizers."
             )
 
-    def check_delivered(self, optimizer: Optimizer) -> None:
-        """Warns if a step's gradient has far more nonzero entries than exchanges deliver. Waits for the device."""
-        adapted = [p for p in parameters_of(optimizer) if p in self.adapted]
-        dense = [p for p in adapted if p.grad is not None and p.grad.numel() and not p.grad.is_sparse]
-        if not dense or not self._config.adapts_momentum:
-            return
-        bucket, most = self._delivers(max(dense, key=Tensor.numel))
-        gradients = [local_part(p.grad) for p in dense if p in bucket and p.grad is not None]
-        numel = max(1, sum(map(Tensor.numel, gradients)))
-        found, density = float(sum(map(Tensor.count_nonzero, gradients))) / numel, min(1.0, most / numel)
-        if found > (1 + density) / 2:
-            self._say(
-                f"lightning_topk: {type(optimizer).__name__} steps with a gradient of which {found:.0%} is nonzero, "
-                f"while exchanges deliver about {density:.2g} of its entries: something changes every entry between "
-                "backward and the step, such as noise, centralisation or weight decay by hand. So momentum cannot be "
-                "adapted to what was delivered, and training may end behind DDP's. Do this before the exchange, in a "
-                "hook of the parameter, or pass adapt_momentum=False to silence this."
-            )
-
     def check_bypass(self, optimizer: Optimizer) -> None:
         """Warns at the second step without an exchange: DDP names unused parameters in the forward pass before it."""
         gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+        values = (each._values() if each.is_sparse else local_part(each) for each in gradients)
         # get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
-        if self._bypassed < 2 and any(_values(gradient).any() for gradient in gradients):
+        if self._bypassed < 2 and any(each.any() for each in values):
             self._bypassed += 1
             if self._bypassed == 2:
                 self._say(
@@ -203,50 +151,37 @@ class Watch:
                 return
             frame = frame.f_back
 
-    def warn_of_loss(self) -> bool:
-        """Warns of an exchanged gradient that was zeroed before its step; returns whether it does.
+    def warn_of_loss(self, watched: _Watched) -> None:
+        """Warns once of an exchanged gradient that was zeroed before its step.
 
         Not of one that was not finite, whose step was skipped, by a GradScaler or by hand. Waits for the device.
         """
-        if self._telemetry.nonfinite_steps:
-            return False
-        self._say(
-            "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
-            "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
-            "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
-            "examples/guides/troubleshooting.md."
-        )
-        return True
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """The stored values of a gradient on this rank."""
-    return gradient._values() if gradient.is_sparse else local_part(gradient)
+        if not self._telemetry.nonfinite_steps:
+            watched.stop()
+            self._say(
+                "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
+                "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
+                "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
+                "examples/guides/troubleshooting.md."
+            )
 
 
 class _Watched:
-    """An optimizer, and the state of the gradient of one of its parameters.
-
-    Args:
-        optimizer: The optimizer.
-        parameter: One of its parameters, whose gradient is checked before each backward pass adds to it; or None.
-        owner: Warns if the gradient is lost.
-    """
+    """An optimizer, and the state of one parameter's gradient, checked before each backward pass adds to it."""
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Watch) -> None:
         self.optimizer, self.parameter = ref(optimizer), parameter
         self.state: Literal["nothing", "computed", "delivered"] = "nothing"
         self.steps = 0  # stays 0 if the user takes the steps without the optimizer
         self._owner = ref(owner)  # the garbage collector does not see a tensor's hooks
-        self._warned = False
         self._hook = None if parameter is None else parameter.register_hook(self._before_gradient)
 
     def _before_gradient(self, _: Tensor) -> None:
         assert self.parameter is not None
-        if self.state == "delivered" and self.steps and self.parameter.grad is None:
-            self.state, owner = "nothing", self._owner()
-            self._warned = self._warned or (owner is not None and owner.warn_of_loss())
-        if self.state == "nothing":
+        lost, owner = self.state == "delivered" and self.parameter.grad is None, self._owner()
+        if lost and self.steps and owner is not None:
+            owner.warn_of_loss(self)
+        if lost or self.state == "nothing":
             self.state = "computed"
 
     def stop(self) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.checkpoint import undelivered, unusable_if_it_fails, without_parameters
+from lightning_topk.runtime.checkpoint import EMPTY, undelivered, unusable_if_it_fails
 from lightning_topk.runtime.residuals import Residuals
 
 
@@ -38,7 +38,7 @@ def collect(
     for kind, member, total in undelivered(residuals, group_of, config, groups[0].device, replicas, sum_):
         group, total = group_of[member], total / group_of[member].later_divided_by(member)
         found.setdefault(kind, {})[group.names[member]] = _like_parameter(total, group.sharded(member))
-    return {**found, "about": json.dumps(without_parameters(steps, config, dist.get_world_size(replicas)))}
+    return {**found, "about": json.dumps({**EMPTY, "world_size": dist.get_world_size(replicas), "steps": steps})}
 
 
 def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:

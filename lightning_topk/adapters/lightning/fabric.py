@@ -17,7 +17,6 @@ from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
 from lightning_topk.adapters.workarounds import connect_after_restart, own_memory_
 from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
 from lightning_topk.runtime.groups import gathered
-from lightning_topk.runtime.optimizers import check_momentum
 
 
 class TopKStrategy(DDPStrategy):
@@ -134,8 +133,9 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        check_momentum(self.config, [optimizer])
         self._set_up = [each for each in self._set_up if each() is not None] + [ref(optimizer)]
+        for state in self.topk_states:
+            state.optimizers.sync()
         return super().setup_optimizer(optimizer)
 
     @override
