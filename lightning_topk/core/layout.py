@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
-
-
 PIECE = 2048
 """Elements of one parameter's slice that a GPU's program copies to or from the part of a node's rank."""
 
@@ -104,7 +102,7 @@ class PayloadFormat(NamedTuple):
     Attributes:
         universe: Number of elements in the shard, S.
         k: Number of entries in the payload.
-        bits: Bits per value; below 16, groups of 64 share a scale. 0 if the wire is not one of ``ops.FUSED_WIRES``.
+        bits: Bits per value; below 16, groups of 64 share a scale. 0 if no fused function writes and reads the payload.
         largest: The largest magnitude that is decoded as finite.
         value_bytes: Size of the values in bytes.
         low: Width of the low part of a position in bits.
@@ -122,11 +120,6 @@ class PayloadFormat(NamedTuple):
     index_bytes: int
     nbytes: int
     check: int
-
-    @property
-    def compiled(self) -> bool:
-        """Whether compiled loops and kernels write and read it: known values, and positions of 32 bits."""
-        return self.bits > 0 and self.index_bytes > 0 and self.universe < 2**31
 
 
 def k_of(numel: int, ratio: float) -> int:

@@ -111,27 +111,21 @@ class RandK(Selector):
         if step != self._drawn_at:
             self._drawn, self._drawn_at = {}, step
         if (universe, k, device) not in self._drawn:
-            begin = _mixed(_mixed(self.seed) + step)
+            seed = _mixed_(torch.tensor(self.seed + _INCREMENT, device="cpu"))
+            begin = _mixed_(seed.add_(step + _INCREMENT))
             keys = _mixed_(torch.arange(universe, device=device).add_(begin))
             drawn = keys.topk(k, largest=False, sorted=False).indices.sort().values
             self._drawn[universe, k, device] = drawn
         return self._drawn[universe, k, device]
 
 
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""Shifts and factors of splitmix64 (Steele et al. 2014): ``z = (z ^ z >> shift) * factor``, modulo 2^64."""
-
-
-def _mixed(z: int) -> int:
-    """Hashes a number to a signed 64-bit integer (splitmix64); the hash is bijective modulo 2^64."""
-    z = (z + 0x9E3779B97F4A7C15) % 2**64
-    for shift, factor in _MIX:
-        z = (z ^ z >> shift) * factor % 2**64
-    return z - 2**64 * (z >= 2**63)
+"""Increment, shifts and factors of splitmix64 (Steele et al. 2014): ``z = (z ^ z >> shift) * factor``, modulo 2^64."""
 
 
 def _mixed_(z: Tensor) -> Tensor:
-    """The same mixing in place on int64, whose products are modulo 2^64 too; without the first addition."""
+    """Hashes int64 in place; the hash is bijective, as products of int64 are modulo 2^64."""
     for shift, factor in _MIX:
         z.bitwise_xor_(z.bitwise_right_shift(shift).bitwise_and_(2 ** (64 - shift) - 1))
         z.mul_(factor - 2**64 * (factor >= 2**63))
@@ -203,8 +197,6 @@ class SampledK(Threshold):
     """
 
     def __init__(self, fraction: float = 0.01) -> None:
-        if not 0 < fraction <= 1:
-            raise ValueError(f"SampledK: fraction={fraction!r} must be in (0, 1].")
         self.fraction = fraction
 
     @override

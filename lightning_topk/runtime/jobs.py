@@ -20,7 +20,7 @@ from lightning_topk.core.guards import exchange
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.volume import Volume, dense_volume
+from lightning_topk.volume import Volume
 
 Duration = Callable[[], tuple[float, float]]
 """Returns the seconds of an exchange, and of the part after the last gradient was ready. Waits for the device."""
@@ -102,7 +102,7 @@ class Job:
         plan = self.plan
         if outcome is not None:
             k = self._codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
-            sent += dense_volume(plan, self.residuals.rank)
+            sent += plan.dense_volume
             k = min(k, plan.layout.numel)
             self.results.append(Result(self.bucket, plan, self.measure.error, outcome, sent, k))
         if self.clock is not None:

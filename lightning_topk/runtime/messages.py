@@ -10,7 +10,7 @@ import torch
 from lightning_topk.bucket import TOLERANCE, Bucket, Buckets
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.volume import Volume, bucket_volume
+from lightning_topk.volume import Volume
 
 LOGGER = logging.getLogger("lightning_topk")
 
@@ -85,7 +85,7 @@ def slow_compression(config: TopKConfig, device: torch.device) -> str:
 def volume_of(settings: Buckets, buckets: Sequence[Bucket], rank: int, step: int, epoch: int, voting: bool) -> Volume:
     """Predicts the bytes that a rank sends in a step; with ``voting``, ranks share which parameters they used."""
     plans = [(settings.plan_of(bucket), len(bucket) if voting else None) for bucket in buckets]
-    return sum((bucket_volume(plan, rank, step, epoch, voters) for plan, voters in plans), Volume())
+    return sum((plan.volume(rank, step, epoch, voters) for plan, voters in plans), Volume())
 
 
 def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -> list[str]:
