@@ -39,42 +39,24 @@ class BucketPlan:
     Created by :func:`lightning_topk.bucket.plan_bucket`. In a hierarchical exchange each rank of a node exchanges one
     part of the bucket; ``layout`` then describes this part, and ``world`` counts the ranks, one per node, that exchange
     it.
-
-    Attributes:
-        topology: Who sends what to whom.
-        parts: How the bucket is split among the ranks of a node; one part if each rank exchanges all of it.
-        layout: How a part is split among the servers.
-        world: Number of ranks that exchange a part; each of them is a worker.
-        workers: Number of all ranks.
-        local: Ranks per node.
-        itemsize: Bytes per gradient element.
-        k: Entries that a worker sends to each server; or the ratio of a bucket's entries, as a function of the step.
-        server_k: Entries that each server sends, likewise; None for every nonzero entry.
-        wire: Format of the values.
-        selector: The selector; each endpoint copies it.
-        feedback: The sides that keep a residual: ``worker``, ``server``.
-        momentum: Factor of the workers' momentum; 0 for none.
-        clip_norm: Maximum norm of one worker's gradient; None disables clipping.
-        uncompressed: Indices of the parameters that are all-reduced.
-        tag: Identifies the bucket on the wire, see :class:`lightning_topk.core.wire.Codec`.
     """
 
     topology: Topology
-    parts: NodeShards
-    layout: Layout
-    world: int
-    workers: int
-    local: int
-    itemsize: int
-    k: int | Varying
-    server_k: int | Varying | None
+    parts: NodeShards  # how the bucket is split among the ranks of a node; one part if each rank exchanges all of it
+    layout: Layout  # how a part is split among the servers
+    world: int  # ranks that exchange a part; each of them is a worker
+    workers: int  # all ranks
+    local: int  # ranks per node
+    itemsize: int  # bytes per gradient element
+    k: int | Varying  # entries that a worker sends to each server; or their ratio, as a function of the step
+    server_k: int | Varying | None  # entries that each server sends, likewise; None for every nonzero entry
     wire: Wire
-    selector: Selector
-    feedback: Collection[str] = ()
-    momentum: float = 0.0
-    clip_norm: float | None = None
-    uncompressed: tuple[int, ...] = ()
-    tag: int = 0
+    selector: Selector  # each endpoint copies it
+    feedback: Collection[str] = ()  # the sides that keep a residual: "worker", "server"
+    momentum: float = 0.0  # of the workers
+    clip_norm: float | None = None  # of one worker's gradient
+    uncompressed: tuple[int, ...] = ()  # indices of the parameters that are all-reduced
+    tag: int = 0  # identifies the bucket on the wire
 
     @property
     def numel(self) -> int:
@@ -166,23 +148,14 @@ class BucketPlan:
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """State of one rank for one bucket.
-
-    Attributes:
-        plan: The bucket's plan.
-        rank: This rank, among all ranks.
-        dtype: dtype of sums and residuals.
-        uplink: The worker's link.
-        downlink: The server's link; None on a rank that is not a server.
-        sizes: ``[parameters]`` int64 on the bucket's device, number of elements of each parameter.
-    """
+    """State of one rank for one bucket."""
 
     plan: BucketPlan
-    rank: int
-    dtype: torch.dtype
-    uplink: Link
-    downlink: Link | None
-    sizes: Tensor
+    rank: int  # among all ranks
+    dtype: torch.dtype  # of sums and residuals
+    uplink: Link  # the worker's
+    downlink: Link | None  # the server's; None on a rank that is not a server
+    sizes: Tensor  # [parameters] int64 on the bucket's device, elements of each parameter
 
     @property
     def layout(self) -> Layout:
@@ -235,17 +208,11 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one exchange.
+    """Result of one exchange."""
 
-    Attributes:
-        finite: Scalar bool, the same on every rank: whether all delivered values are finite.
-        uplink: Statistics of the worker's payloads.
-        downlink: Statistics of the server's payloads; None on a rank that is not a server.
-    """
-
-    finite: Tensor
+    finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
     uplink: LinkStats
-    downlink: LinkStats | None = None
+    downlink: LinkStats | None = None  # None on a rank that is not a server
 
 
 Exchange = Generator[Request, Any, Outcome]
@@ -254,25 +221,15 @@ Exchange = Generator[Request, Any, Outcome]
 
 @dataclass(frozen=True)
 class Topology:
-    """Who sends what to whom.
-
-    Attributes:
-        name: Name in the settings.
-        exchange: Replaces ``g`` ``[numel]`` by the mean that all ranks agree on.
-        requests: Predicts the requests of ``exchange``, with payloads of the right size and no content.
-        compresses: Whether anything is compressed.
-        has_servers: Whether servers answer the workers.
-        sharded: Whether every rank serves one shard of the bucket; if not, there is one server.
-        by_node: Whether the ranks of a node exchange as one worker.
-    """
+    """Who sends what to whom."""
 
     name: str
-    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Exchange]
-    requests: Callable[[BucketPlan, Codecs], list[Request]]
+    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Exchange]  # replaces g [numel] by the mean that all agree on
+    requests: Callable[[BucketPlan, Codecs], list[Request]]  # predicts those of `exchange`, without content
     compresses: bool = True
-    has_servers: bool = True
-    sharded: bool = False
-    by_node: bool = False
+    has_servers: bool = True  # servers answer the workers
+    sharded: bool = False  # every rank serves one shard of the bucket; if not, there is one server
+    by_node: bool = False  # the ranks of a node exchange as one worker
 
     def shards(self, world: int) -> int:
         """Number of servers for ``world`` ranks."""

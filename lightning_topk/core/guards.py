@@ -35,16 +35,14 @@ def exchange(
         end: This rank's links.
         g: ``[numel]``, this rank's gradient; overwritten.
         codecs: Codecs of this step.
-        step: Number of exchanges of this gradient before this one; the same on every rank.
-        scale: Scalar loss scale that ``g`` contains. Residuals are stored without it.
+        step: See :class:`.Step`, with ``scale`` and ``measure``.
+        scale: Scalar loss scale that ``g`` contains.
         used: ``[parameters]`` bool on the CPU, those that this rank used; None if no parameter may be unused.
         measure: What to measure.
     """
     now = Step(step, scale, measure)
     if used is None:
         return (yield from _exchange_checked(end, g, codecs, now))
-    if used.device != g.device:  # neither the host nor the stream waits
-        used = used.pin_memory().to(g.device, non_blocking=True)
     return (yield from _exchange_used(end, g, codecs, now, used))
 
 
@@ -55,7 +53,7 @@ def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, used: T
     be lost. The ranks therefore first share one bit per parameter. Workers and servers set aside the gradients and
     residuals of unused parameters.
     """
-    votes = yield AllGather(reference.pack_bits(used.unsqueeze(0))[0], "uplink")
+    votes = yield AllGather(reference.pack_bits(_to(used, g.device).unsqueeze(0))[0], "uplink")
     unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
     absent = unused.repeat_interleave(end.sizes, output_size=len(g))
     aside = g.masked_fill(~absent, 0)
@@ -73,6 +71,11 @@ def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, used: T
         memory.add_(unsent)
     g.copy_(torch.where(absent, aside, g))
     return outcome
+
+
+def _to(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to a device; neither the host nor a GPU's stream waits."""
+    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
 def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:

@@ -27,11 +27,9 @@ PIECE = 2048
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``numel`` elements are split among ``shards`` servers, block by block.
+    """How ``numel`` elements, at least 1, are split among ``shards`` servers, block by block.
 
-    Args:
-        numel: Number of elements in the bucket, at least 1.
-        shards: Number of servers, at least 1. With one shard, the bucket is not rearranged.
+    With one shard, the bucket is not rearranged.
     """
 
     numel: int
@@ -65,9 +63,7 @@ class Layout:
 class NodeShards:
     """How a bucket is split among the ranks of a node: each parameter in equal slices, the last one padded with zeros.
 
-    Args:
-        sizes: Number of elements of each parameter in the bucket.
-        count: Number of ranks in the node. With one rank, the bucket is not rearranged.
+    With one rank, the bucket is not rearranged.
     """
 
     sizes: tuple[int, ...]
@@ -85,7 +81,6 @@ class NodeShards:
 
 
 DAMAGED = "is damaged, or was sent for a different bucket or ratio than this rank expects"
-"""What is known of a payload whose words have another sum than they should."""
 
 
 class DamagedError(ValueError):
@@ -97,29 +92,17 @@ class DamagedError(ValueError):
 
 
 class PayloadFormat(NamedTuple):
-    """Byte layout of a payload: values, positions, zeros and a check word; see :mod:`lightning_topk.core.wire`.
+    """Byte layout of a payload: values, positions, zeros and a check word; see :mod:`lightning_topk.core.wire`."""
 
-    Attributes:
-        universe: Number of elements in the shard, S.
-        k: Number of entries in the payload.
-        bits: Bits per value; below 16, groups of 64 share a scale. 0 if no fused function writes and reads the payload.
-        largest: The largest magnitude that is decoded as finite.
-        value_bytes: Size of the values in bytes.
-        low: Width of the low part of a position in bits.
-        index_bytes: Size of the positions in bytes; 0 if they are not sent.
-        nbytes: Size of the payload in bytes, P.
-        check: Expected sum of the payload's 32-bit words, modulo 2^32.
-    """
-
-    universe: int
-    k: int
-    bits: int
-    largest: float
+    universe: int  # elements in the shard, S
+    k: int  # entries in the payload
+    bits: int  # per value; below 16, groups of 64 share a scale. 0 if no fused function writes and reads the payload
+    largest: float  # the largest magnitude that is decoded as finite
     value_bytes: int
-    low: int
-    index_bytes: int
-    nbytes: int
-    check: int
+    low: int  # width of the low part of a position in bits
+    index_bytes: int  # size of the positions; 0 if they are not sent
+    nbytes: int  # size of the payload, P
+    check: int  # expected sum of the payload's 32-bit words, modulo 2^32
 
 
 def k_of(numel: int, ratio: float) -> int:

@@ -22,11 +22,9 @@ from lightning_topk.core.wire import Codec
 
 @dataclass(frozen=True)
 class Measure:
-    """Optional statistics of an exchange. Each costs several more passes over the bucket.
+    """Statistics to measure: the compression error, and that of each parameter, on the uplink only.
 
-    Attributes:
-        error: Measure the compression error.
-        per_layer: Measure it for each parameter too; on the uplink only.
+    Each costs several more passes over the bucket.
     """
 
     error: bool = False
@@ -38,16 +36,10 @@ NOTHING = Measure()
 
 @dataclass(frozen=True)
 class Step:
-    """What an exchange depends on, besides its plan and density.
+    """What an exchange depends on, besides its plan and density."""
 
-    Attributes:
-        number: Number of exchanges of this gradient before this one; the same on every rank.
-        scale: Scalar loss scale that gradients contain before and after the exchange. Residuals and payloads do not.
-        measure: What to measure.
-    """
-
-    number: int = 0
-    scale: Tensor | None = None
+    number: int = 0  # exchanges of this gradient before this one; the same on every rank
+    scale: Tensor | None = None  # scalar loss scale of gradients, before and after. Residuals and payloads have none
     measure: Measure = NOTHING
 
 
@@ -56,19 +48,11 @@ FIRST = Step()
 
 @dataclass(frozen=True)
 class LinkStats:
-    """Statistics of one vector that a link sent.
+    """Statistics of one vector that a link sent; None where not measured."""
 
-    Attributes:
-        selected: Scalar int64: number of nonzero entries sent. None in one pass over memory, and for all-reduce unless
-            it is measured.
-        error: ``[2]`` float64: ‖a‖² and ‖a - C(a)‖². None unless measured.
-        per_layer: ``[3, parameters]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter. None unless
-            measured.
-    """
-
-    selected: Tensor | None = None
-    error: Tensor | None = None
-    per_layer: Tensor | None = None
+    selected: Tensor | None = None  # scalar int64, nonzero entries sent; also None after one pass over memory
+    error: Tensor | None = None  # [2] float64: ‖a‖² and ‖a - C(a)‖²
+    per_layer: Tensor | None = None  # [3, parameters] float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter
 
 
 class Link:
@@ -83,7 +67,7 @@ class Link:
         selector: Selects the entries to send.
         memory: Keeps the rest.
         delivered: Of a server's link, the dtype of the receivers' output: the residual includes its rounding error.
-        sizes: Number of elements of each parameter, for statistics per layer; empty if unknown.
+        sizes: Elements of each parameter, for statistics per layer.
         exact: Whether to send exactly the k largest entries on a GPU too.
     """
 
@@ -96,8 +80,8 @@ class Link:
         sizes: tuple[int, ...] = (),
         exact: bool = False,
     ) -> None:
-        self.layout, self.selector, self.memory, self.delivered = layout, selector, memory, delivered
-        self.sizes = sizes
+        self.layout, self.selector, self.memory = layout, selector, memory
+        self.delivered, self.sizes = delivered, sizes
         self._send: ops.Sender | None = None
         if type(selector) is TopK and type(memory) is Residual:
             self._send = ops.sender(memory.residual, layout, delivered, exact)

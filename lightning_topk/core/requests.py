@@ -17,21 +17,16 @@ from torch import Tensor
 from typing_extensions import override
 
 Direction = Literal["uplink", "downlink"]
+"""Whether workers send to servers, or servers to workers."""
 Among = Literal["all", "node", "peers"]
 """Ranks that take part: all ranks, the ranks of this node, or the ranks with the same local rank on every node."""
 
 
 @dataclass(frozen=True)
 class Request(ABC):
-    """One communication step of an exchange.
+    """One communication step of an exchange. W ranks take part, and are numbered among them."""
 
-    Attributes:
-        payload: This rank's input.
-        direction: Whether workers send to servers, or servers to workers.
-        among: Ranks that take part. W is their number, and ranks are numbered among them.
-    """
-
-    payload: Tensor
+    payload: Tensor  # this rank's input
     direction: Direction
     among: Among = "all"
 
@@ -49,7 +44,7 @@ class AllToAll(Request):
 
     @override
     def leaving_bytes(self, rank: int, world: int, node: range) -> int:
-        return self.payload[0].nbytes * (world - len(node))
+        return self.payload.nbytes // world * (world - len(node))
 
 
 class AllGather(Request):
@@ -91,23 +86,14 @@ def placeholder(*shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes sent, predicted or counted.
+    """Bytes sent, predicted or counted."""
 
-    Attributes:
-        uplink: Sent by this rank as a worker, to other ranks.
-        downlink: Sent by this rank as a server.
-        dense: Sent by this rank in a ring all-reduce of the same gradients, for comparison.
-        intra_node: Sent between the ranks of this rank's node, in total.
-        inter_node: Sent by these ranks to other nodes, in total: the count of the node's network interface.
-        dense_inter_node: Sent by these ranks to other nodes in a ring all-reduce.
-    """
-
-    uplink: int = 0
-    downlink: int = 0
-    dense: int = 0
-    intra_node: int = 0
-    inter_node: int = 0
-    dense_inter_node: int = 0
+    uplink: int = 0  # by this rank as a worker, to other ranks
+    downlink: int = 0  # by this rank as a server
+    dense: int = 0  # by this rank in a ring all-reduce of the same gradients, for comparison
+    intra_node: int = 0  # between the ranks of this rank's node, in total
+    inter_node: int = 0  # by these ranks to other nodes, in total: the count of the node's network interface
+    dense_inter_node: int = 0  # by these ranks to other nodes in a ring all-reduce
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(*map(operator.add, vars(self).values(), vars(other).values()))

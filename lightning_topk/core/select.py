@@ -31,13 +31,9 @@ class Selector(ABC):
     """The step of the selection in progress, for :meth:`pick`; see :meth:`select`."""
 
     def select(self, a: Tensor, layout: Layout, k: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Selects entries of each shard of ``a``.
+        """Selects at most k entries of each shard of ``a`` ``[numel]``, gradient plus residual, finite.
 
-        Args:
-            a: ``[numel]``, gradient plus residual. Finite; must not be modified.
-            layout: How its elements are split among shards.
-            k: Maximum number of entries to select from each shard, in [1, shard_size].
-            step: Number of exchanges before this one; the same on every rank.
+        ``step`` is the number of exchanges before this one, the same on every rank.
 
         Returns:
             Positions in the shard, ``[shards, k]`` int64, non-descending in each row; the values there, ``[shards, k]``
@@ -88,9 +84,6 @@ class RandK(Selector):
     The positions depend only on the seed, the step and the shard's size, and are computed on the device without random
     state: a bijective hash gives every position a key, and the positions with the k smallest keys are drawn. A server
     that sends fewer entries than the workers sends a subset of their positions.
-
-    Args:
-        seed: Seed of the positions.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -103,10 +96,9 @@ class RandK(Selector):
         return self.shared_positions(self.step, rows.shape[1], k, rows.device).expand(rows.shape[0], -1)
 
     def shared_positions(self, step: int, universe: int, k: int, device: torch.device | None = None) -> Tensor:
-        """Returns k positions of a step in a shard of ``universe`` elements, which both ends of a link compute.
+        """The positions of a step in a shard of ``universe`` elements, which both ends of a link compute.
 
-        They are ``[k]`` int64 on ``device`` (default: CPU), distinct and ascending: a uniformly random subset,
-        contained in the subset of any larger k.
+        ``[k]`` int64, distinct and ascending: a uniformly random subset, contained in the subset of any larger k.
         """
         if step != self._drawn_at:
             self._drawn, self._drawn_at = {}, step
@@ -141,11 +133,11 @@ class Threshold(Selector):
 
     @abstractmethod
     def threshold(self, rows: Tensor, k: int) -> Tensor:
-        """Returns the threshold of each row.
+        """Returns the threshold that about k entries of each row should reach.
 
         Args:
             rows: ``[R, S]``, one shard per row, padded with zeros.
-            k: Number of entries of each row that should reach the threshold.
+            k: Number of entries.
 
         Returns:
             ``[R, 1]`` of the dtype of ``rows``, at least 0.

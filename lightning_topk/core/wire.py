@@ -27,17 +27,11 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Wire:
-    """Format of the values in a payload.
+    """Format of the values in a payload. The rounding error stays in the sender's residual."""
 
-    Args:
-        name: Name in the settings.
-        value_dtype: dtype of the values on the wire. The rounding error stays in the sender's residual.
-        bits: Bits per value, if the fused functions of :mod:`lightning_topk.core.ops` write and read this wire; else 0.
-    """
-
-    name: str
-    value_dtype: torch.dtype
-    bits: int = 0
+    name: str  # in the settings
+    value_dtype: torch.dtype  # of the values on the wire
+    bits: int = 0  # per value, if the fused functions of `core.ops` write and read this wire; else 0
 
     @property
     def largest(self) -> float:
@@ -123,21 +117,13 @@ WORDS_SUM = 0x746F706B
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes selections of one size: k entries of a shard of ``universe`` elements.
-
-    Args:
-        wire: Format of the values.
-        universe: Number of elements in the shard, S.
-        k: Number of entries in a payload.
-        shared: Computes the positions, if every rank draws the same; None if they are sent.
-        tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
-    """
+    """Encodes and decodes selections of one size: k entries of a shard of ``universe`` elements."""
 
     wire: Wire
-    universe: int
+    universe: int  # S
     k: int
-    shared: Shared | None = None
-    tag: int = 0
+    shared: Shared | None = None  # computes the positions, if every rank draws the same; None if they are sent
+    tag: int = 0  # of the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload
 
     @property
     def nbytes(self) -> int:
@@ -176,8 +162,8 @@ class Codec:
             finite: Scalar bool. If false, all values on the wire are NaN.
 
         Returns:
-            The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, with the shape and dtype of
-            ``value``: zero if not ``finite``.
+            The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, like ``value``: zero if not
+            ``finite``.
         """
         form = self.format(delivered)
         clamped = value.clamp(-form.largest, form.largest)
