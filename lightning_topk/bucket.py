@@ -73,7 +73,7 @@ def plan_bucket(
     topology = TOPOLOGIES[config.topology or "sharded"]
     parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among, feedback = world // parts.count, {True: ("worker", "server"), "worker": ("worker",), False: ()}
-    layout = Layout(max(1, parts.numel), topology.shards(among))
+    layout = Layout(max(1, parts.numel), among if topology.sharded else 1)
     if topology.compresses and layout.shard_size > LARGEST:
         raise TooLargeError(
             f"a bucket of {sum(sizes):,} elements is too large: a server's shard of it would have "
@@ -100,7 +100,11 @@ def plan_bucket(
     )
     if config.saving is None or not topology.compresses:
         return plan
-    pair = plan if world > 1 else replace(plan, layout=Layout(plan.numel, topology.shards(2)), world=2, workers=2)
+    pair = (
+        plan
+        if world > 1
+        else replace(plan, layout=Layout(plan.numel, 2 if topology.sharded else 1), world=2, workers=2)
+    )
     budget = pair.dense_volume.dense * (1 - skipped / plan.numel) / config.saving
     return _sending(plan, k_for_saving(replace(pair, uncompressed=()), budget) * pair.layout.shards)
 

@@ -94,8 +94,7 @@ class TopKConfig:
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)} | {"saving": SAVING}
-        here = {name: getattr(self, name) for name in defaults}
-        return {name: value for name, value in here.items() if value is not None and value != defaults[name]}
+        return {name: value for name, value in vars(self).items() if value is not None and value != defaults[name]}
 
     @property
     def compresses(self) -> bool:
@@ -148,7 +147,7 @@ class TopKConfig:
 
     def summary(self) -> dict[str, Any]:
         """The settings as strings and numbers that processes can compare: functions and schedules as sample values."""
-        found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        found = dict(vars(self))
         for name in ("ratio", "server_ratio"):
             if varies(found[name]):
                 found[name] = [_value_or_error(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]

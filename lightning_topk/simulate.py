@@ -27,9 +27,9 @@ class Cluster:
         numel: Elements of the gradient.
         dtype: dtype of the gradient.
         local: Workers per node.
-        sizes: Elements of each parameter of the gradient. Default: a single parameter.
+        sizes: Elements of each parameter. Default: a single parameter.
         uncompressed: Indices of the uncompressed parameters.
-        measure: Errors to measure in the exchanges.
+        measure: Errors to measure.
         device: Device of the gradients.
     """
 
@@ -58,12 +58,9 @@ class Cluster:
         """Steps so far."""
 
     def step(self, gradients: Sequence[Tensor], epoch: int = 0, scale: Tensor | None = None) -> list[Tensor]:
-        """Exchanges one gradient of each worker, W tensors ``[numel]``, after a number of epochs.
+        """Exchanges W gradients ``[numel]``; returns the W delivered ones ``[numel]``.
 
-        The gradients may contain a scalar loss ``scale``; the delivered ones then do, too.
-
-        Returns:
-            The gradient delivered to each worker: W tensors ``[numel]``.
+        If the gradients contain a scalar loss ``scale``, the delivered ones do too.
         """
         outputs = [gradient.clone() for gradient in gradients]
         exchanges = []
@@ -96,11 +93,11 @@ class Cluster:
 
     def _groups(self, among: Among, world: int) -> list[range]:
         """The groups of ranks that take part in the same request."""
-        if among == "all":
-            return [range(world)]
         if among == "node":
             return [range(first, first + self.local) for first in range(0, world, self.local)]
-        return [range(local, world, self.local) for local in range(self.local)]
+        if among == "peers":
+            return [range(local, world, self.local) for local in range(self.local)]
+        return [range(world)]
 
 
 def answer(requests: Sequence[Request]) -> list[Tensor | None]:

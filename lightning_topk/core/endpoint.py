@@ -230,7 +230,3 @@ class Topology:
     has_servers: bool = True  # servers answer the workers
     sharded: bool = False  # every rank serves one shard of the bucket; if not, there is one server
     by_node: bool = False  # the ranks of a node exchange as one worker
-
-    def shards(self, world: int) -> int:
-        """Number of servers for ``world`` ranks."""
-        return world if self.sharded else 1

@@ -23,7 +23,7 @@ from lab.bench.peers import BUCKETS, PEERS, prepared
 from lab.report import Result
 from lightning_topk.bench import loop
 from lightning_topk.bench.peers import Noise, Register
-from lightning_topk.plan import link, torchvision_model
+from lightning_topk.plan import link, make_module
 
 Measured = dict[str, dict[str, Any]]
 """Results of :func:`measured` by peer."""
@@ -52,7 +52,7 @@ def images(options: dict[str, Any], rank: int, world: int) -> Measured:
         nn.functional.cross_entropy(model(examples), labels).backward()
 
     def make(peer: str) -> loop.Contender:
-        net, optimizer = torchvision_model(options["model"]), partial(torch.optim.SGD, lr=0.01)
+        net, optimizer = make_module(options["model"]), partial(torch.optim.SGD, lr=0.01)
         return loop.Contender(peer, PEERS[peer], net, backward, optimizer, options["settings"])
 
     return {peer: measured(partial(make, peer), median_high, options["steps"]) for peer in options["peers"]}
@@ -173,7 +173,7 @@ def train(
     """Times whole training steps of a torchvision model, on this host or on emulated ones."""
     settings, chosen, words = prepared(workers, ratio, saving, peers)
     with torch.device("meta"):
-        torchvision_model(model)
+        make_module(model)
     where = rate or "loopback"
     result = Result(
         "train",
