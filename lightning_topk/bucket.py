@@ -100,11 +100,9 @@ def plan_bucket(
     )
     if config.saving is None or not topology.compresses:
         return plan
-    pair = (
-        plan
-        if world > 1
-        else replace(plan, layout=Layout(plan.numel, 2 if topology.sharded else 1), world=2, workers=2)
-    )
+    pair = plan
+    if world == 1:
+        pair = replace(plan, layout=Layout(plan.numel, 2 if topology.sharded else 1), world=2, workers=2)
     budget = pair.dense_volume.dense * (1 - skipped / plan.numel) / config.saving
     return _sending(plan, k_for_saving(replace(pair, uncompressed=()), budget) * pair.layout.shards)
 
