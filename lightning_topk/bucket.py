@@ -153,9 +153,6 @@ def plan_step(
     the step; and no other bucket gets less density than a large one.
 
     ``model`` has the elements of all parameters, and of the uncompressed ones, if they are not only the buckets'.
-
-    Raises:
-        ValueError: The uncompressed elements use up the bytes that ``saving`` requests.
     """
     config = for_compressed(config, *(model or elements(buckets)))
     plans = [plan_bucket(config, sizes, world, local, size, numbers, tag) for sizes, size, numbers, tag in buckets]
@@ -185,8 +182,7 @@ def elements(buckets: Sequence[BucketSizes]) -> tuple[int, int]:
 def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
     """Returns the settings for the compressed part of a gradient, whose higher saving makes all of it meet ``saving``.
 
-    Raises:
-        ValueError: The uncompressed elements use up the requested bytes.
+    Refuses uncompressed elements that use up the requested bytes.
     """
     saving = config.saving
     if saving is None or not uncompressed:
@@ -228,21 +224,16 @@ class Buckets:
         self.config, self._world, self.local = config, world, local
         self._model = 1, 0  # elements of all parameters, and of the uncompressed ones
         self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
-        self.settled = False
-        """Whether the plans are those of :func:`plan_step`: only when all buckets of a step are known."""
+        self.settled = False  # the plans are those of `plan_step` for all buckets of a step, which are known
         self.names: Mapping[Tensor, str] = {}
-        """The parameters' names."""
-        self.all_names: Mapping[Tensor, Sequence[str]] = {}
-        """All names of tied weights, which ``dense_parameters`` may match too."""
-        self.compressed: frozenset[Tensor] = frozenset()
-        """The parameters that may be compressed."""
+        self.all_names: Mapping[Tensor, Sequence[str]] = {}  # of tied weights; `dense_parameters` may match each
+        self.compressed: frozenset[Tensor] = frozenset()  # the parameters that may be compressed
         self._uncompressed: set[Tensor] = set()
 
     def learn_names(self, names: Mapping[Tensor, str], uncompressed: Iterable[Tensor] = ()) -> None:
         """Sets the parameters' names, and finds those that ``dense_parameters`` matches.
 
-        Raises:
-            ValueError: A pattern of ``dense_parameters`` matches no parameter, or they match too many for ``saving``.
+        Refuses a pattern that matches no parameter, and patterns that match too many for ``saving``.
         """
         self.names = names
         self._uncompressed |= set(uncompressed)

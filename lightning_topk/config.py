@@ -129,10 +129,7 @@ class TopKConfig:
         """Resolves the topology for ``world`` ranks, ``local`` consecutive ones on each node, with or without ``gpus``.
 
         The default is hierarchical on several nodes of several GPUs each, else sharded. Hierarchical is dense on a
-        single node (sharded with ``momentum``), and sharded with one rank per node.
-
-        Raises:
-            ValueError: ``world`` is not a multiple of ``local``.
+        single node (sharded with ``momentum``), and sharded with one rank per node. Refuses nodes of unequal size.
         """
         if world % local:
             raise ValueError(

@@ -19,18 +19,10 @@ CPU = torch.device("cpu")
 
 
 class Cluster:
-    """W simulated workers (and servers) that exchange one bucket, step by step.
+    """Simulates ``world`` workers, ``local`` on each node, that exchange a gradient of ``numel`` elements step by step.
 
-    Args:
-        config: The settings.
-        world: Number of workers.
-        numel: Elements of the gradient.
-        dtype: dtype of the gradient.
-        local: Workers per node.
-        sizes: Elements of each parameter. Default: a single parameter.
-        uncompressed: Indices of the uncompressed parameters.
-        measure: Errors to measure.
-        device: Device of the gradients.
+    ``sizes`` are the elements of each of its parameters (default: it has one), ``uncompressed`` the indices of
+    uncompressed ones.
     """
 
     def __init__(
@@ -47,15 +39,10 @@ class Cluster:
     ) -> None:
         bucket = sizes or (numel,), dtype.itemsize, uncompressed, 0
         (self.plan,) = plan_step(config.resolve(world, local), [bucket], world, local)
-        """The exchange plan of the gradient."""
-        self.local, self.measure = local, measure
+        self.local, self.measure, self.steps = local, measure, 0
         self.endpoints = [self.plan.endpoint(rank, dtype, device) for rank in range(world)]
-        self.outcomes: list[Outcome] = []
-        """Results of the last exchange, one per rank."""
-        self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
-        """Bytes that each worker has sent to others so far, by direction."""
-        self.steps = 0
-        """Steps so far."""
+        self.outcomes: list[Outcome] = []  # of the last exchange, one per rank
+        self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}  # that each worker has sent to others so far
 
     def step(self, gradients: Sequence[Tensor], epoch: int = 0, scale: Tensor | None = None) -> list[Tensor]:
         """Exchanges W gradients ``[numel]``; returns the W delivered ones ``[numel]``.

@@ -35,7 +35,7 @@ def exchange(
         end: This rank's links.
         g: ``[numel]``, this rank's gradient; overwritten.
         codecs: Codecs of this step.
-        step: See :class:`.Step`, with ``scale`` and ``measure``.
+        step: As in :class:`.Step`, like ``scale`` and ``measure``.
         scale: Scalar loss scale that ``g`` contains.
         used: ``[parameters]`` bool on the CPU, those that this rank used; None if no parameter may be unused.
         measure: What to measure.
