@@ -75,17 +75,16 @@ def parameter_sizes(model: str | None = None, module: str | None = None, params:
 
 def make_module(model: str | None = None, module: str | None = None) -> nn.Module:
     """Makes an untrained torchvision model, or an instance of a class."""
-    if model is not None:
-        import torchvision
-
-        return torchvision.models.get_model(model, weights=None)
     folder, _, name = str(module).rpartition(".")
     try:
+        if model is not None:
+            import torchvision
+
+            return torchvision.models.get_model(model, weights=None)
         return getattr(importlib.import_module(folder), name)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"--module {module}: {error}. It must be importable, and callable without arguments."
-        ) from error
+        needs = "--model needs torchvision; a --module must be importable, and callable without arguments."
+        raise ValueError(f"{model or module}: {error}. {needs}") from error
 
 
 def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:
