@@ -31,14 +31,8 @@ def exchange(
     If the gradient is not finite on some rank, or overflows in the exchange, every rank sets the first element of each
     exchanged parameter to NaN, so that every optimizer and GradScaler notices.
 
-    Args:
-        end: This rank's links.
-        g: ``[numel]``, this rank's gradient; overwritten.
-        codecs: Codecs of this step.
-        step: As in :class:`.Step`, like ``scale`` and ``measure``.
-        scale: Scalar loss scale that ``g`` contains.
-        used: ``[parameters]`` bool on the CPU, those that this rank used; None if no parameter may be unused.
-        measure: What to measure.
+    ``g`` is ``[numel]``; ``step``, ``scale`` and ``measure`` are those of :class:`.Step`. ``used``, ``[parameters]`` bool
+    on the CPU, are the parameters that this rank used; None if none may be unused.
     """
     now = Step(step, scale, measure)
     if used is None:

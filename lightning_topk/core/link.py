@@ -62,13 +62,9 @@ class Link:
     it and nothing is measured. On a GPU that pass sends the entries above a threshold, which may be fewer than k
     (:mod:`lightning_topk.core.ops.cuda`).
 
-    Args:
-        layout: How the vector is split among its receivers.
-        selector: Selects the entries to send.
-        memory: Keeps the rest.
-        delivered: Of a server's link, the dtype of the receivers' output: the residual includes its rounding error.
-        sizes: Elements of each parameter, for statistics per layer.
-        exact: Whether to send exactly the k largest entries on a GPU too.
+    A server's link has the dtype of its receivers' output, ``delivered``: the residual includes its rounding error. If
+    ``exact``, it sends exactly the k largest entries on a GPU too. ``sizes`` are the elements of each parameter, for
+    statistics per layer.
     """
 
     def __init__(
@@ -156,16 +152,9 @@ def _energies(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tensor) -> Tensor:
-    """Decodes one payload of each worker, all for the same shard, and averages them.
+    """Decodes payloads ``[W, P]`` uint8, one of each worker, all for the same shard, to their mean ``[shard_size]``.
 
-    Args:
-        payloads: ``[W, P]`` uint8, row w from worker w.
-        codec: Codec of the payloads.
-        dtype: dtype of the sum.
-        scratch: ``[numel]`` zeros; the mean is built in it if dtype and size fit.
-
-    Returns:
-        ``[shard_size]``, the mean over the W workers.
+    The mean has ``dtype``. It is built in ``scratch``, ``[numel]`` zeros, if dtype and size fit.
     """
     fits = scratch.dtype == dtype and len(scratch) >= codec.universe
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
@@ -192,7 +181,7 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: 
         codec: Codec of the payloads.
         layout: How a part is split among the servers.
         out: ``[numel]`` or ``[parts, numel]`` zeros, such as a bucket that was sent.
-        scale: Scalar loss scale that ``out`` is to contain; None for none.
+        scale: Scalar loss scale that ``out`` is to contain.
 
     Returns:
         Scalar bool: whether all delivered values are finite.
