@@ -31,8 +31,8 @@ def exchange(
     If the gradient is not finite on some rank, or overflows in the exchange, every rank sets the first element of each
     exchanged parameter to NaN, so that every optimizer and GradScaler notices.
 
-    ``g`` is ``[numel]``; ``step``, ``scale`` and ``measure`` are those of :class:`.Step`. ``used``, ``[parameters]`` bool
-    on the CPU, are the parameters that this rank used; None if none may be unused.
+    ``g`` is ``[numel]``; ``step``, ``scale`` and ``measure`` are those of :class:`.Step`. ``used``, ``[parameters]``
+    bool on the CPU, are the parameters that this rank used; None if none may be unused.
     """
     now = Step(step, scale, measure)
     if used is None:
