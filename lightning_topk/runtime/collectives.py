@@ -12,19 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topk.core.requests import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Gather,
-    Request,
-    Volume,
-    request_volume,
-)
+from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request, request_volume
 from lightning_topk.runtime.groups import all_gather
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.messages import LOGGER
+from lightning_topk.volume import Volume
 
 T = TypeVar("T")
 Steps = Generator["dist.Work | None", None, T]
