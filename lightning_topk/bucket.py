@@ -21,13 +21,14 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout, NodeShards, k_of
-from lightning_topk.core.requests import AllReduce, Volume, placeholder, request_volume
 from lightning_topk.core.select import SELECTORS
 from lightning_topk.core.wire import WIRES
 from lightning_topk.schedule import Ratio, Varying
 
 TOLERANCE = 0.02
 """Largest relative shortfall from ``saving=`` that is accepted without a warning."""
+LARGE = 1 << 22
+"""Elements of a bucket whose headers use next to none of its share."""
 LARGEST = 2**31 - 1
 """Maximum number of elements in a shard: positions have 32 bits."""
 
@@ -38,6 +39,8 @@ class TooLargeError(ValueError):
 
 Bucket = tuple[Tensor, ...]
 """The parameters whose gradients are exchanged together, in order."""
+BucketSizes = tuple[Sequence[int], int, Sequence[int], int]
+"""A bucket: elements of each parameter, bytes per element, indices of the uncompressed parameters, and its tag."""
 
 
 def plan_bucket(
@@ -51,6 +54,9 @@ def plan_bucket(
 ) -> BucketPlan:
     """Plans the exchange of one bucket.
 
+    With ``saving``, the plan's k gives the bytes nearest to the requested ones. A single rank, which sends nothing,
+    selects as many entries as each of two ranks.
+
     Args:
         config: The settings, resolved for these ranks (:meth:`TopKConfig.resolve`); with ``dense_parameters``, those
             for the compressed part (:func:`for_compressed`).
@@ -60,10 +66,6 @@ def plan_bucket(
         itemsize: Bytes per gradient element.
         uncompressed: Indices of the uncompressed parameters. A bucket with no others is all-reduced.
         tag: Identifies the bucket on the wire.
-
-    Returns:
-        The plan. With ``saving``, its k gives the bytes nearest to the requested ones. A single rank, which sends
-        nothing, selects as many entries as each of two ranks.
     """
     skipped = sum(sizes[number] for number in uncompressed)
     if skipped == sum(sizes):
@@ -71,7 +73,7 @@ def plan_bucket(
     topology = TOPOLOGIES[config.topology or "sharded"]
     parts = NodeShards(tuple(sizes), local if topology.by_node else 1)
     among, feedback = world // parts.count, {True: ("worker", "server"), "worker": ("worker",), False: ()}
-    layout = Layout(max(1, parts.numel), topology.shards(among))
+    layout = Layout(max(1, parts.numel), among if topology.sharded else 1)
     if topology.compresses and layout.shard_size > LARGEST:
         raise TooLargeError(
             f"a bucket of {sum(sizes):,} elements is too large: a server's shard of it would have "
@@ -98,10 +100,11 @@ def plan_bucket(
     )
     if config.saving is None or not topology.compresses:
         return plan
-    pair = plan if world > 1 else replace(plan, layout=Layout(plan.numel, topology.shards(2)), world=2, workers=2)
-    dense = AllReduce(placeholder(plan.numel * itemsize), "uplink").sent_bytes(0, pair.workers)
-    k = k_for_saving(replace(pair, uncompressed=()), dense * (1 - skipped / plan.numel) / config.saving)
-    return _sending(plan, k * pair.layout.shards)
+    pair = plan
+    if world == 1:
+        pair = replace(plan, layout=Layout(plan.numel, 2 if topology.sharded else 1), world=2, workers=2)
+    budget = pair.dense_volume.dense * (1 - skipped / plan.numel) / config.saving
+    return _sending(plan, k_for_saving(replace(pair, uncompressed=()), budget) * pair.layout.shards)
 
 
 def _k_of_ratio(layout: Layout, ratio: Ratio | None) -> int | Varying:
@@ -117,12 +120,17 @@ def _sending(plan: BucketPlan, entries: int) -> BucketPlan:
     return replace(plan, k=k, server_k=None if plan.server_k is None else k)
 
 
+def _counted(plan: BucketPlan) -> int:
+    """Bytes of the first step that ``saving`` counts, of rank 0: the busiest."""
+    return plan.volume().counted(plan.topology.by_node)
+
+
 def k_for_saving(plan: BucketPlan, budget: float) -> int:
     """The entries of each shard whose bytes are nearest to a budget, in bytes that ``saving`` counts."""
     size, shards = plan.layout.shard_size, plan.layout.shards
 
     def sent(k: int) -> int:
-        return counted_bytes(_sending(plan, k * shards))
+        return _counted(_sending(plan, k * shards))
 
     # Bytes grow with the number of entries, except at two points where positions are no longer sent: when a server
     # that does not compress sends all entries, and when all ranks do. For equal bytes, prefer more entries.
@@ -135,46 +143,28 @@ def k_for_saving(plan: BucketPlan, budget: float) -> int:
     return min({low, min(high, size)}, key=lambda k: abs(math.log(sent(k) / budget)))
 
 
-def counted_bytes(plan: BucketPlan) -> int:
-    """Bytes of the first step that ``saving`` counts, of rank 0: the busiest."""
-    asked = (request_volume(request, 0, plan.workers, plan.local) for request in plan.requests())
-    return sum(asked, Volume()).counted(plan.topology.by_node)
-
-
-BucketSizes = tuple[Sequence[int], int, Sequence[int], int]
-"""A bucket: elements of each parameter, bytes per element, indices of the uncompressed parameters, and its tag."""
-
-
 def plan_step(
     config: TopKConfig, buckets: Sequence[BucketSizes], world: int, local: int = 1, model: tuple[int, int] | None = None
 ) -> list[BucketPlan]:
-    """Plans the exchange of all buckets of a step.
+    """Plans the exchange of all buckets of a step, with settings that are resolved for these ranks.
 
     ``saving`` gives each bucket its share of the bytes. In a small bucket, headers would use most of its share. So the
     smallest buckets send all entries, without positions, as long as together they add no more than :data:`TOLERANCE` to
     the step; and no other bucket gets less density than a large one.
 
-    Args:
-        config: The settings, resolved for these ranks.
-        buckets: All buckets that are exchanged in a step.
-        world: Number of ranks.
-        local: Ranks per node.
-        model: Elements of all parameters, and of the uncompressed ones, if the model has others than the buckets.
-
-    Raises:
-        ValueError: The uncompressed elements use up the bytes that ``saving`` requests.
+    ``model`` has the elements of all parameters, and of the uncompressed ones, if they are not only the buckets'.
     """
     config = for_compressed(config, *(model or elements(buckets)))
     plans = [plan_bucket(config, sizes, world, local, size, numbers, tag) for sizes, size, numbers, tag in buckets]
     if config.saving is None or len(plans) < 2 or world < 2:
         return plans
-    spare = TOLERANCE * sum(map(counted_bytes, plans))
+    spare = TOLERANCE * sum(map(_counted, plans))
     for number in sorted(range(len(plans)), key=lambda number: plans[number].numel):
         plan = plans[number]
         if not plan.topology.compresses or not plan.numel:
             continue
         full = _sending(plan, plan.layout.numel)
-        spare -= counted_bytes(full) - counted_bytes(plan)
+        spare -= _counted(full) - _counted(plan)
         if spare >= 0:
             plans[number] = full
             continue
@@ -182,10 +172,6 @@ def plan_step(
         if plan.density() < least:
             plans[number] = _sending(plan, k_of(plan.layout.numel, least))
     return plans
-
-
-LARGE = 1 << 22
-"""Elements of a bucket whose headers use next to none of its share."""
 
 
 def elements(buckets: Sequence[BucketSizes]) -> tuple[int, int]:
@@ -196,8 +182,7 @@ def elements(buckets: Sequence[BucketSizes]) -> tuple[int, int]:
 def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
     """Returns the settings for the compressed part of a gradient, whose higher saving makes all of it meet ``saving``.
 
-    Raises:
-        ValueError: The uncompressed elements use up the requested bytes.
+    Refuses uncompressed elements that use up the requested bytes.
     """
     saving = config.saving
     if saving is None or not uncompressed:
@@ -233,27 +218,22 @@ def all_names_of(module: torch.nn.Module) -> dict[Tensor, list[str]]:
 
 
 class Buckets:
-    """Resolves the settings for each bucket of a model's parameters."""
+    """Plans the buckets of a model's parameters, with settings that are resolved for these ranks."""
 
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self.local = config, world, local
         self._model = 1, 0  # elements of all parameters, and of the uncompressed ones
         self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
-        self.settled = False
-        """Whether the plans are those of :func:`plan_step`: only when all buckets of a step are known."""
+        self.settled = False  # the plans are those of `plan_step` for all buckets of a step, which are known
         self.names: Mapping[Tensor, str] = {}
-        """The parameters' names."""
-        self.all_names: Mapping[Tensor, Sequence[str]] = {}
-        """All names of tied weights, which ``dense_parameters`` may match too."""
-        self.compressed: frozenset[Tensor] = frozenset()
-        """The parameters that may be compressed."""
+        self.all_names: Mapping[Tensor, Sequence[str]] = {}  # of tied weights; `dense_parameters` may match each
+        self.compressed: frozenset[Tensor] = frozenset()  # the parameters that may be compressed
         self._uncompressed: set[Tensor] = set()
 
     def learn_names(self, names: Mapping[Tensor, str], uncompressed: Iterable[Tensor] = ()) -> None:
         """Sets the parameters' names, and finds those that ``dense_parameters`` matches.
 
-        Raises:
-            ValueError: A pattern of ``dense_parameters`` matches no parameter, or they match too many for ``saving``.
+        Refuses a pattern that matches no parameter, and patterns that match too many for ``saving``.
         """
         self.names = names
         self._uncompressed |= set(uncompressed)
@@ -267,19 +247,14 @@ class Buckets:
         numel = sum(parameter.numel() for parameter in names if parameter.requires_grad)
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
         self._model = numel, skipped
-        self._planned([])  # refuses too many uncompressed parameters
+        for_compressed(self.config, numel, skipped)  # refuses too many uncompressed parameters
         self._plans.clear()
         self.settled = False
-
-    def check_size(self, numel: int) -> None:
-        """Refuses a bucket of ``numel`` elements that is too large, see :func:`plan_bucket`."""
-        plan_bucket(replace(self.config, saving=None, ratio=1.0), [numel], self._world, self.local)
 
     def delivers_everything(self, bucket: Bucket, step: int, epoch: int) -> bool:
         """Whether a step delivers every entry of a bucket in full precision, as an all-reduce does."""
         plan = self.plan_of(bucket)
-        codecs = plan.codecs(step, epoch)
-        everything = all(each.k == each.universe for each in (codecs.uplink, codecs.reply))
+        everything = all(each.k == each.universe for each in plan.codecs(step, epoch))
         return plan.topology.compresses and plan.wire.name == "fp32" and everything
 
     def plan_of(self, bucket: Bucket) -> BucketPlan:
@@ -297,10 +272,9 @@ class Buckets:
         self.settled = True
 
     def _planned(self, buckets: Sequence[Bucket]) -> list[BucketPlan]:
-        return plan_step(self.config, [*map(self._sizes_of, buckets)], self._world, self.local, self._model)
-
-    def _sizes_of(self, bucket: Bucket) -> BucketSizes:
-        names = " ".join(self.names.get(parameter, "") for parameter in bucket)
-        uncompressed = [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed]
-        sizes = [parameter.numel() for parameter in bucket]
-        return sizes, bucket[0].itemsize, uncompressed, zlib.crc32(names.encode()) >> 8
+        known = []
+        for bucket in buckets:
+            tag = zlib.crc32(" ".join(self.names.get(parameter, "") for parameter in bucket).encode()) >> 8
+            uncompressed = [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed]
+            known.append(([parameter.numel() for parameter in bucket], bucket[0].itemsize, uncompressed, tag))
+        return plan_step(self.config, known, self._world, self.local, self._model)

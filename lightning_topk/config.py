@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, TypeGuard
 
 from typing_extensions import TypedDict
 
@@ -94,8 +94,7 @@ class TopKConfig:
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)} | {"saving": SAVING}
-        here = {name: getattr(self, name) for name in defaults}
-        return {name: value for name, value in here.items() if value is not None and value != defaults[name]}
+        return {name: value for name, value in vars(self).items() if value is not None and value != defaults[name]}
 
     @property
     def compresses(self) -> bool:
@@ -127,39 +126,28 @@ class TopKConfig:
         return replace(self, topology="dense", ratio=1.0, saving=None, server_ratio=None, momentum=0.0)
 
     def resolve(self, world: int, local: int, gpus: bool = False) -> TopKConfig:
-        """Resolves the topology for these ranks.
+        """Resolves the topology for ``world`` ranks, ``local`` consecutive ones on each node, with or without ``gpus``.
 
         The default is hierarchical on several nodes of several GPUs each, else sharded. Hierarchical is dense on a
-        single node (sharded with ``momentum``), and sharded with one rank per node.
-
-        Args:
-            world: Number of ranks.
-            local: Ranks per node; ranks of a node are consecutive.
-            gpus: Whether each rank has a GPU.
-
-        Raises:
-            ValueError: ``world`` is not a multiple of ``local``.
+        single node (sharded with ``momentum``), and sharded with one rank per node. Refuses nodes of unequal size.
         """
         if world % local:
             raise ValueError(
                 f"{world} ranks cannot be divided into nodes of {local}: every node needs the same number of ranks. "
                 "Pass local_world_size=, the number of ranks per node."
             )
-        wanted = self.topology or ("hierarchical" if gpus and 1 < local < world else "sharded")
-        name = cast(TopologyName, TOPOLOGIES[wanted].on(world, local))
-        if name == self.topology:
-            return self
-        if TOPOLOGIES[name].compresses:
-            return replace(self, topology=name)
-        # Worker momentum needs a residual, and an all-reduce has none.
-        return replace(self, topology="sharded") if self.momentum else self.dense
+        nodes = 1 < local < world
+        if self.by_node and not nodes:
+            # Worker momentum needs a residual, and an all-reduce has none.
+            return self.dense if local == world > 1 and not self.momentum else replace(self, topology="sharded")
+        return replace(self, topology=self.topology or ("hierarchical" if gpus and nodes else "sharded"))
 
     def summary(self) -> dict[str, Any]:
         """The settings as strings and numbers that processes can compare: functions and schedules as sample values."""
-        found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        found = dict(vars(self))
         for name in ("ratio", "server_ratio"):
             if varies(found[name]):
-                found[name] = [value_or_error(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]
+                found[name] = [_value_or_error(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]
         if isinstance(self.selector, Selector):
             plain = {key: value for key, value in vars(self.selector).items() if isinstance(value, int | float | str)}
             found["selector"] = f"{type(self.selector).__qualname__} with {plain}"
@@ -168,13 +156,15 @@ class TopKConfig:
 
 def _check_values(config: TopKConfig) -> None:
     """Refuses settings that are invalid by themselves."""
-    if config.ratio is not None:
-        _check_ratio("ratio", config.ratio)
-    if config.saving is not None:
-        remedy = "Use saving=50 for a fiftieth of the bytes, topology='dense' to save none."
-        _check_number("saving", config.saving, lambda saving: 1 <= saving < math.inf, "1 or more", remedy)
-    if config.server_ratio is not None:
-        _check_ratio("server_ratio", config.server_ratio)
+    for name in ("ratio", "server_ratio"):
+        if not varies(getattr(config, name)):
+            remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all."
+            _check_number(config, name, lambda ratio: 0 < ratio <= 1, "in (0, 1]: the fraction that is sent", remedy)
+    remedy = "Use saving=50 for a fiftieth of the bytes, topology='dense' to save none."
+    _check_number(config, "saving", lambda saving: 1 <= saving < math.inf, "1 or more", remedy)
+    _check_number(config, "momentum", lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
+    remedy = "Leave it out to disable clipping."
+    _check_number(config, "clip_norm", lambda norm: 0 < norm < math.inf, "positive", remedy)
     for name in ("bidirectional", "adapt_momentum"):
         check_bool(name, getattr(config, name))
     if not isinstance(config.error_feedback, bool):
@@ -185,10 +175,6 @@ def _check_values(config: TopKConfig) -> None:
         check_name("wire", config.wire, WIRES)
     if config.topology is not None:
         check_name("topology", config.topology, TOPOLOGIES)
-    _check_number("momentum", config.momentum, lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
-    if config.clip_norm is not None:
-        remedy = "Leave it out to disable clipping."
-        _check_number("clip_norm", config.clip_norm, lambda norm: 0 < norm < math.inf, "positive", remedy)
 
 
 def _check_combinations(config: TopKConfig) -> None:
@@ -213,23 +199,16 @@ def _check_combinations(config: TopKConfig) -> None:
             f"server_ratio={config.server_ratio!r} has no effect with bidirectional=False, where the server sends "
             "every nonzero entry. Leave server_ratio out, or pass bidirectional=True."
         )
-    if not config.momentum:
-        return
-    uncompressed = {
+    without = {
         f"topology={config.topology!r}": not config.compresses,
         f"dense_parameters={config.dense_parameters}": bool(config.dense_parameters),
+        f"error_feedback={config.error_feedback!r}": not config.error_feedback,
     }
-    for setting, holds in uncompressed.items():
-        if holds:
-            raise ValueError(
-                f"momentum={config.momentum!r} needs the worker's residual, but with {setting} gradients may be "
-                "sent uncompressed, without a residual. Use the optimizer's own momentum."
-            )
-    if config.error_feedback not in (True, "worker"):
+    if config.momentum and any(without.values()):
         raise ValueError(
-            f"momentum={config.momentum!r} needs the worker's residual, but "
-            f"error_feedback={config.error_feedback!r} keeps none. "
-            "Pass error_feedback=True, or momentum=0 and use the optimizer's own."
+            f"momentum={config.momentum!r} needs the worker's residual, which some gradients do not have with "
+            f"{' and '.join(name for name, holds in without.items() if holds)}. Leave that out, or pass momentum=0 and "
+            "use the optimizer's own."
         )
 
 
@@ -238,7 +217,7 @@ def varies(ratio: Ratio | None) -> TypeGuard[Varying]:
     return callable(ratio) or isinstance(ratio, Schedule)
 
 
-def value_or_error(ratio: Varying, step: int) -> float | str:
+def _value_or_error(ratio: Varying, step: int) -> float | str:
     """Returns the ratio at a step, or the name of the error if a function fails there: messages contain addresses."""
     try:
         return ratio_at(ratio, step, step // 100)
@@ -246,14 +225,11 @@ def value_or_error(ratio: Varying, step: int) -> float | str:
         return type(error).__name__
 
 
-def _check_ratio(name: str, value: Any) -> None:
-    if isinstance(value, Schedule) or (callable(value) and not isinstance(value, type)):
+def _check_number(config: TopKConfig, name: str, allowed: Callable[[float], bool], words: str, remedy: str) -> None:
+    """Refuses a setting that is neither None nor a number for which ``allowed`` holds."""
+    value: Any = getattr(config, name)
+    if value is None:
         return
-    remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all."
-    _check_number(name, value, lambda ratio: 0 < ratio <= 1, "in (0, 1]: the fraction that is sent", remedy)
-
-
-def _check_number(name: str, value: Any, allowed: Callable[[float], bool], words: str, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be a number {words}. {remedy}")
     if not allowed(float(value)):  # this also refuses NaN

@@ -108,11 +108,7 @@ LATE = 1_000_000_000
 
 
 def ratio_at(ratio: Varying, step: int, epoch: int, name: str = "ratio") -> float:
-    """Returns the ratio in force at a step; ``name`` is the setting's.
-
-    Raises:
-        ValueError: A schedule or function returned a value outside (0, 1].
-    """
+    """Returns the ratio in force at a step; refuses a value outside (0, 1]. ``name`` is the setting's."""
     value: Any = ratio.at(step, epoch) if isinstance(ratio, Schedule) else ratio(step)
     with suppress(TypeError):  # no number
         if 0 < value <= 1:

@@ -19,18 +19,10 @@ CPU = torch.device("cpu")
 
 
 class Cluster:
-    """W simulated workers (and servers) that exchange one bucket, step by step.
+    """Simulates ``world`` workers, ``local`` on each node, that exchange a gradient of ``numel`` elements step by step.
 
-    Args:
-        config: The settings.
-        world: Number of workers.
-        numel: Elements of the gradient.
-        dtype: dtype of the gradient.
-        local: Workers per node.
-        sizes: Elements of each parameter of the gradient. Default: a single parameter.
-        uncompressed: Indices of the uncompressed parameters.
-        measure: Errors to measure in the exchanges.
-        device: Device of the gradients.
+    ``sizes`` are the elements of each of its parameters (default: it has one), ``uncompressed`` the indices of
+    uncompressed ones.
     """
 
     def __init__(
@@ -47,23 +39,15 @@ class Cluster:
     ) -> None:
         bucket = sizes or (numel,), dtype.itemsize, uncompressed, 0
         (self.plan,) = plan_step(config.resolve(world, local), [bucket], world, local)
-        """The exchange plan of the gradient."""
-        self.local, self.measure = local, measure
+        self.local, self.measure, self.steps = local, measure, 0
         self.endpoints = [self.plan.endpoint(rank, dtype, device) for rank in range(world)]
-        self.outcomes: list[Outcome] = []
-        """Results of the last exchange, one per rank."""
-        self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}
-        """Bytes that each worker has sent to others so far, by direction."""
-        self.steps = 0
-        """Steps so far."""
+        self.outcomes: list[Outcome] = []  # of the last exchange, one per rank
+        self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}  # that each worker has sent to others so far
 
     def step(self, gradients: Sequence[Tensor], epoch: int = 0, scale: Tensor | None = None) -> list[Tensor]:
-        """Exchanges one gradient of each worker, W tensors ``[numel]``, after a number of epochs.
+        """Exchanges W gradients ``[numel]``; returns the W delivered ones ``[numel]``.
 
-        The gradients may contain a scalar loss ``scale``; the delivered ones then do, too.
-
-        Returns:
-            The gradient delivered to each worker: W tensors ``[numel]``.
+        If the gradients contain a scalar loss ``scale``, the delivered ones do too.
         """
         outputs = [gradient.clone() for gradient in gradients]
         exchanges = []
@@ -96,11 +80,11 @@ class Cluster:
 
     def _groups(self, among: Among, world: int) -> list[range]:
         """The groups of ranks that take part in the same request."""
-        if among == "all":
-            return [range(world)]
         if among == "node":
             return [range(first, first + self.local) for first in range(0, world, self.local)]
-        return [range(local, world, self.local) for local in range(self.local)]
+        if among == "peers":
+            return [range(local, world, self.local) for local in range(self.local)]
+        return [range(world)]
 
 
 def answer(requests: Sequence[Request]) -> list[Tensor | None]:

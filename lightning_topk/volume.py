@@ -1,16 +1,14 @@
-"""The bytes of an exchange: predicted by arithmetic, and counted in the same units as requests are made."""
+"""The bytes of a step, predicted by arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 from lightning_topk.bucket import BucketSizes, elements, plan_step
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.endpoint import BucketPlan
-from lightning_topk.core.requests import AllReduce, Volume, placeholder, request_volume
+from lightning_topk.core.requests import Volume
 
-__all__ = ["Volume", "bucket_volume", "dense_volume", "format_bytes", "request_volume", "volume"]
+__all__ = ["Volume", "format_bytes", "volume"]
 
 
 def format_bytes(nbytes: float) -> str:
@@ -21,13 +19,9 @@ def format_bytes(nbytes: float) -> str:
     return f"{value:.0f} {units[power]}" if power == 0 or value >= 100 else f"{value:.3g} {units[power]}"
 
 
-Bucket = int | Sequence[int]
-"""Elements of a bucket, or of each of its parameters."""
-
-
 def volume(
     config: TopKConfig,
-    buckets: Iterable[Bucket],
+    buckets: Iterable[int | Sequence[int]],
     world: int,
     rank: int = 0,
     itemsize: int = 4,
@@ -42,8 +36,8 @@ def volume(
 
     Args:
         config: The settings.
-        buckets: Elements of each DDP bucket. With ``topology="hierarchical"`` the elements of each parameter matter,
-            since the ranks of a node take a slice of each.
+        buckets: Elements of each DDP bucket, or of each of its parameters. These matter with
+            ``topology="hierarchical"``, since the ranks of a node take a slice of each.
         world: Number of ranks.
         rank: The rank to predict for; with ``single_server`` rank 0 differs from the others.
         itemsize: Bytes per element of the dense gradient.
@@ -57,28 +51,11 @@ def volume(
             buckets, and treat small ones like others (:func:`lightning_topk.bucket.plan_step`).
     """
     sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
-    voters: Sequence[int | None] = list(parameters or ()) or [None] * len(sizes)
     skipped = list(uncompressed) or [()] * len(sizes)
     known: list[BucketSizes] = [(each, itemsize, numbers, 0) for each, numbers in zip(sizes, skipped, strict=True)]
-    config, model, total = config.resolve(world, local), elements(known), Volume()
+    config, model = config.resolve(world, local), elements(known)
     together = [known] if settled else [[each] for each in known]
-    plans = (plan for each in together for plan in plan_step(config, each, world, local, model))
-    for plan, count in zip(plans, voters, strict=True):
-        total += bucket_volume(plan, rank, step, epoch, count)
-    return total
-
-
-def bucket_volume(plan: BucketPlan, rank: int, step: int = 0, epoch: int = 0, voters: int | None = None) -> Volume:
-    """Predicts the bytes of one bucket in a step."""
-    if not plan.numel:
-        return Volume()  # nothing is exchanged
-    asked = plan.requests(step, epoch, voters)
-    return sum((request_volume(each, rank, plan.workers, plan.local) for each in asked), dense_volume(plan, rank))
-
-
-@lru_cache(maxsize=1024)  # for every bucket in every step
-def dense_volume(plan: BucketPlan, rank: int) -> Volume:
-    """The bytes of a ring all-reduce of the bucket."""
-    ring = AllReduce(placeholder(plan.numel * plan.itemsize), "uplink")
-    leaving = ring.node_bytes(rank, plan.workers, plan.local)[1]
-    return Volume(dense=ring.sent_bytes(rank, plan.workers), dense_inter_node=leaving)
+    plans = [plan for each in together for plan in plan_step(config, each, world, local, model)]
+    voters: Sequence[int | None] = list(parameters or ()) or [None] * len(sizes)
+    predicted = (plan.volume(rank, step, epoch, count) for plan, count in zip(plans, voters, strict=True))
+    return sum(predicted, Volume())

@@ -18,14 +18,12 @@ from lightning_topk import TopKModelParallelStrategy, TopKStrategy
 from lightning_topk.bucket import TOLERANCE, Buckets, for_compressed, plan_bucket, plan_step
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
-from lightning_topk.core.layout import Layout
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.runtime.messages import saving_warnings, startup_warnings
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
-from lightning_topk.systems import presets
-from lightning_topk.volume import Volume, bucket_volume, volume
+from lightning_topk.volume import Volume, volume
 
 BAD = [
     ({"ratio": 0}, ValueError, r"ratio=0 must be in \(0, 1\].*Use ratio=0\.001"),
@@ -33,7 +31,6 @@ BAD = [
     ({"ratio": "0.1"}, TypeError, r"ratio='0\.1' is a str; it must be a number"),
     ({"ratio": True}, TypeError, r"ratio=True is a bool"),
     ({"saving": 0.5}, ValueError, r"saving=0\.5 must be 1 or more.*Use saving=50"),
-    ({"saving": "50"}, TypeError, r"saving='50' is a str"),
     ({"saving": float("inf")}, ValueError, r"saving=inf must be 1 or more"),
     ({"ratio": 0.1, "saving": 50}, ValueError, r"ratio=0\.1 and saving=50 both say how much is sent"),
     ({"server_ratio": 0.1}, ValueError, r"server_ratio=0\.1 needs ratio=: saving=50 decides"),
@@ -43,14 +40,12 @@ BAD = [
     ({"error_feedback": 1}, TypeError, r"error_feedback=1 is a int"),
     ({"error_feedback": "both"}, ValueError, r"error_feedback='both' is unknown; .*'worker', True or False"),
     ({"momentum": 1.0}, ValueError, r"momentum=1\.0 must be in \[0, 1\)"),
-    ({"momentum": 0.9, "error_feedback": False}, ValueError, r"error_feedback=False keeps none"),
+    ({"momentum": 0.9, "error_feedback": False}, ValueError, r"do not have with error_feedback=False"),
     ({"clip_norm": 0}, ValueError, r"clip_norm=0 must be positive"),
-    ({"clip_norm": "1"}, TypeError, r"clip_norm='1' is a str"),
     ({"selector": "best"}, ValueError, r"selector='best' is unknown; it must be one of 'topk'.* or an instance"),
-    ({"selector": 3}, TypeError, r"selector=3 is a int"),
     ({"wire": "fp8"}, ValueError, r"wire='fp8' is unknown; it must be one of 'fp32', 'bf16'"),
     ({"dense_parameters": 5}, TypeError, r"dense_parameters=5 must be a name pattern, or several"),
-    ({"topology": "dense", "momentum": 0.9}, ValueError, r"momentum=0\.9 .* with topology='dense' gradients may be"),
+    ({"topology": "dense", "momentum": 0.9}, ValueError, r"momentum=0\.9 .* do not have with topology='dense'"),
     ({"dense_parameters": "*.bias", "momentum": 0.9}, ValueError, r"with dense_parameters=\('\*\.bias',\)"),
     ({"topology": "ring"}, ValueError, r"topology='ring' is unknown; it must be one of 'sharded', 'single_server'"),
     ({"topology": "allgather"}, ValueError, r"bidirectional=True is incompatible with topology='allgather'.*Pass"),
@@ -65,12 +60,10 @@ BAD_FOR_DDP = [
     ({"rato": 0.1}, TypeError, r"unknown argument rato=0\.1; did you mean 'ratio'\?"),
 ]
 
-
 BAD_FOR_SHARDS = [
     ({"data_parallel_size": "all"}, TypeError, "data_parallel_size='all' is a str; it must be an integer"),
     ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size=0 must be at least 1"),
     ({"residual_checkpoint": "full"}, TypeError, "residual_checkpoint='full' is a str"),
-    ({"ratio": 2.0}, ValueError, r"ratio=2\.0 must be in \(0, 1\]"),
     ({"clip_norm": 1.0}, ValueError, r"clip_norm=1\.0 would clip every shard"),
 ]
 BAD_SCHEDULES = [
@@ -78,11 +71,13 @@ BAD_SCHEDULES = [
     ({"ratio": 0.1, "start": 2, "steps": 3}, ValueError, r"start=2 must be a number in"),
     ({"ratio": 0.1, "steps": 1, "epochs": 1}, ValueError, r"pass either steps or epochs"),
     ({"ratio": 0.1, "steps": 0}, ValueError, r"at least 1"),
-    ({"ratio": 0.1, "steps": "3"}, ValueError, r"an integer of at least 1; got steps='3'"),
-    ({"ratio": "x", "steps": 3}, ValueError, r"ratio='x' must be a number in"),
 ]
-REFUSED = {TopKConfig: BAD, TopKStrategy: [BAD[0], *BAD_FOR_DDP], TopKModelParallelStrategy: BAD_FOR_SHARDS}
-REFUSED[ExponentialWarmup] = BAD_SCHEDULES
+REFUSED = {
+    TopKConfig: BAD,
+    TopKStrategy: [BAD[0], *BAD_FOR_DDP],
+    TopKModelParallelStrategy: [BAD[0], *BAD_FOR_SHARDS],
+    ExponentialWarmup: BAD_SCHEDULES,
+}
 
 
 @pytest.mark.parametrize(
@@ -107,50 +102,26 @@ def test_an_option_of_ddp_is_passed_on_if_its_signature_says_nothing(monkeypatch
     assert strategy._ddp_kwargs["find_unused_parameters"]
 
 
-class Own(Selector):
-    """Picks with a function."""
-
-    def __init__(self, function) -> None:
-        self.function = function
+class Turns(Selector):
+    """Selects the next k entries in every step, in descending order, and leaves the last slot unused."""
 
     def pick(self, rows, k):
-        return self.function(rows, k)
+        index = (torch.arange(k).flip(0) + k * self.step).repeat(len(rows), 1)
+        index[:, -1] = -1
+        return index
 
 
-def largest_first(rows, k):
-    """Positions in the order of torch.topk, the last one unused."""
-    index = rows.abs().topk(k, dim=1).indices
-    index[:, -1] = -1
-    return index
+class Few(Selector):
+    def pick(self, rows, k):
+        return torch.arange(k - 1).expand(len(rows), -1)
 
 
-def test_a_custom_selector_may_depend_on_the_step():
-    class Turns(Selector):
-        def pick(self, rows, k):
-            return (torch.arange(k) + k * self.step).expand(len(rows), k)
-
+def test_a_custom_selector_may_use_the_step_and_any_order_but_must_return_k_positions():
     cluster = Cluster(TopKConfig(ratio=0.1, selector=Turns(), wire="fp32"), world=1, numel=100)
     delivered = [cluster.step([torch.ones(100)])[0].nonzero().flatten().tolist() for _ in range(3)]
-    assert delivered == [[*range(10 * step, 10 * step + 10)] for step in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [(lambda rows, k: torch.arange(k).expand(len(rows), k), range(10)), (largest_first, range(91, 100))],
-)
-def test_a_custom_selector_may_return_positions_in_any_order_but_no_other_number(function, expected):
-    cluster = Cluster(TopKConfig(ratio=0.1, selector=Own(function), wire="fp32"), world=1, numel=100)
-    received = cluster.step([torch.arange(1.0, 101.0)])[0]
-    assert received.nonzero().flatten().tolist() == list(expected)
-    few = Own(lambda rows, k: function(rows, k - 1))
-    with pytest.raises(ValueError, match=r"Own\.pick returned positions of shape \(1, 9\).*\(1, 10\)"):
-        Cluster(TopKConfig(ratio=0.1, selector=few), world=1, numel=100).step([torch.ones(100)])
-
-
-def test_a_server_that_does_not_compress_has_room_for_all_that_workers_send():
-    for world in (1, 2, 5, 100):
-        codecs = codecs_of(TopKConfig(ratio=0.01, bidirectional=False), 100_000, world)
-        assert codecs.reply.k == min(Layout(100_000, world).shard_size, world * codecs.uplink.k)
+    assert delivered == [[*range(10 * step + 1, 10 * step + 10)] for step in range(3)]
+    with pytest.raises(ValueError, match=r"Few\.pick returned positions of shape \(1, 9\).*\(1, 10\)"):
+        Cluster(TopKConfig(ratio=0.1, selector=Few()), world=1, numel=100).step([torch.ones(100)])
 
 
 def test_schedules_descend_geometrically_and_then_stay():
@@ -186,12 +157,9 @@ def test_numpy_numbers_and_sets_become_plain_values():
 )
 def test_settings_without_effect_are_named(settings, world, words):
     given = TopKConfig(**settings)
-    said = startup_warnings(
-        given, given.resolve(world, world) if world > 1 else given.dense, world, has_optimizers=True
-    )
-    assert len(said) == len(words)
-    for remark, expected in zip(said, words, strict=True):
-        assert re.search(expected, remark)
+    resolved = given.resolve(world, world) if world > 1 else given.dense
+    said = startup_warnings(given, resolved, world, has_optimizers=True)
+    assert all(re.search(expected, remark) for remark, expected in zip(said, words, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -234,13 +202,6 @@ def test_small_buckets_are_sent_whole_within_the_tolerance_of_the_saving(topolog
     assert [plan.k for plan in plan_step(TopKConfig(ratio=0.01), [((65,), 4, (), 0)] * 2, 4)] == [1, 1]
 
 
-def test_values_have_four_bits_where_rounding_is_kept():
-    assert TopKConfig().wire_name == "int4"
-    for kept in ("worker", False):
-        assert TopKConfig(error_feedback=kept).wire_name == "bf16"
-    assert TopKConfig(error_feedback=False, wire="int4").wire_name == "int4"
-
-
 def test_a_function_of_the_step_is_a_schedule_and_is_validated():
     config = TopKConfig(ratio=lambda step: 0.5 - 0.2 * step)
     assert [codecs_of(config, 1000, 1, step).uplink.k for step in range(3)] == [500, 300, 100]
@@ -248,11 +209,6 @@ def test_a_function_of_the_step_is_a_schedule_and_is_validated():
         config = TopKConfig(**{"ratio": 0.1, setting: lambda step, value=value: value})
         with pytest.raises(ValueError, match=rf"^{setting}=<function .* returned {value!r} at step 3; .* a number in"):
             codecs_of(config, 1000, 1, step=3)
-
-
-def test_the_dense_preset_costs_a_ring_all_reduce_plus_check_words():
-    plan = volume(TopKConfig(**presets["dense"]), [4096], world=4)
-    assert plan.uplink + plan.downlink == plan.dense + 6 * 4
 
 
 def test_every_setting_is_documented_in_order_in_topk_strategy():
@@ -284,11 +240,9 @@ def test_every_topology_reaches_the_requested_saving(topology, bidirectional, wi
 
 def test_a_constant_amount_is_one_k_and_a_schedule_stays_a_function():
     plan, varying = plan_bucket(TopKConfig(), [1_000_000], 4), ExponentialWarmup(0.1, steps=2)
-    assert plan.k == plan_bucket(TopKConfig(saving=50), [1_000_000], 4).k
-    assert codecs_of(TopKConfig(ratio=0.001), 1_000_000, 4).uplink.k * 4 == 1000
     assert plan.server_k == plan.k < plan.layout.shard_size
     assert codecs_of(TopKConfig(ratio=plan.density()), 1_000_000, 4) == plan.codecs(step=9)
-    assert plan_bucket(TopKConfig(ratio=0.1), [5], 4).k == 1
+    assert codecs_of(TopKConfig(ratio=0.001), 1_000_000, 4).uplink.k * 4 == 1000
     assert plan_bucket(TopKConfig(ratio=varying), [5], 4).k is varying
 
 
@@ -323,7 +277,7 @@ def warned(saving: float, buckets: list[list[int]], local: int = 1) -> str:
     """The warnings for buckets with these parameter sizes, on four ranks."""
     settings = Buckets(TopKConfig(saving=saving), 4, local)
     made = [tuple(nn.Parameter(torch.zeros(size)) for size in sizes) for sizes in buckets]
-    sent = sum((bucket_volume(settings.plan_of(bucket), 0) for bucket in made), Volume())
+    sent = sum((settings.plan_of(bucket).volume() for bucket in made), Volume())
     return " ".join(saving_warnings(settings, made, sent))
 
 

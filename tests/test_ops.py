@@ -257,10 +257,8 @@ def test_a_link_chooses_its_sender_once_and_compiled_loops_write_only_what_they_
     assert Link(layout, TopK(), Residual(5_000, torch.float32, device), torch.bfloat16)._send is None
     assert Link(layout, GaussianK(), Residual(5_000, torch.float32, device))._send is None
     form = Codec(WIRES["fp32"], layout.shard_size, 50).format()
-    assert form.compiled
-    assert not Codec(WIRES["fp32"], layout.shard_size, layout.shard_size).format().compiled  # all sent
-    assert not form._replace(index_bytes=0).compiled
-    assert not form._replace(bits=0).compiled
+    assert form.bits == 32
+    assert not Codec(WIRES["fp32"], layout.shard_size, layout.shard_size).format().bits  # all sent
 
 
 RULES = [
@@ -375,8 +373,6 @@ def test_trimmed_k_descends_until_k_pass():
     a = torch.tensor([[10.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])  # mean 2.7, max 10
     assert TrimmedK().threshold(a, 2).item() == pytest.approx(2.7 + 0.8 * 7.3)
     assert TrimmedK().threshold(a, 3).item() == pytest.approx(2.7)
-    with pytest.raises(ValueError, match=r"fraction=0 must be in \(0, 1\]"):
-        SampledK(0)
 
 
 def test_random_k_is_the_same_on_all_ranks_new_at_every_step_nested_and_uniform():

@@ -42,11 +42,8 @@ class Net(nn.Module):
 
 def test_a_users_module_is_counted():
     assert parameter_sizes(module="test_plan.Net") == [100, 10]
-    for path, words in (("nowhere.Net", "nowhere"), ("builtins.dict", "no torch")):
-        with pytest.raises(ValueError, match=words):
-            parameter_sizes(module=path)
-    with pytest.raises(ValueError, match="one of --model, --module and --params"):
-        parameter_sizes(model="resnet18", params=3)
+    with pytest.raises(ValueError, match=r"nowhere\.Net: No module named 'nowhere'.*importable"):
+        parameter_sizes(module="nowhere.Net")
 
 
 def rows(shown: str) -> dict[str, list[str]]:
@@ -81,13 +78,11 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("sizes", "large"),
-    [([10**9] * 30, []), ([2_000_000_000], []), ([3_000_000_000], ["single_server", "allgather"])],
-    ids=["30 of 10^9", "one of 2 x 10^9", "one of 3 x 10^9"],
+    [(parameter_sizes(params=10**12), []), ([3 * 10**9], ["single_server", "allgather"])],
+    ids=["1000 of 10^9", "one of 3 x 10^9"],
 )
 def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch, sizes, large):
-    """A bucket holds at least one parameter, however large. Of 10^12 parameters, none is larger than 10^9."""
-    assert sum(million_millions := parameter_sizes(params=10**12)) == 10**12
-    assert max(million_millions) == 10**9
+    """A bucket holds at least one parameter, however large."""
     monkeypatch.setattr("lightning_topk.plan.parameter_sizes", lambda *_: sizes)
     shown = plan(nodes=4, gpus_per_node=8, params=1)
     found = rows(shown)

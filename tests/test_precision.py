@@ -48,10 +48,6 @@ class Run:
         self.scaler.update()
         return not torch.equal(before, weights(self.net))
 
-    def look(self) -> torch.Tensor:
-        """The residuals of this rank."""
-        return held(self.state, self.net)
-
     def own(self, number: int) -> torch.Tensor:
         """This rank's own gradient of a pass."""
         return ranks.local_gradient(self.alone, self.net, self.rank, number)
@@ -76,16 +72,14 @@ def test_a_skipped_step_loses_what_it_delivers_and_no_more(rank, world, topology
 
     All other buckets are exchanged as usual.
     """
-    run, node = (
-        Run(rank, topology=topology, bidirectional=bidirectional, **settings),
-        settings.get("local_world_size", 1),
-    )
+    run = Run(rank, topology=topology, bidirectional=bidirectional, **settings)
+    node = settings.get("local_world_size", 1)
     spoilt = torch.arange(4).repeat_interleave(420) == 1  # the elements of the spoilt bucket
     firsts = [420, 420 + 400]  # of each parameter in it
     for step in range(7):
-        bad, before, computed = step in (2, 3, 5), run.look(), run.own(step)
+        bad, before, computed = step in (2, 3, 5), held(run.state, run.net), run.own(step)
         g = run.backward(step, bad and rank == step % world)
-        after = run.look()
+        after = held(run.state, run.net)
         assert after.isfinite().all()
         assert g[~spoilt].isfinite().all()
         assert g[firsts].isfinite().tolist() == [not bad] * 2
@@ -108,7 +102,7 @@ def test_nothing_is_lost_after_a_skipped_first_step_of_several_passes(rank, worl
     run = Run(rank, {"static_graph": static})
     run.backward(0, rank == 0, passes=3)
     assert not run.take()
-    assert run.look().isfinite().all()
+    assert held(run.state, run.net).isfinite().all()
     run.computed.append(undelivered(run.state, run.net).float())
     run.received.append(torch.zeros_like(weights(run.net)))
     for step in range(1, 4):

@@ -130,9 +130,6 @@ def attach(
         state.buckets.learn_names(names)
         state.open_groups().connect(model.device)
         state.residuals.keep_only(names)
-        trained = [p.numel() for p in names if p.requires_grad]
-        # DDP's first bucket holds the whole model, unless parameters may be unused.
-        state.buckets.check_size(max(trained, default=0) if model.find_unused_parameters else sum(trained))
         state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
         if earlier:
             earlier[0].state = state

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,23 +16,20 @@ from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
 from lightning_topk.core.link import Link, LinkStats, Step
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
-from lightning_topk.core.requests import AllGather, AllReduce, Request, placeholder
+from lightning_topk.core.requests import AllGather, AllReduce, Request, Volume, placeholder, request_volume
 from lightning_topk.core.select import RandK, Selector, TopK
-from lightning_topk.core.wire import WIRES, Codec, Shared, Wire
+from lightning_topk.core.wire import WIRES, Codec, Wire
 from lightning_topk.schedule import Varying, ratio_at
 
 
-@dataclass(frozen=True)
-class Codecs:
-    """Codecs of one exchange, at the density of the current step.
-
-    Attributes:
-        uplink: Codec of the workers' payloads.
-        reply: Codec of the servers' payloads; unused without servers.
-    """
+class Codecs(NamedTuple):
+    """Codecs of one exchange, at the density of the current step: the workers', and the servers' if there are any."""
 
     uplink: Codec
     reply: Codec
+
+
+_codec = lru_cache(maxsize=1024)(Codec)  # asked for every bucket in every step
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,42 +39,24 @@ class BucketPlan:
     Created by :func:`lightning_topk.bucket.plan_bucket`. In a hierarchical exchange each rank of a node exchanges one
     part of the bucket; ``layout`` then describes this part, and ``world`` counts the ranks, one per node, that exchange
     it.
-
-    Attributes:
-        topology: Who sends what to whom.
-        parts: How the bucket is split among the ranks of a node; one part if each rank exchanges all of it.
-        layout: How a part is split among the servers.
-        world: Number of ranks that exchange a part; each of them is a worker.
-        workers: Number of all ranks.
-        local: Ranks per node.
-        itemsize: Bytes per gradient element.
-        k: Entries that a worker sends to each server; or the ratio of a bucket's entries, as a function of the step.
-        server_k: Entries that each server sends, likewise; None for every nonzero entry.
-        wire: Format of the values.
-        selector: The selector; each endpoint copies it.
-        feedback: The sides that keep a residual: ``worker``, ``server``.
-        momentum: Factor of the workers' momentum; 0 for none.
-        clip_norm: Maximum norm of one worker's gradient; None disables clipping.
-        uncompressed: Indices of the parameters that are all-reduced.
-        tag: Identifies the bucket on the wire, see :class:`lightning_topk.core.wire.Codec`.
     """
 
     topology: Topology
-    parts: NodeShards
-    layout: Layout
-    world: int
-    workers: int
-    local: int
-    itemsize: int
-    k: int | Varying
-    server_k: int | Varying | None
+    parts: NodeShards  # how the bucket is split among the ranks of a node; one part if each rank exchanges all of it
+    layout: Layout  # how a part is split among the servers
+    world: int  # ranks that exchange a part; each of them is a worker
+    workers: int  # all ranks
+    local: int  # ranks per node
+    itemsize: int  # bytes per gradient element
+    k: int | Varying  # entries that a worker sends to each server; or their ratio, as a function of the step
+    server_k: int | Varying | None  # entries that each server sends, likewise; None for every nonzero entry
     wire: Wire
-    selector: Selector
-    feedback: Collection[str] = ()
-    momentum: float = 0.0
-    clip_norm: float | None = None
-    uncompressed: tuple[int, ...] = ()
-    tag: int = 0
+    selector: Selector  # each endpoint copies it
+    feedback: Collection[str] = ()  # the sides that keep a residual: "worker", "server"
+    momentum: float = 0.0  # of the workers
+    clip_norm: float | None = None  # of one worker's gradient
+    uncompressed: tuple[int, ...] = ()  # indices of the parameters that are all-reduced
+    tag: int = 0  # identifies the bucket on the wire
 
     @property
     def numel(self) -> int:
@@ -92,16 +71,12 @@ class BucketPlan:
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
 
-        A payload of a server that does not compress holds all entries that its workers can send.
-
-        Args:
-            step: Gradients exchanged before this one, for schedules.
-            epoch: Epochs completed, for schedules.
-            selector: The selector whose selections are encoded. Default: the plan's own, which is enough for sizes.
+        A payload of a server that does not compress holds all entries that its workers can send. ``selector`` is the
+        endpoint's, whose selections are encoded; the plan's own is enough for sizes.
         """
-        layout, selector = self.layout, selector or self.selector
+        size, selector = self.layout.shard_size, selector or self.selector
         if not self.topology.compresses:
-            everything = Codec(WIRES["fp32"], layout.numel, layout.numel)
+            everything = Codec(WIRES["fp32"], self.layout.numel, self.layout.numel)
             return Codecs(everything, everything)
         shared = partial(selector.shared_positions, step) if isinstance(selector, RandK) else None
         up = self._k_at(self.k, step, epoch, "ratio")
@@ -109,9 +84,9 @@ class BucketPlan:
             down = self._k_at(self.server_k, step, epoch, "server_ratio")
         else:
             # Workers that draw the same positions send no others.
-            down = up if shared is not None else min(layout.shard_size, self.world * up)
-        make = _codecs if shared is None else _codecs.__wrapped__  # a selector holds tensors: not in a cache
-        return make(self.wire, layout.shard_size, up, down, shared, self.tag)
+            down = up if shared is not None else min(size, self.world * up)
+        make = _codec if shared is None else Codec  # a selector holds tensors: not in a cache
+        return Codecs(make(self.wire, size, up, shared, self.tag), make(self.wire, size, down, shared, self.tag))
 
     def _k_at(self, k: int | Varying, step: int, epoch: int, name: str) -> int:
         if isinstance(k, int):
@@ -134,54 +109,53 @@ class BucketPlan:
             asked.append(AllReduce(placeholder(self.uncompressed_numel * self.itemsize), "uplink"))
         return asked + self.topology.requests(self, self.codecs(step, epoch))
 
-    def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
-        """Creates the endpoint of one rank, with empty memories.
+    def volume(self, rank: int = 0, step: int = 0, epoch: int = 0, voters: int | None = None) -> Volume:
+        """Predicts the bytes of a step."""
+        if not self.numel:
+            return Volume()  # nothing is exchanged
+        asked = self.requests(step, epoch, voters)
+        return sum((request_volume(each, rank, self.workers, self.local) for each in asked), self.dense_volume)
 
-        Args:
-            rank: The rank, among all ranks.
-            dtype: dtype of the bucket. Residuals are float64 for float64 and float32 otherwise.
-            device: Device of the residuals.
+    @cached_property
+    def dense_volume(self) -> Volume:
+        """The bytes of a ring all-reduce of the bucket, the same for every rank and node."""
+        ring = AllReduce(placeholder(self.numel * self.itemsize), "uplink")
+        sent = request_volume(ring, 0, self.workers, self.local)
+        return Volume(dense=sent.uplink, dense_inter_node=sent.inter_node)
+
+    def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
+        """Creates the endpoint of a rank, one of all, for a bucket of ``dtype``, with empty memories.
+
+        Residuals are float64 for float64 and float32 otherwise.
         """
         layout, selector, number = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
         wide = torch.promote_types(dtype, torch.float32)
-        memory = Residual(layout.numel, wide, device) if "worker" in self.feedback else Memory(wide)
+
+        def memory(side: str, numel: int) -> Memory:
+            return Residual(numel, wide, device) if side in self.feedback else Memory(wide)
+
+        mine = memory("worker", layout.numel)
         if self.momentum:
-            memory = MomentumResidual(layout.numel, wide, device, self.momentum)
-        uplink, downlink = Link(layout, selector, memory, sizes=self.parts.slices), None
+            mine = MomentumResidual(layout.numel, wide, device, self.momentum)
+        uplink, downlink = Link(layout, selector, mine, sizes=self.parts.slices), None
         if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
-            memory = Residual(served.numel, wide, device) if "server" in self.feedback else Memory(wide)
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
-            downlink = Link(served, selector, memory, dtype, exact=lossless)
+            downlink = Link(served, selector, memory("server", served.numel), dtype, exact=lossless)
         return Endpoint(self, rank, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
-
-
-@lru_cache(maxsize=1024)  # asked for every bucket in every step
-def _codecs(wire: Wire, universe: int, up: int, down: int, shared: Shared | None, tag: int) -> Codecs:
-    uplink, reply = (Codec(wire, universe, k, shared, tag) for k in (up, down))
-    return Codecs(uplink, reply)
 
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """State of one rank for one bucket.
-
-    Attributes:
-        plan: The bucket's plan.
-        rank: This rank, among all ranks.
-        dtype: dtype of sums and residuals.
-        uplink: The worker's link.
-        downlink: The server's link; None on a rank that is not a server.
-        sizes: ``[parameters]`` int64 on the bucket's device, number of elements of each parameter.
-    """
+    """State of one rank for one bucket."""
 
     plan: BucketPlan
-    rank: int
-    dtype: torch.dtype
-    uplink: Link
-    downlink: Link | None
-    sizes: Tensor
+    rank: int  # among all ranks
+    dtype: torch.dtype  # of sums and residuals
+    uplink: Link  # the worker's
+    downlink: Link | None  # the server's; None on a rank that is not a server
+    sizes: Tensor  # [parameters] int64 on the bucket's device, elements of each parameter
 
     @property
     def layout(self) -> Layout:
@@ -201,8 +175,8 @@ class Endpoint:
     @cached_property
     def starts(self) -> Tensor:
         """Offset of every nonempty parameter in the bucket: ``[nonempty parameters]`` int64."""
-        ends = accumulate(self.plan.parts.sizes)
-        starts = [end - size for end, size in zip(ends, self.plan.parts.sizes, strict=True) if size]
+        sizes = self.plan.parts.sizes
+        starts = [start for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False) if size]
         return torch.tensor(starts, device=self.sizes.device)
 
     @cached_property
@@ -223,27 +197,22 @@ class Endpoint:
 
     def server_memory(self) -> dict[str, Tensor]:
         """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""
-        found: dict[str, Tensor] = {}
-        for name, kept in self.downlink.memory.tensors().items() if self.downlink is not None else ():
-            every = torch.arange(len(kept), device=kept.device).unsqueeze(0)
-            places = reference.flat_index(every, self.layout, torch.tensor([[self.shard]], device=kept.device))[0]
-            found[name] = kept.new_zeros(self.layout.numel).index_add_(0, places, kept)
-        return found
+        if self.downlink is None:
+            return {}
+        device = self.sizes.device
+        every = torch.arange(self.layout.shard_size, device=device).unsqueeze(0)
+        (places,) = reference.flat_index(every, self.layout, torch.tensor([[self.shard]], device=device))
+        memory = self.downlink.memory.tensors().items()
+        return {name: kept.new_zeros(self.layout.numel).index_add_(0, places, kept) for name, kept in memory}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one exchange.
+    """Result of one exchange."""
 
-    Attributes:
-        finite: Scalar bool, the same on every rank: whether all delivered values are finite.
-        uplink: Statistics of the worker's payloads.
-        downlink: Statistics of the server's payloads; None on a rank that is not a server.
-    """
-
-    finite: Tensor
+    finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
     uplink: LinkStats
-    downlink: LinkStats | None = None
+    downlink: LinkStats | None = None  # None on a rank that is not a server
 
 
 Exchange = Generator[Request, Any, Outcome]
@@ -252,32 +221,12 @@ Exchange = Generator[Request, Any, Outcome]
 
 @dataclass(frozen=True)
 class Topology:
-    """Who sends what to whom.
-
-    Attributes:
-        name: Name in the settings.
-        exchange: Replaces ``g`` ``[numel]`` by the mean that all ranks agree on.
-        requests: Predicts the requests of ``exchange``, with payloads of the right size and no content.
-        compresses: Whether anything is compressed.
-        has_servers: Whether servers answer the workers.
-        sharded: Whether every rank serves one shard of the bucket; if not, there is one server.
-        by_node: Whether the ranks of a node exchange as one worker.
-    """
+    """Who sends what to whom."""
 
     name: str
-    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Exchange]
-    requests: Callable[[BucketPlan, Codecs], list[Request]]
+    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Exchange]  # replaces g [numel] by the mean that all agree on
+    requests: Callable[[BucketPlan, Codecs], list[Request]]  # predicts those of `exchange`, without content
     compresses: bool = True
-    has_servers: bool = True
-    sharded: bool = False
-    by_node: bool = False
-
-    def on(self, world: int, local: int) -> str:
-        """Name of the equivalent topology for ``world`` ranks on nodes of ``local`` ranks."""
-        if not self.by_node or 1 < local < world:
-            return self.name
-        return "dense" if local == world > 1 else "sharded"
-
-    def shards(self, world: int) -> int:
-        """Number of servers for ``world`` ranks."""
-        return world if self.sharded else 1
+    has_servers: bool = True  # servers answer the workers
+    sharded: bool = False  # every rank serves one shard of the bucket; if not, there is one server
+    by_node: bool = False  # the ranks of a node exchange as one worker

@@ -31,14 +31,8 @@ def exchange(
     If the gradient is not finite on some rank, or overflows in the exchange, every rank sets the first element of each
     exchanged parameter to NaN, so that every optimizer and GradScaler notices.
 
-    Args:
-        end: This rank's links.
-        g: ``[numel]``, this rank's gradient; overwritten.
-        codecs: Codecs of this step.
-        step: Number of exchanges of this gradient before this one; the same on every rank.
-        scale: Scalar loss scale that ``g`` contains. Residuals are stored without it.
-        used: ``[parameters]`` bool, the parameters that this rank used; None if no parameter may be unused.
-        measure: What to measure.
+    ``g`` is ``[numel]``; ``step``, ``scale`` and ``measure`` are those of :class:`.Step`. ``used``, ``[parameters]``
+    bool on the CPU, are the parameters that this rank used; None if none may be unused.
     """
     now = Step(step, scale, measure)
     if used is None:
@@ -74,7 +68,7 @@ def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, used: T
 
 
 def _to(x: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to a device, asynchronously to a GPU: host and stream do not wait for each other."""
+    """Copies a CPU tensor to a device; neither the host nor a GPU's stream waits."""
     return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 

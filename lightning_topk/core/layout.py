@@ -21,19 +21,15 @@ from typing import NamedTuple
 
 BLOCK = 256
 """Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
-
-
 PIECE = 2048
 """Elements of one parameter's slice that a GPU's program copies to or from the part of a node's rank."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``numel`` elements are split among ``shards`` servers, block by block.
+    """How ``numel`` elements, at least 1, are split among ``shards`` servers, block by block.
 
-    Args:
-        numel: Number of elements in the bucket, at least 1.
-        shards: Number of servers, at least 1. With one shard, the bucket is not rearranged.
+    With one shard, the bucket is not rearranged.
     """
 
     numel: int
@@ -67,9 +63,7 @@ class Layout:
 class NodeShards:
     """How a bucket is split among the ranks of a node: each parameter in equal slices, the last one padded with zeros.
 
-    Args:
-        sizes: Number of elements of each parameter in the bucket.
-        count: Number of ranks in the node. With one rank, the bucket is not rearranged.
+    With one rank, the bucket is not rearranged.
     """
 
     sizes: tuple[int, ...]
@@ -87,7 +81,6 @@ class NodeShards:
 
 
 DAMAGED = "is damaged, or was sent for a different bucket or ratio than this rank expects"
-"""What is known of a payload whose words have another sum than they should."""
 
 
 class DamagedError(ValueError):
@@ -99,34 +92,17 @@ class DamagedError(ValueError):
 
 
 class PayloadFormat(NamedTuple):
-    """Byte layout of a payload: values, positions, zeros and a check word; see :mod:`lightning_topk.core.wire`.
+    """Byte layout of a payload: values, positions, zeros and a check word; see :mod:`lightning_topk.core.wire`."""
 
-    Attributes:
-        universe: Number of elements in the shard, S.
-        k: Number of entries in the payload.
-        bits: Bits per value; below 16, groups of 64 share a scale. 0 if the wire is not one of ``ops.FUSED_WIRES``.
-        largest: The largest magnitude that is decoded as finite.
-        value_bytes: Size of the values in bytes.
-        low: Width of the low part of a position in bits.
-        index_bytes: Size of the positions in bytes; 0 if they are not sent.
-        nbytes: Size of the payload in bytes, P.
-        check: Expected sum of the payload's 32-bit words, modulo 2^32.
-    """
-
-    universe: int
-    k: int
-    bits: int
-    largest: float
+    universe: int  # elements in the shard, S
+    k: int  # entries in the payload
+    bits: int  # per value; below 16, groups of 64 share a scale. 0 if no fused function writes and reads the payload
+    largest: float  # the largest magnitude that is decoded as finite
     value_bytes: int
-    low: int
-    index_bytes: int
-    nbytes: int
-    check: int
-
-    @property
-    def compiled(self) -> bool:
-        """Whether compiled loops and kernels write and read it: known values, and positions of 32 bits."""
-        return self.bits > 0 and self.index_bytes > 0 and self.universe < 2**31
+    low: int  # width of the low part of a position in bits
+    index_bytes: int  # size of the positions; 0 if they are not sent
+    nbytes: int  # size of the payload, P
+    check: int  # expected sum of the payload's 32-bit words, modulo 2^32
 
 
 def k_of(numel: int, ratio: float) -> int:

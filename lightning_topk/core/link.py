@@ -1,8 +1,7 @@
 """One lossy direction: the sender compresses a vector, and the receivers decode its payloads.
 
-Sending is compensate, select, encode, keep: steps 1-4 of :mod:`lightning_topk.core.exchange`. Receiving is
-:func:`aggregate` at a server (step 6) and :func:`deliver` at a worker (step 9). The uplink and the downlink are two
-instances of one class.
+Sending is steps 1-4 of :mod:`lightning_topk.core.exchange`; receiving is :func:`aggregate` at a server (step 6) and
+:func:`deliver` at a worker (step 9). The uplink and the downlink are two instances of one class.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ from lightning_topk.core.wire import Codec
 
 @dataclass(frozen=True)
 class Measure:
-    """Optional statistics of an exchange. Each costs several more passes over the bucket.
+    """Statistics to measure: the compression error, and that of each parameter, on the uplink only.
 
-    Attributes:
-        error: Measure the compression error.
-        per_layer: Measure it for each parameter too; on the uplink only.
+    Each costs several more passes over the bucket.
     """
 
     error: bool = False
@@ -39,16 +36,10 @@ NOTHING = Measure()
 
 @dataclass(frozen=True)
 class Step:
-    """What an exchange depends on, besides its plan and density.
+    """What an exchange depends on, besides its plan and density."""
 
-    Attributes:
-        number: Number of exchanges of this gradient before this one; the same on every rank.
-        scale: Scalar loss scale that gradients contain before and after the exchange. Residuals and payloads do not.
-        measure: What to measure.
-    """
-
-    number: int = 0
-    scale: Tensor | None = None
+    number: int = 0  # exchanges of this gradient before this one; the same on every rank
+    scale: Tensor | None = None  # scalar loss scale of gradients, before and after. Residuals and payloads have none
     measure: Measure = NOTHING
 
 
@@ -57,19 +48,11 @@ FIRST = Step()
 
 @dataclass(frozen=True)
 class LinkStats:
-    """Statistics of one vector that a link sent.
+    """Statistics of one vector that a link sent; None where not measured."""
 
-    Attributes:
-        selected: Scalar int64: number of nonzero entries sent. None in one pass over memory, and for all-reduce unless
-            it is measured.
-        error: ``[2]`` float64: ‖a‖² and ‖a - C(a)‖². None unless measured.
-        per_layer: ``[3, parameters]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter. None unless
-            measured.
-    """
-
-    selected: Tensor | None = None
-    error: Tensor | None = None
-    per_layer: Tensor | None = None
+    selected: Tensor | None = None  # scalar int64, nonzero entries sent; also None after one pass over memory
+    error: Tensor | None = None  # [2] float64: ‖a‖² and ‖a - C(a)‖²
+    per_layer: Tensor | None = None  # [3, parameters] float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter
 
 
 class Link:
@@ -79,13 +62,9 @@ class Link:
     it and nothing is measured. On a GPU that pass sends the entries above a threshold, which may be fewer than k
     (:mod:`lightning_topk.core.ops.cuda`).
 
-    Args:
-        layout: How the vector is split among its receivers.
-        selector: Selects the entries to send.
-        memory: Keeps the rest.
-        delivered: Of a server's link, the dtype of the receivers' output: the residual includes its rounding error.
-        sizes: Number of elements of each parameter, for statistics per layer; empty if unknown.
-        exact: Whether to send exactly the k largest entries on a GPU too.
+    A server's link has the dtype of its receivers' output, ``delivered``: the residual includes its rounding error. If
+    ``exact``, it sends exactly the k largest entries on a GPU too. ``sizes`` are the elements of each parameter, for
+    statistics per layer.
     """
 
     def __init__(
@@ -97,39 +76,32 @@ class Link:
         sizes: tuple[int, ...] = (),
         exact: bool = False,
     ) -> None:
-        self.layout, self.selector, self.memory, self.delivered = layout, selector, memory, delivered
-        self.sizes = sizes
+        self.layout, self.selector, self.memory = layout, selector, memory
+        self.delivered, self.sizes = delivered, sizes
         self._send: ops.Sender | None = None
         if type(selector) is TopK and type(memory) is Residual:
             self._send = ops.sender(memory.residual, layout, delivered, exact)
-        self._ends: Tensor | None = None  # of the parameters, on the vector's device: copied there once
 
     def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> tuple[Tensor, LinkStats]:
-        """Compresses ``x`` and keeps the rest in the memory.
+        """Compresses ``x`` ``[numel]``, floating, and keeps the rest in the memory; ``x`` becomes zero.
 
         If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and
-        the memory is unchanged.
-
-        Args:
-            x: ``[numel]``, floating; zero afterwards. It contains the step's loss scale, unless ``delivered`` is set.
-            codec: Codec of the payloads; sets their number of entries.
-            step: Number and loss scale of the step, and what to measure.
+        the memory is unchanged. The vector contains the step's loss scale, unless ``delivered`` is set.
 
         Returns:
             The payloads ``[shards, P]`` uint8, and their statistics.
         """
-        memory, measure = self.memory, step.measure
-        scale = step.scale if self.delivered is None else None  # of the input
+        memory, measure, delivered, sizes = self.memory, step.measure, self.delivered, self.sizes
+        form = codec.format(delivered)
+        scale = step.scale if delivered is None else None  # of the input
         # A server's receivers multiply by the scale, and round the product if their dtype is narrower. If it is not
         # rounded, but overflows, they notice.
-        rounds = self.delivered is not None and self.delivered.itemsize < memory.dtype.itemsize
-        rescale = step.scale if rounds else None
+        rescale = step.scale if delivered is not None and delivered.itemsize < memory.dtype.itemsize else None
         if scale is not None and ops.on_cpu(x):
             x, scale = _unscaled(x, memory.dtype, scale), None
-        form = codec.format(self.delivered)
-        if self._send is not None and form.compiled and measure == NOTHING:
+        if self._send is not None and form.bits and measure == NOTHING:
             e = memory.residual  # type: ignore[attr-defined]
-            sent = self._send(e, x, self.layout, form, self.delivered, scale, rescale)
+            sent = self._send(e, x, self.layout, form, delivered, scale, rescale)
             if sent is not None:
                 return sent, LinkStats()
         if scale is not None:
@@ -139,29 +111,21 @@ class Link:
         index, value, selected = self.selector.select(a, self.layout, codec.k, step.number)
         if rescale is not None and memory.tensors():
             # The residual keeps the excess. Without a residual, the scaler sees an infinity and backs off.
-            limit = codec.largest(self.delivered) * (1 - 2**-7) * rescale.reciprocal()  # a wire rounds up by less
+            limit = form.largest * (1 - 2**-7) * rescale.reciprocal()  # a wire rounds up by less
             value = value.clamp(-limit, limit)
-        payloads, arrives = codec.encode(index, value, None if rescale is not None else self.delivered, finite)
+        payloads, arrives = codec.encode(index, value, None if rescale is not None else delivered, finite)
         if rescale is not None:
-            arrives = (arrives * rescale).to(self.delivered).to(arrives.dtype) * rescale.reciprocal()
+            arrives = (arrives * rescale).to(delivered).to(arrives.dtype) * rescale.reciprocal()
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
         error = per_layer = None
         if measure.error:
-            rest, sizes = a.index_add(0, flat, arrives, alpha=-1), self.sizes
+            rest = a.index_add(0, flat, arrives, alpha=-1)
             error = _energies([a, rest])
             if measure.per_layer and sizes:
-                count = self._sent_per_layer(flat, arrives)
+                count = torch.stack([changed.count_nonzero() for changed in (a != rest).split(sizes)]).double()
                 per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
         return payloads, LinkStats(selected, error, per_layer)
-
-    def _sent_per_layer(self, flat: Tensor, sent: Tensor) -> Tensor:
-        """Number of nonzero entries sent of each parameter: ``[parameters]`` float64."""
-        if self._ends is None:
-            self._ends = torch.tensor(self.sizes).cumsum(0).to(flat.device)
-        count = torch.zeros(len(self.sizes), dtype=torch.float64, device=flat.device)
-        layer = torch.bucketize(flat, self._ends, right=True).clamp_(max=len(self.sizes) - 1)
-        return count.index_add_(0, layer, (sent != 0).double())
 
 
 def _unscaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
@@ -188,38 +152,25 @@ def _energies(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tensor) -> Tensor:
-    """Decodes one payload of each worker, all for the same shard, and averages them.
+    """Decodes payloads ``[W, P]`` uint8, one of each worker, all for the same shard, to their mean ``[shard_size]``.
 
-    Args:
-        payloads: ``[W, P]`` uint8, row w from worker w.
-        codec: Codec of the payloads.
-        dtype: dtype of the sum.
-        scratch: ``[numel]`` zeros; the mean is built in it if dtype and size fit.
-
-    Returns:
-        ``[shard_size]``, the mean over the W workers.
+    The mean has ``dtype``. It is built in ``scratch``, ``[numel]`` zeros, if dtype and size fit.
     """
     fits = scratch.dtype == dtype and len(scratch) >= codec.universe
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
     workers = len(payloads)
-    exact = workers.bit_count() == 1  # a power of two: dividing first gives the same bits at no cost
-    if ops.receive(payloads, Layout(codec.universe), codec.format(), workers if exact else 1, total) is not None:
-        return total if exact else total.div_(workers)
-    codec.check(payloads)
-    index, value = codec.read(payloads, dtype)
-    if exact:
-        value = value / workers
-    if total.device.type == "cpu":  # scatter_add_ is sequential there
-        total.scatter_add_(0, index.reshape(-1), value.reshape(-1))
-    else:
-        # One worker at a time fixes the order of additions: within a worker only padding zeros share a position.
-        for worker in range(workers):
-            total.scatter_add_(0, index[worker], value[worker])
-    if exact:
-        return total
-    # Divides the written positions only; a position that several workers wrote gets the same quotient each time.
-    places = index.reshape(-1)
-    return total.index_copy_(0, places, total.index_select(0, places).div_(workers))
+    divisor = workers if workers.bit_count() == 1 else 1  # dividing by a power of two first gives the same bits
+    if ops.receive(payloads, Layout(codec.universe), codec.format(), divisor, total) is None:
+        codec.check(payloads)
+        index, value = codec.read(payloads, dtype)
+        value = value / divisor
+        if ops.on_cpu(total):  # scatter_add_ is sequential there
+            total.scatter_add_(0, index.reshape(-1), value.reshape(-1))
+        else:
+            # One worker at a time fixes the order of additions: within a worker only padding zeros share a position.
+            for worker in range(workers):
+                total.scatter_add_(0, index[worker], value[worker])
+    return total if divisor == workers else total.div_(workers)
 
 
 def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -16,22 +16,17 @@ from lightning_topk.core.ops import reference
 class Memory:
     """The state of one end of a link. This class keeps nothing: entries that are not sent are lost, as in the papers.
 
-    Args:
-        dtype: dtype of the result of :meth:`compensate`.
+    ``dtype`` is that of sums.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """Adds the residual to ``x``.
+        """Adds the residual to ``x`` ``[numel]``, which becomes zero.
 
-        Args:
-            x: ``[numel]``; zero if the input was not finite. Set to zero by this call.
-            finite: Scalar bool. If false, this step must leave the memory unchanged.
-
-        Returns:
-            ``[numel]``, the sum to send from, finite; may share this memory's storage.
+        If the scalar bool ``finite`` is false, ``x`` is zero, and the step must leave the memory unchanged. The sum,
+        ``[numel]``, is finite, and may share this memory's storage.
         """
         a = x.to(self.dtype, copy=True)
         x.zero_()
@@ -40,9 +35,7 @@ class Memory:
     def keep(self, index: Tensor, sent: Tensor) -> None:
         """Keeps the unsent part of the sum that :meth:`compensate` returned.
 
-        Args:
-            index: ``[n]`` int64, positions of the selected entries.
-            sent: ``[n]``, the values that the receiver will decode there.
+        The receiver will decode the values ``sent`` ``[n]`` at the positions ``index`` ``[n]`` int64.
         """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -54,13 +47,7 @@ class Memory:
 
 
 class Residual(Memory):
-    """Error feedback: ``a = x + e``, then ``e = a - sent``.
-
-    Args:
-        numel: Number of elements.
-        dtype: dtype of the residual.
-        device: Device of the residual.
-    """
+    """Error feedback: ``a = x + e``, then ``e = a - sent``; in between, the residual ``[numel]`` holds the sum."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype)
@@ -68,14 +55,12 @@ class Residual(Memory):
 
     @override
     def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """In place: between this call and :meth:`keep`, the residual holds the sum."""
         a = reference.clamp_(self.residual.add_(x))
         x.zero_()
         return a
 
     @override
     def keep(self, index: Tensor, sent: Tensor) -> None:
-        """Subtracts the values that the receiver decodes, so the residual includes the wire's rounding error."""
         self.residual.scatter_add_(0, index, sent.neg())
 
     @override
@@ -87,14 +72,8 @@ class MomentumResidual(Residual):
     """Error feedback on velocities: momentum correction of Deep Gradient Compression (Lin et al. 2018, section 3.2).
 
     ``u = m u + x``; ``a = v + u``; ``v = a - sent``. Momentum is applied on the worker, before compression, so the
-    optimizer's own momentum must be 0. ``u`` is zeroed at the sent positions (momentum factor masking), which stops
-    stale momentum.
-
-    Args:
-        numel: Number of elements.
-        dtype: dtype of velocity and residual.
-        device: Device of velocity and residual.
-        momentum: m, in (0, 1).
+    optimizer's own momentum must be 0. ``u`` ``[numel]`` is zeroed at the sent positions (momentum factor masking),
+    which stops stale momentum.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, momentum: float) -> None:

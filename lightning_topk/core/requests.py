@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,101 +17,66 @@ from torch import Tensor
 from typing_extensions import override
 
 Direction = Literal["uplink", "downlink"]
+"""Whether workers send to servers, or servers to workers."""
 Among = Literal["all", "node", "peers"]
 """Ranks that take part: all ranks, the ranks of this node, or the ranks with the same local rank on every node."""
 
 
 @dataclass(frozen=True)
 class Request(ABC):
-    """One communication step of an exchange.
+    """One communication step of an exchange. W ranks take part, and are numbered among them."""
 
-    Attributes:
-        payload: This rank's input.
-        direction: Whether workers send to servers, or servers to workers.
-        among: Ranks that take part. W is their number, and ranks are numbered among them.
-    """
-
-    payload: Tensor
+    payload: Tensor  # this rank's input
     direction: Direction
     among: Among = "all"
 
     @abstractmethod
+    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
+        """Bytes that ``rank`` sends to ranks outside ``node``, to which it belongs."""
+
     def sent_bytes(self, rank: int, world: int) -> int:
         """Bytes that ``rank`` sends to other ranks."""
-
-    @abstractmethod
-    def leaving_bytes(self, node: int, world: int, local: int) -> int:
-        """Bytes that a node of ``local`` consecutive ranks sends to other nodes, if all ranks take part."""
-
-    def node_bytes(self, rank: int, world: int, local: int) -> tuple[int, int]:
-        """Bytes that the ``local`` ranks of the node of ``rank`` send in total: to each other, and to other nodes."""
-        node = rank // local
-        if self.among == "node":
-            return sum(self.sent_bytes(each, local) for each in range(local)), 0
-        if self.among == "peers":
-            return 0, local * self.sent_bytes(node, world // local)
-        leaving = self.leaving_bytes(node, world, local) if local < world else 0
-        return sum(self.sent_bytes(node * local + each, world) for each in range(local)) - leaving, leaving
+        return self.leaving_bytes(rank, world, range(rank, rank + 1))
 
 
 class AllToAll(Request):
     """Sends row s of ``payload`` ``[W, P]`` to rank s. Reply: ``[W, P]``, row r from rank r."""
 
     @override
-    def sent_bytes(self, rank: int, world: int) -> int:
-        return self.payload[0].nbytes * (world - 1)
-
-    @override
-    def leaving_bytes(self, node: int, world: int, local: int) -> int:
-        return self.payload[0].nbytes * (world - local) * local
+    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
+        return self.payload.nbytes // world * (world - len(node))
 
 
 class AllGather(Request):
     """Sends ``payload`` ``[P]`` to every rank. Reply: ``[W, P]``, row r from rank r."""
 
     @override
-    def sent_bytes(self, rank: int, world: int) -> int:
-        return self.payload.nbytes * (world - 1)
-
-    @override
-    def leaving_bytes(self, node: int, world: int, local: int) -> int:
-        return self.sent_bytes(0, world)  # around a ring, the last rank of a node sends to the next node
+    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
+        return 0 if (rank + 1) % world in node else self.payload.nbytes * (world - 1)  # around a ring
 
 
 class AllReduce(Request):
     """Sums ``payload`` ``[n]``, floating, over the ranks. Reply: ``[n]``, possibly in the same memory."""
 
     @override
-    def sent_bytes(self, rank: int, world: int) -> int:
-        return 2 * (world - 1) * self.payload.nbytes // world  # around a ring, twice
-
-    @override
-    def leaving_bytes(self, node: int, world: int, local: int) -> int:
-        return self.sent_bytes(0, world)
+    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
+        return 0 if (rank + 1) % world in node else 2 * (world - 1) * self.payload.nbytes // world  # a ring, twice
 
 
 class Gather(Request):
     """Sends ``payload`` ``[P]`` to rank 0. Reply: ``[W, P]`` at rank 0, None elsewhere."""
 
     @override
-    def sent_bytes(self, rank: int, world: int) -> int:
-        return self.payload.nbytes if rank else 0
-
-    @override
-    def leaving_bytes(self, node: int, world: int, local: int) -> int:
-        return self.payload.nbytes * local if node else 0
+    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
+        return 0 if 0 in node else self.payload.nbytes
 
 
 class Broadcast(Request):
     """Sends ``payload`` ``[P]`` from rank 0 to every rank; elsewhere it is an empty buffer. Reply: ``[P]``."""
 
     @override
-    def sent_bytes(self, rank: int, world: int) -> int:
-        return 0 if rank else self.payload.nbytes * (world - 1)  # rank 0 itself sends to each of the others
-
-    @override
-    def leaving_bytes(self, node: int, world: int, local: int) -> int:
-        return 0 if node else self.payload.nbytes * (world - local)
+    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
+        return 0 if rank else self.payload.nbytes * (world - len(node))  # rank 0 itself sends to each of the others
 
 
 def placeholder(*shape: int) -> Tensor:
@@ -120,23 +86,14 @@ def placeholder(*shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes sent, predicted or counted.
+    """Bytes sent, predicted or counted."""
 
-    Attributes:
-        uplink: Sent by this rank as a worker, to other ranks.
-        downlink: Sent by this rank as a server.
-        dense: Sent by this rank in a ring all-reduce of the same gradients, for comparison.
-        intra_node: Sent between the ranks of this rank's node, in total.
-        inter_node: Sent by these ranks to other nodes, in total: the count of the node's network interface.
-        dense_inter_node: Sent by these ranks to other nodes in a ring all-reduce.
-    """
-
-    uplink: int = 0
-    downlink: int = 0
-    dense: int = 0
-    intra_node: int = 0
-    inter_node: int = 0
-    dense_inter_node: int = 0
+    uplink: int = 0  # by this rank as a worker, to other ranks
+    downlink: int = 0  # by this rank as a server
+    dense: int = 0  # by this rank in a ring all-reduce of the same gradients, for comparison
+    intra_node: int = 0  # between the ranks of this rank's node, in total
+    inter_node: int = 0  # by these ranks to other nodes, in total: the count of the node's network interface
+    dense_inter_node: int = 0  # by these ranks to other nodes in a ring all-reduce
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -176,15 +133,17 @@ class Volume:
 
 
 def request_volume(request: Request, rank: int, world: int, local: int) -> Volume:
-    """The bytes of a request.
-
-    Args:
-        request: The request of one rank.
-        rank: This rank.
-        world: Number of all ranks.
-        local: Ranks per node.
-    """
-    among = {"all": (rank, world), "node": (rank % local, local), "peers": (rank // local, world // local)}
-    inside, outside = request.node_bytes(rank, world, local)
-    sent = {request.direction: request.sent_bytes(*among[request.among])}
-    return Volume(**sent, intra_node=inside, inter_node=outside)
+    """The bytes of a request of ``rank``, one of ``world``, on a node of ``local`` ranks."""
+    number, inside = rank // local, rank % local
+    senders: Iterable[int]
+    if request.among == "node":
+        mine, world, senders, node = inside, local, range(local), range(local)
+    elif request.among == "peers":  # each rank of the node sends to others of its own local rank
+        mine, world, senders, node = number, world // local, [number] * local, range(number, number + 1)
+    else:
+        mine, node = rank, range(rank - inside, rank - inside + local)
+        senders = node
+    leaving = sum(request.leaving_bytes(each, world, node) for each in senders)
+    total = sum(request.sent_bytes(each, world) for each in senders)
+    sent = request.sent_bytes(mine, world)
+    return Volume(**{request.direction: sent}, intra_node=total - leaving, inter_node=leaving)

@@ -31,13 +31,9 @@ class Selector(ABC):
     """The step of the selection in progress, for :meth:`pick`; see :meth:`select`."""
 
     def select(self, a: Tensor, layout: Layout, k: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Selects entries of each shard of ``a``.
+        """Selects at most k entries of each shard of ``a`` ``[numel]``, gradient plus residual, finite.
 
-        Args:
-            a: ``[numel]``, gradient plus residual. Finite; must not be modified.
-            layout: How its elements are split among shards.
-            k: Maximum number of entries to select from each shard, in [1, shard_size].
-            step: Number of exchanges before this one; the same on every rank.
+        ``step`` is the number of exchanges before this one, the same on every rank.
 
         Returns:
             Positions in the shard, ``[shards, k]`` int64, non-descending in each row; the values there, ``[shards, k]``
@@ -88,9 +84,6 @@ class RandK(Selector):
     The positions depend only on the seed, the step and the shard's size, and are computed on the device without random
     state: a bijective hash gives every position a key, and the positions with the k smallest keys are drawn. A server
     that sends fewer entries than the workers sends a subset of their positions.
-
-    Args:
-        seed: Seed of the positions.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -103,35 +96,28 @@ class RandK(Selector):
         return self.shared_positions(self.step, rows.shape[1], k, rows.device).expand(rows.shape[0], -1)
 
     def shared_positions(self, step: int, universe: int, k: int, device: torch.device | None = None) -> Tensor:
-        """Returns k positions of a step in a shard of ``universe`` elements, which both ends of a link compute.
+        """The positions of a step in a shard of ``universe`` elements, which both ends of a link compute.
 
-        They are ``[k]`` int64 on ``device`` (default: CPU), distinct and ascending: a uniformly random subset,
-        contained in the subset of any larger k.
+        ``[k]`` int64, distinct and ascending: a uniformly random subset, contained in the subset of any larger k.
         """
         if step != self._drawn_at:
             self._drawn, self._drawn_at = {}, step
         if (universe, k, device) not in self._drawn:
-            begin = _mixed(_mixed(self.seed) + step)
+            seed = _mixed_(torch.tensor(self.seed + _INCREMENT, device="cpu"))
+            begin = _mixed_(seed.add_(step + _INCREMENT))
             keys = _mixed_(torch.arange(universe, device=device).add_(begin))
             drawn = keys.topk(k, largest=False, sorted=False).indices.sort().values
             self._drawn[universe, k, device] = drawn
         return self._drawn[universe, k, device]
 
 
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""Shifts and factors of splitmix64 (Steele et al. 2014): ``z = (z ^ z >> shift) * factor``, modulo 2^64."""
-
-
-def _mixed(z: int) -> int:
-    """Hashes a number to a signed 64-bit integer (splitmix64); the hash is bijective modulo 2^64."""
-    z = (z + 0x9E3779B97F4A7C15) % 2**64
-    for shift, factor in _MIX:
-        z = (z ^ z >> shift) * factor % 2**64
-    return z - 2**64 * (z >= 2**63)
+"""Increment, shifts and factors of splitmix64 (Steele et al. 2014): ``z = (z ^ z >> shift) * factor``, modulo 2^64."""
 
 
 def _mixed_(z: Tensor) -> Tensor:
-    """The same mixing in place on int64, whose products are modulo 2^64 too; without the first addition."""
+    """Hashes int64 in place; the hash is bijective, as products of int64 are modulo 2^64."""
     for shift, factor in _MIX:
         z.bitwise_xor_(z.bitwise_right_shift(shift).bitwise_and_(2 ** (64 - shift) - 1))
         z.mul_(factor - 2**64 * (factor >= 2**63))
@@ -147,11 +133,11 @@ class Threshold(Selector):
 
     @abstractmethod
     def threshold(self, rows: Tensor, k: int) -> Tensor:
-        """Returns the threshold of each row.
+        """Returns the threshold that about k entries of each row should reach.
 
         Args:
             rows: ``[R, S]``, one shard per row, padded with zeros.
-            k: Number of entries of each row that should reach the threshold.
+            k: Number of entries.
 
         Returns:
             ``[R, 1]`` of the dtype of ``rows``, at least 0.
@@ -203,8 +189,6 @@ class SampledK(Threshold):
     """
 
     def __init__(self, fraction: float = 0.01) -> None:
-        if not 0 < fraction <= 1:
-            raise ValueError(f"SampledK: fraction={fraction!r} must be in (0, 1].")
         self.fraction = fraction
 
     @override

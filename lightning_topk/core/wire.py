@@ -21,28 +21,17 @@ from lightning_topk.core import ops
 from lightning_topk.core.layout import PayloadFormat
 from lightning_topk.core.ops import reference
 
+GROUP = 64
+"""Values that share a scale."""
+
 
 @dataclass(frozen=True)
 class Wire:
-    """Format of the values in a payload.
+    """Format of the values in a payload. The rounding error stays in the sender's residual."""
 
-    Args:
-        name: Name in the settings.
-        value_dtype: dtype of the values on the wire. The rounding error stays in the sender's residual.
-    """
-
-    name: str
-    value_dtype: torch.dtype
-
-    @property
-    def width(self) -> int:
-        """Bits per value."""
-        return 8 * self.value_dtype.itemsize
-
-    @property
-    def eps(self) -> float:
-        """The largest factor by which rounding increases a value, minus one."""
-        return torch.finfo(self.value_dtype).eps
+    name: str  # in the settings
+    value_dtype: torch.dtype  # of the values on the wire
+    bits: int = 0  # per value, if the fused functions of `core.ops` write and read this wire; else 0
 
     @property
     def largest(self) -> float:
@@ -62,89 +51,59 @@ class Wire:
         return written.contiguous().view(self.value_dtype)
 
 
-@dataclass(frozen=True)
 class BlockWire(Wire):
-    """Values as small integers with a scale for every block: ``[k integers | ceil(k / 64) scales]``.
+    """Values as integers of 8 or 4 bits with a scale for every 64: ``[k integers | ceil(k / 64) scales]``.
 
     Integers of b bits lie in ±(2^(b - 1) - 1). 4-bit integers are packed two to a byte, the first in the low bits. A
-    block's scale is its largest magnitude divided by the largest integer (blocks as in Dettmers 2016). Entries are
-    ordered by position.
-
-    Args:
-        name: Name in the settings.
-        value_dtype: dtype of the scales.
-        bits: Bits of an integer, 8 or 4.
-        block: Number of values that share a scale.
+    scale, of ``value_dtype``, is the largest magnitude of its values divided by the largest integer (Dettmers 2016).
     """
-
-    bits: int = 8
-    block: int = 64
-
-    @property
-    @override
-    def width(self) -> int:
-        return self.bits
-
-    @property
-    def top(self) -> int:
-        """The largest integer."""
-        return (1 << self.bits - 1) - 1
 
     @property
     @override
     def largest(self) -> float:
         """Below the scale's own limit, since the scale may be rounded up."""
-        return torch.finfo(self.value_dtype).max * (1 - self.eps)
+        scale = torch.finfo(self.value_dtype)
+        return scale.max * (1 - scale.eps)
 
     @override
     def nbytes(self, k: int) -> int:
-        return self._integer_bytes(k) + -(-k // self.block) * self.value_dtype.itemsize
+        return self._integer_bytes(k) + -(-k // GROUP) * self.value_dtype.itemsize
 
     @override
     def write(self, value: Tensor) -> Tensor:
-        rows, k = value.shape
-        blocks = torch.nn.functional.pad(value, (0, -k % self.block)).view(rows, -1, self.block)
-        scale = (blocks.abs().amax(dim=2) / self.top).to(self.value_dtype)
+        (rows, k), top = value.shape, (1 << self.bits - 1) - 1
+        blocks = torch.nn.functional.pad(value, (0, -k % GROUP)).view(rows, -1, GROUP)
+        scale = (blocks.abs().amax(dim=2) / top).to(self.value_dtype)
         unit = scale.to(value.dtype).unsqueeze(2)
-        integers = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-self.top, self.top).to(torch.int8)
-        return torch.cat(
-            [self._pack(integers.view(rows, -1))[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1
-        )
+        integers = torch.where(unit > 0, blocks / unit, 0).round_().clamp_(-top, top).to(torch.int8)
+        octets = integers.view(rows, -1).view(torch.uint8)
+        if self.bits == 4:
+            low, high = octets.view(rows, -1, 2).unbind(2)
+            octets = low & 15 | high << 4
+        return torch.cat([octets[:, : self._integer_bytes(k)], scale.view(torch.uint8)], dim=1)
 
     @override
     def read(self, written: Tensor, k: int) -> Tensor:
         """The product of integer and scale has at most 15 significant bits, so it is exact in float32."""
         filled = self._integer_bytes(k)
         copy = written[:, filled:].clone(memory_format=torch.contiguous_format)  # a 2-byte view needs an even offset
-        scale = copy.view(self.value_dtype).float().repeat_interleave(self.block, dim=1)
-        return self._unpack(written[:, :filled])[:, :k] * scale[:, :k]
+        scale = copy.view(self.value_dtype).float().repeat_interleave(GROUP, dim=1)
+        octets = written[:, :filled]
+        integers = octets.view(torch.int8)
+        if self.bits == 4:  # the right shift of an int8 is arithmetic: it extends the sign of the upper four bits
+            integers = torch.stack([octets << 4, octets], dim=2).view(torch.int8).flatten(1) >> 4
+        return integers[:, :k] * scale[:, :k]
 
     def _integer_bytes(self, k: int) -> int:
-        """Size of k integers in bytes."""
         return -(-k * self.bits // 8)
-
-    def _pack(self, integers: Tensor) -> Tensor:
-        """Packs int8 ``[R, n]``, n a multiple of :attr:`block`, into uint8 ``[R, n bits / 8]``."""
-        octets = integers.view(torch.uint8)
-        if self.bits == 8:
-            return octets
-        low, high = octets.view(len(octets), -1, 2).unbind(2)
-        return low & 15 | high << 4
-
-    def _unpack(self, octets: Tensor) -> Tensor:
-        """Inverse of :meth:`_pack`: int8 ``[R, n]``."""
-        if self.bits == 8:
-            return octets.view(torch.int8)
-        # The right shift of an int8 is arithmetic: it extends the sign of the upper four bits.
-        return torch.stack([octets << 4, octets], dim=2).view(torch.int8).flatten(1) >> 4
 
 
 WireName = Literal["fp32", "bf16", "int8", "int4"]
 WIRES: dict[str, Wire] = {
-    "fp32": Wire("fp32", torch.float32),
-    "bf16": Wire("bf16", torch.bfloat16),
-    "int8": BlockWire("int8", torch.bfloat16),
-    "int4": BlockWire("int4", torch.bfloat16, bits=4),
+    "fp32": Wire("fp32", torch.float32, 32),
+    "bf16": Wire("bf16", torch.bfloat16, 16),
+    "int8": BlockWire("int8", torch.bfloat16, 8),
+    "int4": BlockWire("int4", torch.bfloat16, 4),
 }
 """Wires by name."""
 
@@ -158,48 +117,37 @@ WORDS_SUM = 0x746F706B
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes selections of one size: k entries of a shard of ``universe`` elements.
-
-    Args:
-        wire: Format of the values.
-        universe: Number of elements in the shard, S.
-        k: Number of entries in a payload.
-        shared: Computes the positions, if every rank draws the same; None if they are sent.
-        tag: Identifies the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload.
-    """
+    """Encodes and decodes selections of one size: k entries of a shard of ``universe`` elements."""
 
     wire: Wire
-    universe: int
+    universe: int  # S
     k: int
-    shared: Shared | None = None
-    tag: int = 0
+    shared: Shared | None = None  # computes the positions, if every rank draws the same; None if they are sent
+    tag: int = 0  # of the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload
 
     @property
     def nbytes(self) -> int:
         """Size of a payload in bytes, P; a multiple of the word size."""
         return self._format.nbytes
 
-    def largest(self, delivered: torch.dtype | None) -> float:
-        """The largest magnitude that decodes to a finite value, also in the receiver's dtype unless it is None."""
-        limit = self.wire.largest
-        if delivered is not None and torch.finfo(delivered).max < limit:
-            # The wire may round the narrower dtype's largest value up, out of its range: stay below.
-            limit = torch.finfo(delivered).max * (1 - self.wire.eps)
-        return limit
-
     def format(self, delivered: torch.dtype | None = None) -> PayloadFormat:
-        """Byte layout of a payload, and its largest magnitude; see :meth:`largest`."""
-        return self._format._replace(largest=self.largest(delivered))
+        """Byte layout of a payload. Its largest magnitude is finite in the dtype ``delivered`` too, if not None."""
+        form = self._format
+        if delivered is not None and torch.finfo(delivered).max < form.largest:
+            # The wire may round the narrower dtype's largest value up, out of its range: stay below.
+            limit = torch.finfo(delivered).max * (1 - torch.finfo(self.wire.value_dtype).eps)
+            return form._replace(largest=limit)
+        return form
 
     @cached_property
     def _format(self) -> PayloadFormat:
         wire, universe, k = self.wire, self.universe, self.k
-        bits = wire.width if wire.name in ops.FUSED_WIRES else 0
         low = reference.elias_fano_low_width(universe, k)
         known = self.shared is not None or k == universe  # to both ends
         values, positions = wire.nbytes(k), 0 if known else reference.elias_fano_bytes(universe, k, low)
         nbytes = (-(-(values + positions) // WORD.itemsize) + 1) * WORD.itemsize
         check = WORDS_SUM + (self.tag + 0x9E3779 * k) % 2**24  # different for each k of a tag
+        bits = 0 if known else wire.bits
         return PayloadFormat(universe, k, bits, wire.largest, values, low, positions, nbytes, check)
 
     def encode(
@@ -214,11 +162,11 @@ class Codec:
             finite: Scalar bool. If false, all values on the wire are NaN.
 
         Returns:
-            The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, with the shape and dtype of
-            ``value``: zero if not ``finite``.
+            The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, like ``value``: zero if not
+            ``finite``.
         """
-        limit, form = self.largest(delivered), self._format
-        clamped = value.clamp(-limit, limit)
+        form = self.format(delivered)
+        clamped = value.clamp(-form.largest, form.largest)
         if finite is not None:
             clamped.masked_fill_(~finite, torch.nan)
         written = self.wire.write(clamped)
@@ -226,24 +174,17 @@ class Codec:
         sent = (arrives if delivered is None else arrives.to(delivered)).to(value.dtype, copy=True)
         if finite is not None:
             reference.zero_unless_(sent, finite)
-        payload = torch.empty(len(value), form.nbytes, dtype=torch.uint8, device=value.device)
-        filled = form.value_bytes + form.index_bytes
+        payload = torch.zeros(len(value), form.nbytes, dtype=torch.uint8, device=value.device)
         payload[:, : form.value_bytes] = written
         if form.index_bytes:
-            payload[:, form.value_bytes : filled] = ops.separate(index).elias_fano_encode(
-                index, self.universe, form.low
-            )
-        payload[:, filled:] = 0
+            code = ops.separate(index).elias_fano_encode(index, self.universe, form.low)
+            payload[:, form.value_bytes : form.value_bytes + form.index_bytes] = code
         words = payload.view(WORD)
         words[:, -1] = form.check - words.sum(dim=1, dtype=WORD)
         return payload, sent
 
     def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Decodes payloads that :meth:`check` accepts.
-
-        Args:
-            payload: ``[R, P]`` uint8.
-            dtype: dtype of the returned values.
+        """Decodes payloads ``[R, P]`` uint8 that :meth:`check` accepts.
 
         Returns:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.

@@ -18,12 +18,12 @@ from lightning_topk.bucket import Bucket
 from lightning_topk.core import guards
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.link import Measure
+from lightning_topk.core.requests import Volume, request_volume
 from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Mark, Result, Timing, mark
-from lightning_topk.volume import Volume, dense_volume, request_volume
 
 Steps = Generator["dist.Work | None", None, Tensor]
 """A generator that yields before it waits: a collective, or None to wait until all earlier steps have ended."""
@@ -89,7 +89,7 @@ class Job:
         only the group, the collective and its size.
         """
         begun, plan, groups = None if self.timings is None else mark(g.device), self.plan, self.groups
-        place = rank, world, local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
+        rank, world, local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         end = self.residuals.endpoint(self.bucket, plan)
         codecs, sent, reply = plan.codecs(self.step, self.epoch, end.uplink.selector), Volume(), None
         exchange = guards.exchange(end, g, codecs, self.step, self.scale, self.used, self.measure)
@@ -99,7 +99,7 @@ class Job:
             except StopIteration as stopped:
                 outcome = stopped.value
                 break
-            sent += request_volume(request, *place)
+            sent += request_volume(request, rank, world, local)
             what = type(request).__name__, request.payload.numel(), request.among, request.direction
             where = groups.place, self.step, self.name  # not the job, which a record of the log would keep
             LOGGER.debug("%s, step %d, %s: %s of %d elements among %s, %s", *where, *what)
@@ -109,7 +109,7 @@ class Job:
                 yield work
                 work.wait()
         k = codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
-        sent += dense_volume(plan, rank)
+        sent += plan.dense_volume
         self.results.append(Result(self.bucket, plan, outcome, sent, min(k, plan.layout.numel)))
         if self.timings is not None:
             self.timings.append((begun, self.ready, mark(g.device)))

@@ -10,7 +10,7 @@ import torch
 from lightning_topk.bucket import TOLERANCE, Bucket, Buckets
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.volume import Volume, bucket_volume
+from lightning_topk.volume import Volume
 
 LOGGER = logging.getLogger("lightning_topk")
 
@@ -78,7 +78,7 @@ def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) 
         return []
     seen, least = sent.saved(by_node), asked * (1 - TOLERANCE)
     if seen < least:
-        together = bucket_volume(settings.plan_of(tuple(p for bucket in buckets for p in bucket)), 0)
+        together = settings.plan_of(tuple(p for bucket in buckets for p in bucket)).volume()
         small, remedy = "this model is", "Use DDP"
         if len(buckets) > 1 and together.saved(by_node) >= least:
             small, remedy = "its buckets are", "Use a larger bucket_cap_mb= or, with fully_shard, larger modules"

@@ -26,7 +26,7 @@ from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report, Telemetry, mark
 from lightning_topk.schedule import Schedule
-from lightning_topk.volume import Volume, bucket_volume
+from lightning_topk.volume import Volume
 
 
 class HookState:
@@ -173,7 +173,7 @@ class HookState:
         """
         when = self.rank if rank is None else rank, self.steps, self._epoch()
         plans = [(self.buckets.plan_of(bucket), len(bucket) if self.voting else None) for bucket in self.last_buckets]
-        total = sum((bucket_volume(plan, *when, voters) for plan, voters in plans), Volume())
+        total = sum((plan.volume(*when, voters) for plan, voters in plans), Volume())
         return total.of_shards(self.shards_per_node)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lab.report import Result
 from lightning_topk.bench.loop import Contender
 from lightning_topk.bench.peers import Peer, ours
 from lightning_topk.core.requests import AllGather, Request
-from lightning_topk.plan import torchvision_model
+from lightning_topk.plan import make_module
 from lightning_topk.runtime import collectives
 
 
@@ -50,7 +50,7 @@ TRAININGS = {
         0.05,
     ),
     "resnet50": Training(
-        partial(torchvision_model, "resnet50"),
+        partial(make_module, "resnet50"),
         partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4),
         partial(_images, 64),
         0.10,

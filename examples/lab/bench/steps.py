@@ -24,7 +24,7 @@ from lab.report import Result
 from lightning_topk.bench import loop
 from lightning_topk.bench.command import Work
 from lightning_topk.bench.peers import Peer
-from lightning_topk.plan import link, torchvision_model
+from lightning_topk.plan import link, make_module
 
 Measured = dict[str, dict[str, Any]]
 """Results of :func:`measured` by peer."""
@@ -160,7 +160,7 @@ def train(
     """Times whole training steps of a torchvision model, on this host or on emulated ones."""
     settings, chosen, words = prepared(workers, ratio, saving, peers)
     with torch.device("meta"):
-        torchvision_model(model)
+        make_module(model)
     where = rate or "loopback"
     result = Result(
         "train",

@@ -24,10 +24,6 @@ from lightning_topk.core.layout import Layout, NodeShards, PayloadFormat
 from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Stepped
 
-FUSED_WIRES = ("fp32", "bf16", "int8", "int4")
-"""Wires that :func:`sender` and :func:`receive` support; values of other wires are encoded in a step of their own."""
-
-
 FAILED: dict[str, str] = {}
 """Why an installed compiler does not work here, by its name."""
 
@@ -96,7 +92,7 @@ def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool
     ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN. Its arguments, beside these:
 
     - x: ``[numel]``, contiguous; becomes zero.
-    - form: Format of a payload, ``compiled``.
+    - form: Format of a payload, with ``bits``.
     - scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
     - rescale: Scalar by which receivers multiply before they round to ``delivered``; on a GPU only.
 
@@ -131,7 +127,7 @@ def receive(
         Whether all values are finite, a scalar bool. None, without effect, if no function does all that: then decode
         and add, with the same result.
     """
-    version = fast(out.device) if form.compiled else None
+    version = fast(out.device) if form.bits else None
     return version.receive(payloads, layout, form, divisor, out, scale) if version is not None else None
 
 
