@@ -230,9 +230,7 @@ class Codec:
         filled = form.value_bytes + form.index_bytes
         payload[:, : form.value_bytes] = written
         if form.index_bytes:
-            payload[:, form.value_bytes : filled] = ops.separate(index).elias_fano_encode(
-                index, self.universe, form.low
-            )
+            payload[:, form.value_bytes : filled] = reference.elias_fano_encode(index, self.universe, form.low)
         payload[:, filled:] = 0
         words = payload.view(WORD)
         words[:, -1] = form.check - words.sum(dim=1, dtype=WORD)
@@ -252,7 +250,7 @@ class Codec:
         value = self.wire.read(payload[:, : form.value_bytes], k).to(dtype)
         if form.index_bytes:
             code = payload[:, form.value_bytes : form.value_bytes + form.index_bytes]
-            return ops.separate(code).elias_fano_decode(code, universe, k, form.low), value
+            return reference.elias_fano_decode(code, universe, k, form.low), value
         if k == universe or self.shared is None:
             known = torch.arange(universe, device=payload.device)
         else:

@@ -5,7 +5,7 @@ have 32 bits. A slot is the index of a sent entry in its row.
 
 If ``TRITON_INTERPRET=1`` is set before Triton is imported, the kernels run on CPU tensors. The tests use this.
 """
-# ruff: noqa: N803, N806, SIM108 constants are in capitals; a ternary of blocks is no branch
+# ruff: noqa: N803, N806, SIM108, SIM300 constants are in capitals; a ternary of blocks is no branch
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import triton.language as tl
 
 NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
-BELOW = tl.constexpr(1 - 2**-7)  # a wire rounds up by less
 SIZES = {
     "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "rank", "capacity",
     "rows", "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
@@ -29,19 +28,6 @@ SIZES = {
 def launched(kernel: Callable[..., Any]) -> Any:
     """Compiles a kernel once for all sizes. By default, Triton recompiles for sizes that are 1 or a multiple of 16."""
     return triton.jit(kernel, do_not_specialize=sorted(SIZES.intersection(inspect.signature(kernel).parameters)))
-
-
-@launched
-def is_finite(x, finite, numel, TILE: tl.constexpr):
-    """Clears ``finite`` if ``x`` has a NaN or an infinity."""
-    begin = tl.program_id(0).to(tl.int64) * TILE
-    at = begin + tl.arange(0, TILE)
-    if begin + TILE <= numel:
-        read = tl.load(x + at)
-    else:
-        read = tl.load(x + at, mask=at < numel, other=0.0)
-    bad = ~(tl.abs(read.to(tl.float32)) <= LARGEST)
-    tl.store(finite, 0, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
 
 
 @launched
@@ -115,32 +101,19 @@ def move(
     ``counts`` ``[shards, turns]`` is their number in every block of a shard.
     """
     begin = tl.program_id(0).to(tl.int64) * TILE
-    # Without a mask, loads and stores have 16 bytes for any number of elements.
-    if begin + TILE <= numel:
-        _move_tile(e, x, scale, state, bitmap, counts, numel, shards, turns, begin, False, SCALED, TILE, BLOCK)
-    else:
-        _move_tile(e, x, scale, state, bitmap, counts, numel, shards, turns, begin, True, SCALED, TILE, BLOCK)
-
-
-@triton.jit
-def _move_tile(
-    e, x, scale, state, bitmap, counts, numel, shards, turns, begin,
-    LAST: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = begin + tl.arange(0, TILE)
-    if LAST:
-        inside = at < numel
-        read, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
-    else:
+    at, full = begin + tl.arange(0, TILE), begin + TILE <= numel
+    if full:  # without a mask, loads and stores have 16 bytes for any number of elements
         read, kept = tl.load(x + at), tl.load(e + at)
+    else:
+        read, kept = tl.load(x + at, mask=at < numel, other=0.0), tl.load(e + at, mask=at < numel, other=0.0)
     added = read.to(tl.float32) * _inverse(scale, SCALED)
     total = _clamped(kept + tl.where(tl.load(state) == 0, added, 0.0))
-    if LAST:
-        tl.store(e + at, total, mask=inside)
-        tl.store(x + at, tl.zeros_like(read), mask=inside)
-    else:
+    if full:
         tl.store(e + at, total)
         tl.store(x + at, tl.zeros_like(read))
+    else:
+        tl.store(e + at, total, mask=at < numel)
+        tl.store(x + at, tl.zeros_like(read), mask=at < numel)
     least = tl.load(state + 1).to(tl.float32, bitcast=True)
     reach = (tl.abs(total) >= least).to(tl.int32)  # False outside, where total is 0
     bits = tl.reshape(reach, (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
@@ -303,15 +276,13 @@ def _taken_off(words):
 
 @launched
 def write(
-    e, state, index, value, payload, words, scale, k, numel, shards, limit, value_bytes, begin_high, nbytes,
-    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SCALED: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    e, state, index, value, payload, words, k, numel, shards, limit, value_bytes, begin_high, nbytes,
+    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes values and low parts to the payloads, takes them off the check words, and leaves the residual in ``e``.
 
-    If ``x`` was not finite, all values on the wire are NaN, and ``e`` is unchanged. DELIVERED: code of the receiver's
-    dtype, if the residual must include its rounding error: 16 for float16, 17 for bfloat16; else 0. SCALED: receivers
-    multiply by ``scale`` before they round. ``words`` is the payload again.
+    If ``x`` was not finite, all values on the wire are NaN, and ``e`` is unchanged. The residual includes the rounding
+    error of DELIVERED, the receivers' dtype. ``words`` is the payload again.
     """
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
     slot = begin + tl.arange(0, SLOTS)
@@ -320,9 +291,6 @@ def write(
     found = tl.load(value + row * k + slot, mask=inside, other=0.0)
     position = tl.load(index + row * k + slot, mask=inside, other=0)
     bounded = tl.minimum(tl.maximum(found, -limit), limit)
-    if SCALED:
-        scaled_limit = limit * BELOW * _inverse(scale, SCALED)
-        bounded = tl.minimum(tl.maximum(bounded, -scaled_limit), scaled_limit)
     to = payload + row * nbytes
     if BITS == 32:
         arrives = bounded
@@ -339,17 +307,12 @@ def write(
         written = _taken_off(tl.where(inside, bits << 16 * (slot & 1), 0))
     else:
         arrives, written = _write_integers(bounded, finite, to, k, begin, BITS, SLOTS)
-    if SCALED:
-        arrives *= tl.load(scale).to(tl.float32)
-    if DELIVERED == 16:
+    if DELIVERED == tl.float16:
         arrives = arrives.to(tl.float16).to(tl.float32)
-    elif DELIVERED == 17:
+    elif DELIVERED == tl.bfloat16:
         arrives = _from_bf16(_to_bf16(arrives))
-    if SCALED:
-        arrives *= _inverse(scale, SCALED)
-    rest = found - arrives
     taken = tl.where(finite, found, 0.0) != 0  # padding is 0, and repeats a position
-    tl.store(e + _flat(position, row, numel, shards, BLOCK), rest, mask=inside & taken)
+    tl.store(e + _flat(position, row, numel, shards, BLOCK), found - arrives, mask=inside & taken)
     octet = tl.arange(0, SLOTS // 8)
     lows = tl.zeros((SLOTS // 8,), tl.int32)
     for n in tl.static_range(LOW):
