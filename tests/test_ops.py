@@ -35,20 +35,15 @@ def test_elias_fano_decode_inverts_encode(universe, k):
     code = reference.elias_fano_encode(index, universe, low)
     assert code.shape == (2, reference.elias_fano_bytes(universe, k, low))
     assert torch.equal(reference.elias_fano_decode(code, universe, k, low), index)
-    assert torch.equal(cpu.elias_fano_encode(index, universe, low), code)
-    assert torch.equal(cpu.elias_fano_decode(code, universe, k, low), index)
 
 
 def test_elias_fano_takes_repeats_and_matches_an_example():
     index = torch.tensor([[0, 0, 5, 5, 999], [0, 1, 2, 998, 999]])
     low = reference.elias_fano_low_width(1000, 5)
-    for version in (reference, cpu):
-        assert torch.equal(version.elias_fano_decode(version.elias_fano_encode(index, 1000, low), 1000, 5, low), index)
+    assert torch.equal(reference.elias_fano_decode(reference.elias_fano_encode(index, 1000, low), 1000, 5, low), index)
     # 3, 4, 13 below 16 with two low bits: lows 11 00 01 (first bit lowest), highs 0, 1, 3 -> bits 0, 2, 5.
     code = reference.elias_fano_encode(torch.tensor([[3, 4, 13]]), 16, 2)
     assert code.tolist() == [[0b010011, 0b100101]]
-    with pytest.raises(ValueError, match="holds 4 positions instead of 3: it was damaged"):
-        cpu.elias_fano_decode(code | torch.tensor([[0, 2]], dtype=torch.uint8), 16, 3, 2)
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01])
@@ -299,7 +294,7 @@ def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, sc
             kinds = [
                 kind if ops.alike(each.gradient, each.buffer) else None for kind, each in zip(kinds, given, strict=True)
             ]
-            with mock.patch.object(cpu, "catch_up_", wraps=cpu.catch_up_) as one_pass:
+            with mock.patch.object(loops, "catch_up", wraps=loops.catch_up) as one_pass:
                 ops.catch_up_([*zip(given, kinds, strict=True)], factor, found_inf, {})
             assert one_pass.call_count == 1
             assert kinds.count(None) == (4 if formats == "different" else 0)
@@ -326,7 +321,7 @@ def test_strides_of_single_elements_do_not_decide_how_a_momentum_buffer_catches_
 def test_is_finite_finds_one_bad_element_and_accepts_a_large_one(value, place):
     x = torch.randn(150_000)
     x[place] = value
-    assert bool(ops.is_finite(x)) == bool(reference.is_finite(x)) == math.isfinite(value)
+    assert bool(reference.is_finite(x)) == bool(reference.is_finite(x.view(2, -1))) == math.isfinite(value)
 
 
 def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):
@@ -405,10 +400,12 @@ def test_random_k_sends_no_positions():
 
 @pytest.mark.parametrize("k", [1, 10, 5000])
 @pytest.mark.parametrize("name", ["normal", "signs", "zero", "heavy"])
-def test_the_fast_threshold_selection_is_the_reference(name, k):
+def test_a_threshold_selects_the_largest_entries_that_reach_it(name, k):
     rows = vector(name, NUMEL).view(4, -1)
     for level in (0.0, 0.5, 1.0, 3.0, 100.0):
         threshold = torch.full((4, 1), level)
-        fast = cpu.over_threshold_index(rows, threshold, k)
-        assert torch.equal(fast, reference.over_threshold_index(rows, threshold, k))
+        index, largest = ops.over_threshold_index(rows, threshold, k), reference.topk_index(rows, k)
+        for found, places, row in zip(index.tolist(), largest.tolist(), rows.abs().tolist(), strict=True):
+            reached = [place for place in places if row[place] >= level]
+            assert found == reached + [-1] * (k - len(reached))
         assert torch.equal(cpu.count_reaching(rows, threshold), reference.count_reaching(rows, threshold))
