@@ -77,8 +77,7 @@ def test_a_decoded_payload_holds_what_the_codec_returned(wire, rows, universe, k
 
 
 def test_two_4_bit_values_share_a_byte_the_first_one_lowest():
-    value = torch.tensor([[7.0, -1.0, 0.4, -7.0, 3.0]])
-    written = WIRES["int4"].write(value)
+    written = WIRES["int4"].write(torch.tensor([[7.0, -1.0, 0.4, -7.0, 3.0]]))
     assert written.tolist() == [[0xF7, 0x90, 0x03, *torch.ones(1, dtype=torch.bfloat16).view(torch.uint8).tolist()]]
     assert WIRES["int4"].read(written, 5).tolist() == [[7, -1, 0, -7, 3]]
 
@@ -245,15 +244,15 @@ def test_a_send_that_cannot_be_fused_changes_nothing(case):
     assert torch.equal(x.nan_to_num(9), before[1].nan_to_num(9))
 
 
-def test_a_link_chooses_its_sender_once_and_compiled_loops_write_only_what_they_know():
+def test_compiled_loops_write_only_what_they_know():
     layout, device = Layout(5_000, 2), torch.device("cpu")
     assert Link(layout, TopK(), Residual(5_000, torch.float32, device))._send is cpu.send
-    assert Link(layout, TopK(), Residual(5_000, torch.float64, device))._send is None
-    assert Link(layout, TopK(), Residual(5_000, torch.float32, device), torch.bfloat16)._send is None
-    assert Link(layout, GaussianK(), Residual(5_000, torch.float32, device))._send is None
+    for dtype, delivered, selector in (
+        (torch.float64, None, TopK()), (torch.float32, torch.bfloat16, TopK()), (torch.float32, None, GaussianK()),
+    ):  # fmt: skip
+        assert Link(layout, selector, Residual(5_000, dtype, device), delivered)._send is None
     form = Codec(WIRES["fp32"], layout.shard_size, 50).format()
     assert form.compiled
-    assert not Codec(WIRES["fp32"], layout.shard_size, layout.shard_size).format().compiled  # all sent
     assert not form._replace(index_bytes=0).compiled
     assert not form._replace(bits=0).compiled
 
@@ -282,17 +281,18 @@ def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, sc
     """In any dense memory format, if all tensors have it."""
     found_inf, factor = (None if each is None else torch.tensor(each) for each in (skipped, scale))
     ends, before = [], [catching_up(shape, rule, 0) for rule in RULES for shape in ((7, 3, 20, 24), (1, 1, 1, 5))]
+    laid_out = {"one": (), "channels_last": range(6), "different": (2,)}[formats]
     for version in (ops, reference):
-        given = [Stepped(*(x.clone() if isinstance(x, torch.Tensor) else x for x in each)) for each in before]
-        if formats != "one":
-            several = range(6) if formats == "channels_last" else (2,)
-            laid = [each.to(memory_format=torch.channels_last) if i in several and each is not None else each
-                    for each_of in given for i, each in enumerate(each_of[:6])]  # fmt: skip
-            given = [Stepped(*laid[6 * i : 6 * i + 6], each.rule) for i, each in enumerate(given)]
+        given = []
+        for each in before:
+            copies = [None if x is None else x.clone() for x in each[:6]]
+            for i in laid_out:
+                copies[i] = None if copies[i] is None else copies[i].to(memory_format=torch.channels_last)
+            given.append(Stepped(*copies, each.rule))
         if version is ops:
-            kinds = [ops.kind_of(each.buffer, each.waited, each.parameter) for each in given]
             kinds = [
-                kind if ops.alike(each.gradient, each.buffer) else None for kind, each in zip(kinds, given, strict=True)
+                ops.kind_of(each.buffer, each.waited, each.parameter) if ops.alike(each.gradient, each.buffer) else None
+                for each in given
             ]
             with mock.patch.object(loops, "catch_up", wraps=loops.catch_up) as one_pass:
                 ops.catch_up_([*zip(given, kinds, strict=True)], factor, found_inf, {})

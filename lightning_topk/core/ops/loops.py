@@ -392,7 +392,9 @@ def write_positions(places, low, code):
         for i in range(min(8 * low, low_bytes - first)):
             code[first + i] = octets[i]
     highs[filled] = bits
-    code[low_bytes:] = highs.view(np.uint8)[: len(code) - low_bytes]
+    octets = highs.view(np.uint8)
+    for i in range(low_bytes, len(code)):
+        code[i] = octets[i - low_bytes]
 
 
 @compiled
@@ -401,8 +403,11 @@ def read_positions(code, universe, low, places):
     k, mask = len(places), (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     low_bytes = (k * low + 7) // 8
     lows, highs = np.zeros(low_bytes // 8 + 2, np.uint64), np.zeros((len(code) - low_bytes) // 8 + 1, np.uint64)
-    lows.view(np.uint8)[:low_bytes] = code[:low_bytes]
-    highs.view(np.uint8)[: len(code) - low_bytes] = code[low_bytes:]
+    low_octets, high_octets = lows.view(np.uint8), highs.view(np.uint8)
+    for i in range(low_bytes):
+        low_octets[i] = code[i]
+    for i in range(low_bytes, len(code)):
+        high_octets[i - low_bytes] = code[i]
     n, at = 0, 0
     for w in range(len(highs)):
         word = highs[w]
