@@ -343,23 +343,19 @@ def _write_integers(bounded, finite, to, k, begin, BITS: tl.constexpr, SLOTS: tl
     rounded = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -top), top)
     integer = tl.where(finite, tl.reshape(rounded, (SLOTS,)).to(tl.int32), 0)
     scale = tl.where(finite, scale, NAN16)
+    integers = k if BITS == 8 else (k + 1) // 2  # their size in bytes
     if BITS == 8:
-        integers = k
-        slot = begin + tl.arange(0, SLOTS)
-        tl.store(to + slot, (integer & 255).to(tl.uint8), mask=slot < k)
-        written = _taken_off(tl.where(slot < k, (integer & 255) << 8 * (slot & 3), 0))
+        octets, at = integer & 255, begin + tl.arange(0, SLOTS)
     else:
-        integers = (k + 1) // 2
         first, second = tl.split(tl.reshape(integer, (SLOTS // 2, 2)))
-        pair = begin // 2 + tl.arange(0, SLOTS // 2)
-        both = (first & 15) | ((second & 15) << 4)
-        tl.store(to + pair, both.to(tl.uint8), mask=pair < integers)
-        written = _taken_off(tl.where(pair < integers, both << 8 * (pair & 3), 0))
+        octets, at = (first & 15) | ((second & 15) << 4), begin // 2 + tl.arange(0, SLOTS // 2)
+    tl.store(to + at, octets.to(tl.uint8), mask=at < integers)
+    written = _taken_off(tl.where(at < integers, octets << 8 * (at & 3), 0))
     group = begin // 64 + tl.arange(0, SLOTS // 64)
     for n in tl.static_range(2):
-        at, octet = integers + group * 2 + n, (scale >> 8 * n) & 255
-        tl.store(to + at, octet.to(tl.uint8), mask=group * 64 < k)
-        written += _taken_off(tl.where(group * 64 < k, octet << 8 * (at & 3), 0))
+        place, octet = integers + group * 2 + n, (scale >> 8 * n) & 255
+        tl.store(to + place, octet.to(tl.uint8), mask=group * 64 < k)
+        written += _taken_off(tl.where(group * 64 < k, octet << 8 * (place & 3), 0))
     return tl.reshape(rounded * unit, (SLOTS,)), written
 
 
@@ -422,18 +418,16 @@ def add(
             low |= tl.load(source + value_bytes + (bit >> 3) + n, mask=wanted, other=0).to(tl.int32) << 8 * n
         position |= (low >> (bit & 7).to(tl.int32)) & ((1 << LOW) - 1)
     if BITS == 32:
-        read = tl.zeros_like(high)
-        for n in tl.static_range(4):
-            read |= tl.load(source + slot.to(tl.int64) * 4 + n, mask=wanted, other=0).to(tl.int32) << 8 * n
-        value = read.to(tl.float32, bitcast=True)
+        value = _word_at(source, slot, wanted, 4).to(tl.float32, bitcast=True)
     elif BITS == 16:
-        value = _bf16_at(source, slot, wanted)
+        value = _from_bf16(_word_at(source, slot, wanted, 2))
     elif BITS == 8:
         integer = tl.load(source + slot, mask=wanted, other=0).to(tl.int32)
-        value = ((integer ^ 128) - 128).to(tl.float32) * _bf16_at(source + k, slot // 64, wanted)
+        value = ((integer ^ 128) - 128).to(tl.float32) * _from_bf16(_word_at(source + k, slot // 64, wanted, 2))
     else:
         integer = (tl.load(source + slot // 2, mask=wanted, other=0).to(tl.int32) >> (slot & 1) * 4) & 15
-        value = ((integer ^ 8) - 8).to(tl.float32) * _bf16_at(source + (k + 1) // 2, slot // 64, wanted)
+        scale16 = _word_at(source + (k + 1) // 2, slot // 64, wanted, 2)
+        value = ((integer ^ 8) - 8).to(tl.float32) * _from_bf16(scale16)
     value *= share
     if SCALED:
         value *= tl.load(scale).to(tl.float32)
@@ -504,10 +498,12 @@ def _from_bf16(bits):
 
 
 @triton.jit
-def _bf16_at(start, slot, wanted):
-    at = start + slot.to(tl.int64) * 2
-    first = tl.load(at, mask=wanted, other=0).to(tl.int32)
-    return _from_bf16(first | tl.load(at + 1, mask=wanted, other=0).to(tl.int32) << 8)
+def _word_at(start, slot, wanted, BYTES: tl.constexpr):
+    at = start + slot.to(tl.int64) * BYTES
+    word = tl.load(at, mask=wanted, other=0).to(tl.int32)
+    for n in tl.static_range(1, BYTES):
+        word |= tl.load(at + n, mask=wanted, other=0).to(tl.int32) << 8 * n
+    return word
 
 
 @launched
