@@ -14,7 +14,7 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
-from lightning_topk.core.link import NOTHING, Link, Measure, Step, deliver
+from lightning_topk.core.link import Link, Step, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
@@ -248,7 +248,7 @@ def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference
         expected[:, 0] = torch.nan
     torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
     out = torch.full_like(x, 9)
-    cuda.join_parts(reference.split_parts(x, parts), parts, end.pieces, out)
+    cuda.copy_parts(out, reference.split_parts(x, parts), end.pieces)
     assert torch.equal(out.nan_to_num(7), x.nan_to_num(7))
 
 
@@ -299,26 +299,6 @@ def test_a_damaged_payload_fails_an_assertion_and_is_not_added(place):
     with pytest.raises(RuntimeError, match="a payload is damaged"):
         cuda.receive(payload, layout, codec.format(), 1, out)
     assert (reference.shard_rows(out, layout) != 0).sum(1).tolist() == [200, 0, 200]
-
-
-@on_a_device
-def test_a_step_that_measures_its_error_sends_and_keeps_the_same_bits(monkeypatch):
-    """It takes the separate steps, whose selection is exact."""
-    layout, ends = Layout(NUMEL, 3), []
-    codec = Codec(WIRES["int4"], layout.shard_size, 250)
-    if INTERPRETED:
-        monkeypatch.setattr(ops, "sender", lambda *_: cuda.send)  # instead of numba
-    for measure in (NOTHING, Measure(error=True)):
-        link = Link(layout, TopK(), Residual(layout.numel, torch.float32, torch.device(DEVICE)))
-        torch.manual_seed(0)
-        for _ in range(2):
-            x = torch.randn(layout.numel).to(DEVICE)
-            payload, stats = link.send(x, codec, Step(measure=measure))
-            ends.append((payload, link.memory.residual.clone()))
-            assert (stats.error is None) == (measure == NOTHING)
-    for (sent, kept), (sent_measured, kept_measured) in zip(ends[:2], ends[2:], strict=True):
-        assert torch.equal(sent, sent_measured)
-        assert torch.equal(kept, kept_measured)
 
 
 @on_a_device

@@ -230,18 +230,13 @@ def test_damaged_positions_under_a_valid_check_word_are_refused():
         deliver(payload, codec, Layout(4096), torch.zeros(4096))
 
 
-@pytest.mark.parametrize("case", ["not finite", "bfloat16"])
-def test_a_send_that_cannot_be_fused_changes_nothing(case):
+def test_a_send_that_cannot_be_fused_changes_nothing():
     layout = Layout(5_000, 2)
     e, x = residual_and_gradient("normal", layout.numel)
-    if case == "bfloat16":
-        x = x.bfloat16()
-    else:
-        x[7] = torch.nan
+    x[7] = torch.nan
     before = e.clone(), x.clone()
     assert cpu.send(e, x, layout, Codec(WIRES["fp32"], layout.shard_size, 50).format(), None) is None
-    assert torch.equal(e, before[0])
-    assert torch.equal(x.nan_to_num(9), before[1].nan_to_num(9))
+    torch.testing.assert_close((e, x), before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_compiled_loops_write_only_what_they_know():

@@ -118,7 +118,8 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor,
     """
     version = _copies_parts(x)
     if version is not None:
-        rows, bad = version.split_parts(x, parts, pieces())
+        rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
+        version.copy_parts(x, rows, pieces(), bad)
     else:
         rows, bad = reference.split_parts(x, parts), ~reference.is_finite(x)
     rows[:, :1].masked_fill_(bad, torch.nan)
@@ -129,7 +130,7 @@ def join_parts(rows: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tenso
     """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``."""
     version = _copies_parts(out)
     if version is not None:
-        version.join_parts(rows, parts, pieces(), out)
+        version.copy_parts(out, rows, pieces())
     else:
         reference.join_parts(rows, parts, out)
 

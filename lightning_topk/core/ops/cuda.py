@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, NodeShards, PayloadFormat
+from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, PayloadFormat
 from lightning_topk.core.ops import kernels
 from lightning_topk.core.ops.reference import Stepped, address_table, sample_of
 
@@ -173,24 +173,14 @@ def receive(
     return flags[1]
 
 
-def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The rows of :func:`.reference.split_parts`, in one launch, and a scalar bool: whether a value is not finite."""
-    rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
-    _copy_parts(x, rows, bad, parts, pieces, join=False)
-    return rows, bad
+def copy_parts(bucket: Tensor, rows: Tensor, pieces: tuple[Tensor, Tensor], bad: Tensor | None = None) -> None:
+    """Joins the rows ``[count, parts.numel]`` of a node's ranks, in one launch for all parameters.
 
-
-def join_parts(rows: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """As :func:`.reference.join_parts`, in one launch."""
-    _copy_parts(out, rows, rows, parts, pieces, join=True)
-
-
-def _copy_parts(
-    bucket: Tensor, rows: Tensor, bad: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], join: bool
-) -> None:
+    With ``bad``, a scalar bool: splits the bucket instead, and sets it if a value is not finite.
+    """
     with torch.cuda.device_of(bucket):
-        kernels.copy_parts[len(pieces[0]), parts.count](
-            bucket, rows, bad, *pieces, parts.numel, join, PIECE, num_warps=8, **EXACT
+        kernels.copy_parts[len(pieces[0]), len(rows)](
+            bucket, rows, rows if bad is None else bad, *pieces, rows.shape[1], bad is None, PIECE, num_warps=8, **EXACT
         )
 
 
