@@ -204,16 +204,20 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     assert torch.equal(payload, expected)
     assert torch.equal(kept, plain)
     assert not scaled.any()
-    total, (out, plain) = e + x, torch.zeros(2, layout.numel, dtype=dtype, device=DEVICE)
-    link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
-    link.memory.residual.copy_(e)
-    payload, _ = link.send(x.clone(), codec, Step(scale=scale))
+    total, kept, out = e + x, e.clone(), torch.zeros(layout.numel, dtype=dtype, device=DEVICE)
+    payload = cuda.send(kept, x.clone(), layout, codec.format(dtype), dtype, None, scale)
     assert cuda.receive(payload, layout, codec.format(), 1, out, scale)
     assert out.count_nonzero() > 500
-    assert torch.equal(total - out.float() * scale.reciprocal(), link.memory.residual)
+    assert torch.equal(total - out.float() * scale.reciprocal(), kept)
     with mock.patch.object(ops, "fast", return_value=None):
-        assert deliver(payload, codec, layout, plain, scale)
+        link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
+        link.memory.residual.copy_(e)
+        rescaled, _ = link.send(x.clone(), codec, Step(scale=scale))
+        finite = deliver(rescaled, codec, layout, plain := torch.zeros_like(out), scale)
+    assert finite
+    assert torch.equal(payload, rescaled)
     assert torch.equal(out, plain)
+    torch.testing.assert_close(link.memory.residual, kept, rtol=1e-6, atol=0)
 
 
 @on_a_device

@@ -127,9 +127,9 @@ class Link:
         if scale is not None and ops.on_cpu(x):
             x, scale = _unscaled(x, memory.dtype, scale), None
         form = codec.format(self.delivered)
-        if self._send is not None and form.compiled and measure == NOTHING and rescale is None:
+        if self._send is not None and form.compiled and measure == NOTHING:
             e = memory.residual  # type: ignore[attr-defined]
-            sent = self._send(e, x, self.layout, form, self.delivered, scale)
+            sent = self._send(e, x, self.layout, form, self.delivered, scale, rescale)
             if sent is not None:
                 return sent, LinkStats()
         if scale is not None:

@@ -75,7 +75,7 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 
 Sender = Callable[..., Tensor | None]
-"""``send(e, x, layout, form, delivered, scale)``, see :func:`sender`."""
+"""``send(e, x, layout, form, delivered, scale, rescale)``, see :func:`sender`."""
 
 
 def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False) -> Sender | None:
@@ -87,8 +87,8 @@ def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool
     returns None, without effect, if it cannot do that: then add, select, encode and keep one after the other, with the
     same result. All are contiguous, ``e`` is finite, and ``form`` is ``compiled``.
 
-    On a GPU, it removes the scalar loss ``scale`` that ``x`` contains; and it may send fewer than the k largest, unless
-    ``exact`` rules it out.
+    On a GPU, it removes the scalar loss ``scale`` that ``x`` contains; receivers multiply by the scalar ``rescale``
+    before they round to ``delivered``; and it may send fewer than the k largest, unless ``exact`` rules it out.
     """
     version = fast(e.device)
     return version.send if version is not None and version.sends(e, layout, delivered, exact) else None

@@ -36,7 +36,7 @@ def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool)
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None,
+    scale: Tensor | None = None, rescale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.sender`, for finite float32; links remove loss scales before."""
     if x.dtype != torch.float32 or not reference.is_finite(x):
