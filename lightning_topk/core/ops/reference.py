@@ -74,9 +74,9 @@ def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
         if rows.data_ptr() != out.data_ptr():
             out.copy_(rows[0])
         return
-    for parameter, column in zip(out.split(parts.sizes), rows.split(parts.slices, dim=1), strict=True):
-        for piece, row in zip(parameter.split(column.shape[1]), column, strict=False):  # the last rows may be padding
-            piece.copy_(row[: len(piece)])
+    columns = zip(parts.sizes, rows.split(parts.slices, dim=1), strict=True)
+    ends = ((size, local * column.shape[1], row) for size, column in columns for local, row in enumerate(column))
+    torch.cat([row[: max(0, size - begin)] for size, begin, row in ends], out=out)
 
 
 def is_finite(x: Tensor) -> Tensor:
