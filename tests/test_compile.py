@@ -58,15 +58,15 @@ def launched(
     with mock.patch.multiple(kernels, **found), mock.patch.object(torch, "_assert_async"):
         for ratio in ratios:
             codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))
-            cuda.is_finite(x)
             delivered = torch.float16 if scaled else torch.float32
             cuda.send(e, x.to(dtype), layout, codec.format(delivered), delivered, scale, scale)
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
             cuda.receive(payloads, layout, codec.format(), 1, x, scale)
             end = plan_bucket(TopKConfig(topology="hierarchical"), [numel], 16, 8).endpoint(0, dtype, e.device)
-            cuda.split_parts(x, end.plan.parts, end.pieces)
-            cuda.join_parts(torch.zeros(8, end.plan.parts.numel), end.plan.parts, end.pieces, x)
+            rows = torch.zeros(8, end.plan.parts.numel)
+            for bad in (None, torch.zeros((), dtype=torch.bool)):
+                cuda.copy_parts(x, rows, end.pieces, bad)
             rule = Rule(0.9, 1.0, 1, 0.1, waits=True)
             stepped = Stepped(e, torch.zeros(numel, dtype=torch.uint8), x, e, x, x, rule)
             cuda.catch_up_([stepped], torch.ones(()), torch.zeros(()), {})

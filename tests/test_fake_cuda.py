@@ -23,6 +23,7 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
 from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.ops import reference
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.systems import presets
@@ -243,6 +244,6 @@ def test_copies_and_waits_are_detected(fake, monkeypatch):
     with Copies() as watch:
         torch.ones(3).to(CUDA)
     assert len(watch.found) == 1
-    waits = mock.patch.object(ops, "is_finite", lambda x: torch.tensor(bool(x.sum())))
+    waits = mock.patch.object(reference, "is_finite", lambda x: torch.tensor(bool(x.sum())))
     with waits, pytest.raises(DataDependentOutputException):
         copies_of(TopKConfig(0.01))

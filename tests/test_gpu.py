@@ -99,73 +99,24 @@ def test_laws_hold_for_tensors_of_a_gpu_over_gloo(groups):
     groups(4, "cuda", "gloo").run(harness, "hierarchical", True, "several_buckets", {"device": "cuda", "local": 2})
 
 
-def like_ddp(rank: int, world: int, device: str = "cuda") -> None:
-    """Everything sent in full precision, with momentum; parts of the net are unused in turn."""
-    ends = []
-    for ours in (True, False):
-        net = Net().to(device)
-        ddp = DistributedDataParallel(net, find_unused_parameters=True)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-        if ours:
-            attach(ddp, ratio=1.0, wire="fp32", optimizer=optimizer)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(ddp, rank, step, branch=step % 3 == 0).backward()
-            optimizer.step()
-        ends.append(weights(net))
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
-
-
-def test_everything_sent_trains_as_with_ddp_over_nccl(groups):
-    groups(TWO, "cuda").run(like_ddp)
-
-
 def half(rank: int, world: int, device: str = "cuda") -> None:
-    """bf16 parameters in one net, autocast to bf16 in another; both with fused AdamW."""
-    for dtype in (torch.bfloat16, torch.float32):
-        torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]).to(device, dtype)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-        ddp, _ = attached(net, saving=20, optimizer=optimizer)
-        for step in range(6):
-            x = torch.randn(8, 200, generator=torch.Generator().manual_seed(9 * step + rank)).to(device, dtype)
-            with torch.autocast(device, torch.bfloat16):
-                loss = ddp(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        rows = every_rank(weights(net).float())
-        assert rows.eq(rows[0]).all()
-        assert rows.isfinite().all()
+    """bf16 parameters, stepped by a fused AdamW."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]).to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    ddp, _ = attached(net, saving=20, optimizer=optimizer)
+    for step in range(6):
+        x = torch.randn(8, 200, generator=torch.Generator().manual_seed(9 * step + rank)).to(device, torch.bfloat16)
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = every_rank(weights(net).float())
+    assert rows.eq(rows[0]).all()
+    assert rows.isfinite().all()
 
 
 def test_ranks_agree_in_bf16_over_nccl(groups):
     groups(TWO, "cuda").run(half)
-
-
-def saved(rank: int, world: int, device: str = "cuda") -> tuple[dict, torch.Tensor]:
-    net = Net().to(device)
-    ddp, state = attached(net, ratio=0.05)
-    for step in range(4):
-        ddp.zero_grad()
-        loss_of(ddp, rank, step).backward()
-    return state.state_dict(), undelivered(state, net).cpu()
-
-
-def resumed(rank: int, world: int, entry: dict, device: str = "cuda") -> torch.Tensor:
-    net = Net().to(device)
-    ddp, state = attached(net, ratio=0.05)
-    state.load_state_dict(entry)
-    left = undelivered(state, net).cpu()
-    loss_of(ddp, rank, 5).backward()
-    assert torch.cat([p.grad.flatten() for p in net.parameters()]).isfinite().all()
-    return left
-
-
-def test_residuals_move_to_another_number_of_ranks_over_nccl(groups):
-    (entry, left), *_ = groups(FOUR, "cuda").run(saved)
-    (loaded, *_) = groups(2, "cuda").run(resumed, entry)
-    torch.testing.assert_close(loaded, left, rtol=1e-4, atol=1e-6)
 
 
 class OneGpuEach(InThisProcess):

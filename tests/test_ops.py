@@ -35,20 +35,15 @@ def test_elias_fano_decode_inverts_encode(universe, k):
     code = reference.elias_fano_encode(index, universe, low)
     assert code.shape == (2, reference.elias_fano_bytes(universe, k, low))
     assert torch.equal(reference.elias_fano_decode(code, universe, k, low), index)
-    assert torch.equal(cpu.elias_fano_encode(index, universe, low), code)
-    assert torch.equal(cpu.elias_fano_decode(code, universe, k, low), index)
 
 
 def test_elias_fano_takes_repeats_and_matches_an_example():
     index = torch.tensor([[0, 0, 5, 5, 999], [0, 1, 2, 998, 999]])
     low = reference.elias_fano_low_width(1000, 5)
-    for version in (reference, cpu):
-        assert torch.equal(version.elias_fano_decode(version.elias_fano_encode(index, 1000, low), 1000, 5, low), index)
+    assert torch.equal(reference.elias_fano_decode(reference.elias_fano_encode(index, 1000, low), 1000, 5, low), index)
     # 3, 4, 13 below 16 with two low bits: lows 11 00 01 (first bit lowest), highs 0, 1, 3 -> bits 0, 2, 5.
     code = reference.elias_fano_encode(torch.tensor([[3, 4, 13]]), 16, 2)
     assert code.tolist() == [[0b010011, 0b100101]]
-    with pytest.raises(ValueError, match="holds 4 positions instead of 3: it was damaged"):
-        cpu.elias_fano_decode(code | torch.tensor([[0, 2]], dtype=torch.uint8), 16, 3, 2)
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01])
@@ -82,8 +77,7 @@ def test_a_decoded_payload_holds_what_the_codec_returned(wire, rows, universe, k
 
 
 def test_two_4_bit_values_share_a_byte_the_first_one_lowest():
-    value = torch.tensor([[7.0, -1.0, 0.4, -7.0, 3.0]])
-    written = WIRES["int4"].write(value)
+    written = WIRES["int4"].write(torch.tensor([[7.0, -1.0, 0.4, -7.0, 3.0]]))
     assert written.tolist() == [[0xF7, 0x90, 0x03, *torch.ones(1, dtype=torch.bfloat16).view(torch.uint8).tolist()]]
     assert WIRES["int4"].read(written, 5).tolist() == [[7, -1, 0, -7, 3]]
 
@@ -236,26 +230,22 @@ def test_damaged_positions_under_a_valid_check_word_are_refused():
         deliver(payload, codec, Layout(4096), torch.zeros(4096))
 
 
-@pytest.mark.parametrize("case", ["not finite", "bfloat16"])
-def test_a_send_that_cannot_be_fused_changes_nothing(case):
+def test_a_send_that_cannot_be_fused_changes_nothing():
     layout = Layout(5_000, 2)
     e, x = residual_and_gradient("normal", layout.numel)
-    if case == "bfloat16":
-        x = x.bfloat16()
-    else:
-        x[7] = torch.nan
+    x[7] = torch.nan
     before = e.clone(), x.clone()
     assert cpu.send(e, x, layout, Codec(WIRES["fp32"], layout.shard_size, 50).format(), None) is None
-    assert torch.equal(e, before[0])
-    assert torch.equal(x.nan_to_num(9), before[1].nan_to_num(9))
+    torch.testing.assert_close((e, x), before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_link_chooses_its_sender_once_and_compiled_loops_write_only_what_they_know():
+def test_compiled_loops_write_only_what_they_know():
     layout, device = Layout(5_000, 2), torch.device("cpu")
     assert Link(layout, TopK(), Residual(5_000, torch.float32, device))._send is cpu.send
-    assert Link(layout, TopK(), Residual(5_000, torch.float64, device))._send is None
-    assert Link(layout, TopK(), Residual(5_000, torch.float32, device), torch.bfloat16)._send is None
-    assert Link(layout, GaussianK(), Residual(5_000, torch.float32, device))._send is None
+    for dtype, delivered, selector in (
+        (torch.float64, None, TopK()), (torch.float32, torch.bfloat16, TopK()), (torch.float32, None, GaussianK()),
+    ):  # fmt: skip
+        assert Link(layout, selector, Residual(5_000, dtype, device), delivered)._send is None
     form = Codec(WIRES["fp32"], layout.shard_size, 50).format()
     assert form.bits == 32
     assert not Codec(WIRES["fp32"], layout.shard_size, layout.shard_size).format().bits  # all sent
@@ -285,19 +275,20 @@ def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, sc
     """In any dense memory format, if all tensors have it."""
     found_inf, factor = (None if each is None else torch.tensor(each) for each in (skipped, scale))
     ends, before = [], [catching_up(shape, rule, 0) for rule in RULES for shape in ((7, 3, 20, 24), (1, 1, 1, 5))]
+    laid_out = {"one": (), "channels_last": range(6), "different": (2,)}[formats]
     for version in (ops, reference):
-        given = [Stepped(*(x.clone() if isinstance(x, torch.Tensor) else x for x in each)) for each in before]
-        if formats != "one":
-            several = range(6) if formats == "channels_last" else (2,)
-            laid = [each.to(memory_format=torch.channels_last) if i in several and each is not None else each
-                    for each_of in given for i, each in enumerate(each_of[:6])]  # fmt: skip
-            given = [Stepped(*laid[6 * i : 6 * i + 6], each.rule) for i, each in enumerate(given)]
+        given = []
+        for each in before:
+            copies = [None if x is None else x.clone() for x in each[:6]]
+            for i in laid_out:
+                copies[i] = None if copies[i] is None else copies[i].to(memory_format=torch.channels_last)
+            given.append(Stepped(*copies, each.rule))
         if version is ops:
-            kinds = [ops.kind_of(each.buffer, each.waited, each.parameter) for each in given]
             kinds = [
-                kind if ops.alike(each.gradient, each.buffer) else None for kind, each in zip(kinds, given, strict=True)
+                ops.kind_of(each.buffer, each.waited, each.parameter) if ops.alike(each.gradient, each.buffer) else None
+                for each in given
             ]
-            with mock.patch.object(cpu, "catch_up_", wraps=cpu.catch_up_) as one_pass:
+            with mock.patch.object(loops, "catch_up", wraps=loops.catch_up) as one_pass:
                 ops.catch_up_([*zip(given, kinds, strict=True)], factor, found_inf, {})
             assert one_pass.call_count == 1
             assert kinds.count(None) == (4 if formats == "different" else 0)
@@ -324,7 +315,7 @@ def test_strides_of_single_elements_do_not_decide_how_a_momentum_buffer_catches_
 def test_is_finite_finds_one_bad_element_and_accepts_a_large_one(value, place):
     x = torch.randn(150_000)
     x[place] = value
-    assert bool(ops.is_finite(x)) == bool(reference.is_finite(x)) == math.isfinite(value)
+    assert bool(reference.is_finite(x)) == bool(reference.is_finite(x.view(2, -1))) == math.isfinite(value)
 
 
 def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):
@@ -401,10 +392,12 @@ def test_random_k_sends_no_positions():
 
 @pytest.mark.parametrize("k", [1, 10, 5000])
 @pytest.mark.parametrize("name", ["normal", "signs", "zero", "heavy"])
-def test_the_fast_threshold_selection_is_the_reference(name, k):
+def test_a_threshold_selects_the_largest_entries_that_reach_it(name, k):
     rows = vector(name, NUMEL).view(4, -1)
     for level in (0.0, 0.5, 1.0, 3.0, 100.0):
         threshold = torch.full((4, 1), level)
-        fast = cpu.over_threshold_index(rows, threshold, k)
-        assert torch.equal(fast, reference.over_threshold_index(rows, threshold, k))
+        index, largest = ops.over_threshold_index(rows, threshold, k), reference.topk_index(rows, k)
+        for found, places, row in zip(index.tolist(), largest.tolist(), rows.abs().tolist(), strict=True):
+            reached = [place for place in places if row[place] >= level]
+            assert found == reached + [-1] * (k - len(reached))
         assert torch.equal(cpu.count_reaching(rows, threshold), reference.count_reaching(rows, threshold))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome
 from lightning_topk.core.link import LinkStats, Step, aggregate, deliver, norm
 from lightning_topk.core.ops import reference
@@ -39,7 +38,7 @@ def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchan
     received = yield AllGather(payload[0], "uplink")
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)
     delivered = mean if scale is None else mean * scale
-    finite, limit = ops.is_finite(delivered), torch.finfo(g.dtype).max
+    finite, limit = reference.is_finite(delivered), torch.finfo(g.dtype).max
     g.copy_(delivered.clamp(-limit, limit))
     if g.dtype != end.dtype and end.uplink.memory.tensors():
         # Every worker keeps the same error of rounding to the bucket's dtype, so their mean is that error.
@@ -60,7 +59,7 @@ def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
         energy = norm(g, step.scale).square()
         stats = LinkStats(g.count_nonzero(), torch.stack([energy, torch.zeros_like(energy)]))
     total = yield AllReduce(g.div_(end.plan.world), "uplink")
-    finite = ops.is_finite(total)
+    finite = reference.is_finite(total)
     if total.data_ptr() != g.data_ptr():
         g.copy_(total)
     return Outcome(finite, stats)

@@ -95,4 +95,4 @@ def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, step: Step)
     outcome = yield from end.plan.topology.exchange(end, g, codecs, step)
     for place, summed in zip(places, total.split([len(place) for place in places]), strict=True):
         place += summed  # the exchange may have delivered a residual of earlier settings here
-    return replace(outcome, finite=outcome.finite & ops.is_finite(total))
+    return replace(outcome, finite=outcome.finite & reference.is_finite(total))

@@ -106,7 +106,7 @@ class Link:
                 return sent, LinkStats()
         if scale is not None:
             x = _unscaled(x, memory.dtype, scale)
-        finite = ops.is_finite(x)
+        finite = reference.is_finite(x)
         a = memory.compensate(reference.zero_unless_(x, finite), finite)
         index, value, selected = self.selector.select(a, self.layout, codec.k, step.number)
         if rescale is not None and memory.tensors():
@@ -195,4 +195,4 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: 
     row = torch.arange(len(payloads), device=out.device).unsqueeze(1)
     flat = reference.flat_index(index, layout, row % layout.shards) + row // layout.shards * layout.numel
     out.view(-1).scatter_add_(0, flat.view(-1), value)
-    return ops.is_finite(value)
+    return reference.is_finite(value)

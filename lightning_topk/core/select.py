@@ -129,7 +129,7 @@ class Threshold(Selector):
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return ops.separate(rows).over_threshold_index(rows, self.threshold(rows, k), k)
+        return ops.over_threshold_index(rows, self.threshold(rows, k), k)
 
     @abstractmethod
     def threshold(self, rows: Tensor, k: int) -> Tensor:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -37,31 +35,18 @@ def fast(device: torch.device) -> Any | None:
     module, needs = ("cpu", "numba") if device.type == "cpu" else ("cuda", "triton")
     if device.type not in ("cpu", "cuda") or find_spec(needs) is None:
         return None
-    # Compiling may take tens of seconds. Python runs signal handlers in the main thread, and what they raise must not
-    # count as a failure to compile: the other thread can only fail by compiling.
-    executor = ThreadPoolExecutor(1)
     try:
-        version, error = executor.submit(_tried, module, device).result()
-    finally:
-        executor.shutdown(wait=False)
-    if error is not None:
+        version = import_module(f"lightning_topk.core.ops.{module}")
+        version.attempt(device)
+    except Exception as error:
         FAILED[needs] = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"lightning_topk: {needs} does not work on {device} ({FAILED[needs]}); falling back to plain torch, which "
             "is slower.",
             stacklevel=2,
         )
+        return None
     return version
-
-
-def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | None]:
-    """Returns a fast version that has compiled and run once, or the error."""
-    try:
-        version = import_module(f"lightning_topk.core.ops.{module}")
-        version.attempt(device)
-    except Exception as error:
-        return None, error
-    return version, None
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -74,11 +59,15 @@ def separate(x: Tensor) -> Any:
     return (fast(x.device) if on_cpu(x) else None) or reference
 
 
-def is_finite(x: Tensor) -> Tensor:
-    """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
-    if not on_cpu(x) and x.is_contiguous() and x.dtype != torch.float64 and fast(x.device) is not None:
-        return fast(x.device).is_finite(x)  # type: ignore[union-attr]
-    return reference.is_finite(x)
+def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
+    """Ascending positions ``[R, k]`` int64 of the entries of ``[R, S]`` whose magnitude reaches a threshold ``[R, 1]``.
+
+    The k largest if more than k do. Rows with fewer than k such entries end in -1.
+    """
+    index, size = separate(rows).topk_index(rows, k), rows.shape[1]
+    passed = rows.gather(1, index).abs() >= threshold
+    index = torch.where(passed, index, size).sort(dim=1).values
+    return index.masked_fill_(index == size, -1)
 
 
 Sender = Callable[..., Tensor | None]
@@ -88,22 +77,14 @@ Sender = Callable[..., Tensor | None]
 def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False) -> Sender | None:
     """The function that sends from a residual ``e`` ``[numel]`` in one pass over memory; None if there is none.
 
-    It adds ``x`` to ``e`` in place, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads. If
-    ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN. Its arguments, beside these:
+    It adds ``x`` ``[numel]`` to ``e``, zeroes ``x``, and moves the k largest magnitudes of every shard to payloads
+    ``[shards, P]`` uint8, which it returns; ``e`` keeps the wire's rounding error, and that of ``delivered``, the dtype
+    of the receivers' output. If ``x`` is not finite, ``e`` is unchanged, and every value in the payloads is NaN. It
+    returns None, without effect, if it cannot do that: then add, select, encode and keep one after the other, with the
+    same result. All are contiguous, ``e`` is finite, and ``form`` has ``bits``.
 
-    - x: ``[numel]``, contiguous; becomes zero.
-    - form: Format of a payload, with ``bits``.
-    - scale: Scalar loss scale that ``x`` contains, to be removed; on a GPU only.
-    - rescale: Scalar by which receivers multiply before they round to ``delivered``; on a GPU only.
-
-    It returns the payloads ``[shards, P]`` uint8. Or None, without effect, if it cannot: then add, select, encode and
-    keep one after the other, with the same result.
-
-    Args:
-        e: Contiguous, finite; becomes the residual, which includes the wire's rounding error.
-        layout: How the elements are split among shards.
-        delivered: dtype of the receivers' output, if the residual must include its rounding error.
-        exact: Whether it must always select the k largest.
+    On a GPU, it removes the scalar loss ``scale`` that ``x`` contains; receivers multiply by the scalar ``rescale``
+    before they round to ``delivered``; and it may send fewer than the k largest, unless ``exact`` rules it out.
     """
     version = fast(e.device)
     return version.send if version is not None and version.sends(e, layout, delivered, exact) else None
@@ -112,20 +93,14 @@ def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool
 def receive(
     payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, scale: Tensor | None = None
 ) -> Tensor | None:
-    """Decodes payloads, divides the values by ``divisor`` and adds them to ``out``. Rejects damaged payloads.
+    """Decodes payloads, divides the values by ``divisor``, a power of two, and multiplies them by the loss ``scale``.
 
-    Args:
-        payloads: ``[R, P]`` uint8. Row r belongs to shard r of the layout, and the rows after the last shard to the
-            next part of ``out``; if the layout has one shard and ``out`` one part, every row belongs to it.
-        layout: How ``out`` is split among shards.
-        form: Format of a payload.
-        divisor: A power of two.
-        out: ``[numel]`` or ``[parts, numel]``, contiguous.
-        scale: Scalar loss scale by which the values are multiplied.
+    Adds them to ``out`` ``[numel]`` or ``[parts, numel]``, contiguous. Row r of the payloads ``[R, P]`` uint8 belongs
+    to shard r of the layout, and the rows after the last shard to the next part of ``out``; if the layout has one shard
+    and ``out`` one part, every row belongs to it. Rejects damaged payloads.
 
-    Returns:
-        Whether all values are finite, a scalar bool. None, without effect, if no function does all that: then decode
-        and add, with the same result.
+    Returns whether all values are finite, a scalar bool. Or None, without effect, if no function does all that: then
+    decode and add, with the same result.
     """
     version = fast(out.device) if form.bits else None
     return version.receive(payloads, layout, form, divisor, out, scale) if version is not None else None
@@ -137,37 +112,40 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor,
     If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` are those of
     :class:`lightning_topk.core.endpoint.Endpoint`.
     """
-    version = None if on_cpu(x) else fast(x.device)
-    split = version.split_parts(x, parts, pieces()) if version is not None else None
-    rows, bad = split or (reference.split_parts(x, parts), ~is_finite(x))
+    version = _copies_parts(x)
+    if version is not None:
+        rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
+        version.copy_parts(x, rows, pieces(), bad)
+    else:
+        rows, bad = reference.split_parts(x, parts), ~reference.is_finite(x)
     rows[:, :1].masked_fill_(bad, torch.nan)
     return rows
 
 
 def join_parts(rows: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]], out: Tensor) -> None:
     """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``."""
-    version = None if on_cpu(out) else fast(out.device)
-    if version is None or not version.join_parts(rows, parts, pieces(), out):
+    version = _copies_parts(out)
+    if version is not None:
+        version.copy_parts(out, rows, pieces())
+    else:
         reference.join_parts(rows, parts, out)
 
 
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """What parameters have in common that one launch of :func:`catch_up_` steps; compared by identity, which is fast.
+def _copies_parts(bucket: Tensor) -> Any | None:
+    """The version with a kernel that copies a bucket to and from parts, or None."""
+    known = not on_cpu(bucket) and bucket.itemsize <= 4 and bucket.is_contiguous()
+    return fast(bucket.device) if known else None
 
-    Attributes:
-        version: The fast version that steps them.
-    """
 
-    version: Any
+Kind = Callable[..., None]
+"""Steps all parameters that have one in common in one launch of :func:`catch_up_`; compared by identity, which is fast.
+"""
 
 
 @cache
 def _kind(device: torch.device, buffer: torch.dtype, parameter: torch.dtype) -> Kind | None:
     version = fast(device)
-    if version is None or not {buffer, parameter} <= {*version.CATCHES_UP}:
-        return None
-    return Kind(version)
+    return partial(version.catch_up_) if version is not None and {buffer, parameter} <= {*version.FLOATS} else None
 
 
 def kind_of(buffer: Tensor, waited: Tensor, parameter: Tensor) -> Kind | None:
@@ -185,11 +163,7 @@ def catch_up_(
 ) -> None:
     """Steps momentum buffers, all of a kind in one launch; see :func:`.reference.catch_up_`.
 
-    Args:
-        several: The parameters, with their kinds.
-        scale: See :func:`.reference.catch_up_`.
-        skipped: See :func:`.reference.catch_up_`.
-        tables: Empty at the first call for these parameters; keeps tables of their addresses on the device.
+    ``tables`` is empty at the first call for these parameters, and keeps tables of their addresses on the device.
     """
     together: dict[Kind | None, list[Stepped]] = {}
     plain: dict[int, bool] = {}  # by rule; scalars on a GPU must not be read
@@ -197,12 +171,11 @@ def catch_up_(
         if id(stepped.rule) not in plain:
             plain[id(stepped.rule)] = not any(isinstance(each, Tensor) for each in stepped.rule)
         together.setdefault(kind if plain[id(stepped.rule)] else None, []).append(stepped)
+    for stepped in together.pop(None, []):
+        reference.catch_up_(stepped, scale, skipped)
     for kind, members in together.items():
-        if kind is not None:
-            kind.version.catch_up_(members, scale, skipped, tables.setdefault(kind, {}))
-        else:
-            for stepped in members:
-                reference.catch_up_(stepped, scale, skipped)
+        assert kind is not None
+        kind(members, scale, skipped, tables.setdefault(kind, {}))
 
 
 def alike(x: Tensor, y: Tensor) -> bool:

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import loops, reference
-from lightning_topk.core.ops.reference import Stepped, address_table
+from lightning_topk.core.ops.reference import Stepped, address_table, sample_of
 
-CATCHES_UP = {torch.float32}
-"""dtypes of parameters and momentum buffers that :func:`catch_up_` supports."""
-
+# Each element of a sample costs a cache line of the residual and one of the gradient; fewer leave more candidates.
+SAMPLE = 1 << 13  # minimum size of a sample
+FLOATS = {torch.float32}  # dtypes of parameters and momentum buffers that `catch_up_` supports
 _salts = random.Random()  # seeds of samples; the selection does not depend on them
 
 
 def attempt(device: torch.device) -> None:
     """Compiles and runs a function; raises an exception if numba does not work."""
-    topk_index(torch.zeros(1, loops.SAMPLE, dtype=torch.float32, device=device), 1)
+    topk_index(torch.zeros(1, SAMPLE, dtype=torch.float32, device=device), 1)
 
 
 def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
@@ -42,18 +42,14 @@ def send(
     if x.dtype != torch.float32 or not reference.is_finite(x):
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
-    loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _salt(), payloads.numpy())
+    loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _sample(layout, form.k), payloads.numpy())
     return payloads
 
 
 def receive(
     payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, scale: Tensor | None = None
 ) -> Tensor | None:
-    """See :func:`lightning_topk.core.ops.receive`, for float32.
-
-    Raises:
-        ValueError: A payload was damaged: its words have another sum, or it does not hold k positions.
-    """
+    """See :func:`lightning_topk.core.ops.receive`, for float32."""
     if out.dtype != torch.float32:
         return None
     payloads = payloads.contiguous()
@@ -65,7 +61,9 @@ def receive(
     for row, payload in enumerate(payloads.numpy()):
         place, value = places[row % rows], values[row % rows]
         code = payload[form.value_bytes : form.value_bytes + form.index_bytes]
-        _check(loops.read_positions(code, form.universe, form.low, place), form.k)
+        found = loops.read_positions(code, form.universe, form.low, place)
+        if found != form.k:
+            raise ValueError(f"a payload holds {found} positions instead of {form.k}: it was damaged.")
         finite &= loops.read_values(payload, form, value)
         if divisor > 1:
             value /= divisor
@@ -76,17 +74,13 @@ def receive(
     return torch.tensor(bool(finite))
 
 
-def _selects(rows: Tensor, k: int) -> bool:
-    """Whether the loops select k entries of every row ``[R, S]``: of float32, with positions of 32 bits."""
-    return rows.dtype == torch.float32 and k < rows.shape[1] < 2**31
-
-
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.topk_index`, in one pass over the rows."""
-    if not _selects(rows, k):
+    if rows.dtype != torch.float32 or not k < rows.shape[1] < 2**31:
         return reference.topk_index(rows, k)
-    row_layout, nothing = loops.KernelLayout.of(Layout(rows.shape[1])), np.empty(0, np.float32)
-    found = [loops.add_and_select(row.contiguous().numpy(), nothing, row_layout, k, _salt())[0] for row in rows]
+    layout, nothing = Layout(rows.shape[1]), np.empty(0, np.float32)
+    given = loops.KernelLayout.of(layout), k, _sample(layout, k)
+    found = [loops.add_and_select(row.contiguous().numpy(), nothing, *given)[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 
 
@@ -98,35 +92,6 @@ def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
     return torch.tensor([[loops.count_reaching(row, least)] for row, least in pairs])
 
 
-def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.over_threshold_index`, in one pass over the rows."""
-    if not _selects(rows, k):
-        return reference.over_threshold_index(rows, threshold, k)
-    index = torch.full((rows.shape[0], k), -1)
-    row_layout = loops.KernelLayout.of(Layout(rows.shape[1]))
-    for row, least, found in zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), index.numpy(), strict=True):
-        places = loops.over_threshold(row, row_layout, least, k)
-        found[: len(places)] = places
-    return index
-
-
-def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_encode`."""
-    rows, k = index.shape
-    code = torch.empty(rows, reference.elias_fano_bytes(universe, k, low), dtype=torch.uint8)
-    for places, written in zip(index.numpy(), code.numpy(), strict=True):
-        loops.write_positions(places, low, written)
-    return code
-
-
-def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_decode`."""
-    index = torch.empty(len(code), k, dtype=torch.int64)
-    for row, places in zip(code.numpy(), index.numpy(), strict=True):
-        _check(loops.read_positions(row, universe, low, places), k)
-    return index
-
-
 def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each, in one pass over memory."""
     rows, rules = address_table(several)
@@ -134,10 +99,5 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
     loops.catch_up(np.array(rows), np.array(rules, np.float64), 1.0 if scale is None else float(scale), bool(taken))
 
 
-def _salt() -> np.uint64:
-    return np.uint64(_salts.getrandbits(31))
-
-
-def _check(found: int, k: int) -> None:
-    if found != k:
-        raise ValueError(f"a payload holds {found} positions instead of {k}: it was damaged.")
+def _sample(layout: Layout, k: int) -> tuple[int, int, int]:
+    return *sample_of(layout, k, SAMPLE), _salts.getrandbits(31)

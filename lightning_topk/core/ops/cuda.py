@@ -18,8 +18,7 @@ workers. They read the gradient twice and the residual once, and write both once
     add         values to the vector, unless the words have another sum than they should
 
 Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes. CUDA
-graphs would cost the host less still, but a graph holds addresses and sizes: it is captured anew for each k of a
-schedule, each regrouped bucket and each gradient that lies elsewhere, and keeps its memory from the allocator.
+graphs would cost the host less still, but hold addresses and sizes, which change with schedules and regrouped buckets.
 Sizes follow from integers that the host knows. If fewer than k entries of a shard reach the threshold, fewer are sent;
 if more reach it than the buffer holds, the last ones stay in the residual. Otherwise the selection equals the
 reference's.
@@ -38,32 +37,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, NodeShards, PayloadFormat
+from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, PayloadFormat
 from lightning_topk.core.ops import kernels
-from lightning_topk.core.ops.reference import Stepped, address_table
+from lightning_topk.core.ops.reference import Stepped, address_table, sample_of
 
-TILE = 4096
-"""Elements per Triton program, a multiple of the block size."""
-SLOTS = 1024
-"""Entries per Triton program that writes payloads, a multiple of 64, since groups of values share a scale."""
-SIEVE = 4096
-"""Candidates per Triton program that selects among them."""
-OCTETS, WEIGHED = 256, 16
-"""Bytes of a payload per Triton program that decodes it, and number of such tiles per program that checks it."""
-SAMPLE = 1 << 14
-"""Minimum size of a sample."""
-SHIFT, ROOT = 17, 128
-"""The sample's histogram has ROOT x ROOT bins, by the 14 bits from bit SHIFT on."""
-DIGITS = 4096
-"""Counters of a row for three digits of 11, 10 and 10 bits."""
-LOW = 24
-"""The widest low part of a position that is read with 32 bits."""
-EXACT = {"enable_fp_fusion": False}
-"""Options of every launch: no fused multiply-add, which rounds only once."""
-CATCHES_UP = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-"""dtypes of parameters and momentum buffers that :func:`catch_up_` supports, and Triton's names."""
-ROUNDED = {None: 0, torch.float32: 0, torch.float16: 16, torch.bfloat16: 17}
-"""Kernel constant for the dtype to which receivers round decoded values."""
+TILE = 4096  # elements per program, a multiple of the block size
+SLOTS = 1024  # entries per program that writes payloads, a multiple of 64, since groups of values share a scale
+SIEVE = 4096  # candidates per program that selects among them
+OCTETS, WEIGHED = 256, 16  # bytes of a payload per program that decodes it, and such tiles per program that checks it
+SAMPLE = 1 << 14  # minimum size of a sample
+SHIFT, ROOT = 17, 128  # the sample's histogram has ROOT x ROOT bins, by the 14 bits from bit SHIFT on
+DIGITS = 4096  # counters of a row for three digits of 11, 10 and 10 bits
+LOW = 24  # the widest low part of a position that is read with 32 bits
+EXACT = {"enable_fp_fusion": False}  # option of every launch: no fused multiply-add, which rounds only once
+FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""dtypes of tensors that the kernels read and write, and Triton's names."""
 
 _salts = random.Random()  # seeds of samples; its own generator, so that the user's random state is unchanged
 
@@ -79,7 +67,7 @@ def attempt(device: torch.device) -> None:
 
 def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
     """Whether :func:`send` can send from ``e``: float32, in full blocks. It selects by an estimated threshold."""
-    return not exact and _full_blocks(layout) and e.dtype == torch.float32 and delivered in ROUNDED
+    return not exact and _full_blocks(layout) and e.dtype == torch.float32 and delivered in (None, *FLOATS)
 
 
 def _full_blocks(layout: Layout) -> bool:
@@ -91,11 +79,8 @@ def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
     scale: Tensor | None = None, rescale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """See :func:`lightning_topk.core.ops.sender`; does not wait for the device.
-
-    Fewer than k may be sent: then rows end in zeros.
-    """
-    if x.dtype not in ROUNDED or form.low > LOW:
+    """See :func:`lightning_topk.core.ops.sender`; if fewer than k are sent, rows end in zeros."""
+    if x.dtype not in FLOATS or form.low > LOW:
         return None
     numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
     # One memory for the payloads and all counters is cleared at once; every part begins at a multiple of 16 bytes.
@@ -103,7 +88,7 @@ def send(
     work = torch.zeros(sum(sizes), dtype=torch.int32, device=e.device)
     state, bins, digits, kth, words = work.split(sizes)
     payload = words.view(torch.uint8).view(shards, form.nbytes)
-    rank, stride, capacity = _sampled(layout, k)
+    stride, rank, capacity = _sampled(layout, k)
     turns = triton.cdiv(numel, BLOCK * shards)
     blocks, tiles = triton.cdiv(turns * shards, TILE // BLOCK), triton.cdiv(capacity, SIEVE)
     sample = numel // stride
@@ -113,18 +98,18 @@ def send(
     value, chosen = e.new_empty(shards, capacity), e.new_empty(shards, k)
     counts = work.new_empty(shards, 2, tiles)
     begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
-    inside = e if scale is None else scale, scale is not None
-    narrow = rescale is not None and ROUNDED[delivered] != 0
+    scaled, factor = scale is not None, e if scale is None else scale
+    rounded = FLOATS[delivered or e.dtype]
+    narrow = rescale is not None and rounded != tl.float32
     warps = 4 if x.dtype == e.dtype else 8  # conversion takes registers
     with torch.cuda.device_of(e):
         kernels.survey[(blocks,)](
-            e, x, inside[0], state, bins, numel, sample, stride, triton.cdiv(sample, blocks), _salts.getrandbits(30),
-            inside[1], SHIFT, TILE, 128, **EXACT,
+            e, x, factor, state, bins, numel, sample, stride, triton.cdiv(sample, blocks), _salts.getrandbits(30),
+            scaled, SHIFT, TILE, 128, **EXACT,
         )  # fmt: skip
         kernels.threshold[(1,)](bins, state, rank, SHIFT, ROOT, num_warps=8, **EXACT)
         kernels.move[(blocks,)](
-            e, x, inside[0], state, bitmap, found, numel, shards, turns, inside[1], TILE, BLOCK,
-            num_warps=warps, **EXACT,
+            e, x, factor, state, bitmap, found, numel, shards, turns, scaled, TILE, BLOCK, num_warps=warps, **EXACT,
         )  # fmt: skip
         ends = found.view(-1).cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
         kernels.gather[(blocks,)](e, bitmap, found, ends, place, value, shards, turns, capacity, TILE, BLOCK, **EXACT)
@@ -141,26 +126,16 @@ def send(
         )  # fmt: skip
         kernels.write[triton.cdiv(k, SLOTS), shards](
             e, state, index, chosen, payload, words, rescale if narrow else e, k, numel, shards, form.largest,
-            form.value_bytes, begin, form.nbytes, form.bits, form.low, ROUNDED[delivered], narrow, SLOTS, BLOCK,
+            form.value_bytes, begin, form.nbytes, form.bits, form.low, rounded, narrow, SLOTS, BLOCK,
             num_warps=8, **EXACT,
         )  # fmt: skip
     return payload
 
 
 def _sampled(layout: Layout, k: int) -> tuple[int, int, int]:
-    """How to find a magnitude that slightly more than k entries per shard should reach.
-
-    Returns:
-        Its rank in a sample of one random entry in each window, the window's size, and the number of candidates to keep
-        per shard: twice as many as expected.
-    """
-    # The same calculation as on the CPU: four standard deviations for the shards, four for the sample. A sample with
-    # a fixed period may see only a few columns of a matrix.
-    needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
-    stride = max(1, min(layout.numel // SAMPLE, int(needed) // 32))
-    expected = needed / stride
-    rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)  # beyond the sample, all entries reach the threshold
-    return rank, stride, min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
+    """See :func:`.reference.sample_of`, and how many candidates to keep per shard: twice as many as expected."""
+    stride, rank = sample_of(layout, k, SAMPLE)  # beyond the sample, all entries reach the threshold
+    return stride, rank, min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
 
 
 def receive(
@@ -172,7 +147,7 @@ def receive(
     bit; one server alone computes each sum, so ranks do not. With ``torch.use_deterministic_algorithms``, one launch
     for each worker fixes the order.
     """
-    if out.dtype not in ROUNDED or form.low > LOW or not _full_blocks(layout):
+    if out.dtype not in FLOATS or form.low > LOW or not _full_blocks(layout):
         return None
     payloads, rows = payloads.contiguous(), len(payloads)
     words, width = payloads.view(torch.int32), form.nbytes // 4
@@ -201,40 +176,15 @@ def receive(
     return flags[1]
 
 
-def is_finite(x: Tensor) -> Tensor:
-    """Same as :func:`lightning_topk.core.ops.reference.is_finite`, for contiguous tensors of :data:`ROUNDED`."""
-    finite = torch.ones((), dtype=torch.bool, device=x.device)
-    with torch.cuda.device_of(x):
-        kernels.is_finite[(triton.cdiv(x.numel(), TILE),)](x, finite, x.numel(), TILE, **EXACT)
-    return finite
+def copy_parts(bucket: Tensor, rows: Tensor, pieces: tuple[Tensor, Tensor], bad: Tensor | None = None) -> None:
+    """Joins the rows ``[count, parts.numel]`` of a node's ranks, in one launch for all parameters.
 
-
-def split_parts(x: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """As :func:`lightning_topk.core.ops.reference.split_parts`, in one launch for all parameters and ranks.
-
-    Returns:
-        The rows, and a scalar bool: whether a value is not finite. None for a dtype or layout that it does not support.
+    With ``bad``, a scalar bool: splits the bucket instead, and sets it if a value is not finite.
     """
-    rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
-    return (rows, bad) if _copy_parts(x, rows, bad, parts, pieces, join=False) else None
-
-
-def join_parts(rows: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], out: Tensor) -> bool:
-    """See :func:`lightning_topk.core.ops.join_parts`; returns whether it supports the arguments."""
-    return _copy_parts(out, rows, rows, parts, pieces, join=True)
-
-
-def _copy_parts(
-    bucket: Tensor, rows: Tensor, bad: Tensor, parts: NodeShards, pieces: tuple[Tensor, Tensor], join: bool
-) -> bool:
-    if bucket.dtype not in ROUNDED or not bucket.is_contiguous():
-        return False
-    owner, table = pieces
     with torch.cuda.device_of(bucket):
-        kernels.copy_parts[len(owner), parts.count](
-            bucket, rows, bad, owner, table, parts.numel, join, PIECE, num_warps=8, **EXACT
+        kernels.copy_parts[len(pieces[0]), len(rows)](
+            bucket, rows, rows if bad is None else bad, *pieces, rows.shape[1], bad is None, PIECE, num_warps=8, **EXACT
         )
-    return True
 
 
 def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
@@ -249,30 +199,27 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
     if not sum(tiles):
         return  # empty shards
     by_rule = [[*rule, math.log2(rule.momentum), 1 / (1 - rule.momentum)] for rule in rules]
-    table = _on(buffer, tables, "table", [[*row, first] for row, first in zip(rows, firsts, strict=True)])
-    owners = _on(buffer, tables, "owners", tiles)
-    dtypes = CATCHES_UP[buffer.dtype], CATCHES_UP[parameter.dtype]
+    table = _on(buffer, tables, torch.int64, [[*row, first] for row, first in zip(rows, firsts, strict=True)])
+    owners = _on(buffer, tables, torch.int32, tiles)
+    dtypes = FLOATS[buffer.dtype], FLOATS[parameter.dtype]
     with torch.cuda.device_of(buffer):
         kernels.catch_up[(sum(tiles),)](
-            table, owners, _on(buffer, tables, "rules", by_rule), table if scale is None else scale,
+            table, owners, _on(buffer, tables, torch.float32, by_rule), table if scale is None else scale,
             table if scale is None else scale.reciprocal(), table if skipped is None else skipped, *dtypes,
             scale is not None, skipped is not None, SLOTS, **EXACT,
         )  # fmt: skip
 
 
-def _on(like: Tensor, tables: dict[str, Any], name: str, rows: list[Any]) -> Tensor:
-    """A table on the device of ``like``, copied there if it changed; ``owners`` has each row's number, once a tile."""
-    known = tables.get(name)
+def _on(like: Tensor, tables: dict[Any, Any], dtype: torch.dtype, rows: list[Any]) -> Tensor:
+    """A table on the device of ``like``, copied there if it changed. From a list: each row's number, so many times."""
+    known = tables.get(dtype)
     if known is None or known[0] != rows:
-        if name == "owners":
-            made = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(
-                torch.tensor(rows), output_size=sum(rows)
-            )
-        else:
-            made = torch.tensor(rows, dtype=torch.float32 if name == "rules" else torch.int64)
+        made = torch.tensor(rows, dtype=dtype)
+        if made.dim() == 1:
+            made = torch.arange(len(rows), dtype=dtype).repeat_interleave(made, output_size=sum(rows))
         # An asynchronous copy: the host does not wait for the device.
         source = made.pin_memory() if like.is_cuda else made
-        known = tables[name] = rows, source.to(like.device, non_blocking=True)
+        known = tables[dtype] = rows, source.to(like.device, non_blocking=True)
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
             tables.setdefault("captured", []).append((source, known))  # each replay copies it again
     return known[1]

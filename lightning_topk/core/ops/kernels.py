@@ -5,7 +5,7 @@ have 32 bits. A slot is the index of a sent entry in its row.
 
 If ``TRITON_INTERPRET=1`` is set before Triton is imported, the kernels run on CPU tensors. The tests use this.
 """
-# ruff: noqa: N803, N806, SIM108 constants are in capitals; a ternary of blocks is no branch
+# ruff: noqa: N803, N806, SIM108, SIM300 constants are in capitals; a ternary of blocks is no branch
 
 from __future__ import annotations
 
@@ -29,19 +29,6 @@ SIZES = {
 def launched(kernel: Callable[..., Any]) -> Any:
     """Compiles a kernel once for all sizes. By default, Triton recompiles for sizes that are 1 or a multiple of 16."""
     return triton.jit(kernel, do_not_specialize=sorted(SIZES.intersection(inspect.signature(kernel).parameters)))
-
-
-@launched
-def is_finite(x, finite, numel, TILE: tl.constexpr):
-    """Clears ``finite`` if ``x`` has a NaN or an infinity."""
-    begin = tl.program_id(0).to(tl.int64) * TILE
-    at = begin + tl.arange(0, TILE)
-    if begin + TILE <= numel:
-        read = tl.load(x + at)
-    else:
-        read = tl.load(x + at, mask=at < numel, other=0.0)
-    bad = ~(tl.abs(read.to(tl.float32)) <= LARGEST)
-    tl.store(finite, 0, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
 
 
 @launched
@@ -115,32 +102,19 @@ def move(
     ``counts`` ``[shards, turns]`` is their number in every block of a shard.
     """
     begin = tl.program_id(0).to(tl.int64) * TILE
-    # Without a mask, loads and stores have 16 bytes for any number of elements.
-    if begin + TILE <= numel:
-        _move_tile(e, x, scale, state, bitmap, counts, numel, shards, turns, begin, False, SCALED, TILE, BLOCK)
-    else:
-        _move_tile(e, x, scale, state, bitmap, counts, numel, shards, turns, begin, True, SCALED, TILE, BLOCK)
-
-
-@triton.jit
-def _move_tile(
-    e, x, scale, state, bitmap, counts, numel, shards, turns, begin,
-    LAST: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = begin + tl.arange(0, TILE)
-    if LAST:
-        inside = at < numel
-        read, kept = tl.load(x + at, mask=inside, other=0.0), tl.load(e + at, mask=inside, other=0.0)
-    else:
+    at, full = begin + tl.arange(0, TILE), begin + TILE <= numel
+    if full:  # without a mask, loads and stores have 16 bytes for any number of elements
         read, kept = tl.load(x + at), tl.load(e + at)
+    else:
+        read, kept = tl.load(x + at, mask=at < numel, other=0.0), tl.load(e + at, mask=at < numel, other=0.0)
     added = read.to(tl.float32) * _inverse(scale, SCALED)
     total = _clamped(kept + tl.where(tl.load(state) == 0, added, 0.0))
-    if LAST:
-        tl.store(e + at, total, mask=inside)
-        tl.store(x + at, tl.zeros_like(read), mask=inside)
-    else:
+    if full:
         tl.store(e + at, total)
         tl.store(x + at, tl.zeros_like(read))
+    else:
+        tl.store(e + at, total, mask=at < numel)
+        tl.store(x + at, tl.zeros_like(read), mask=at < numel)
     least = tl.load(state + 1).to(tl.float32, bitcast=True)
     reach = (tl.abs(total) >= least).to(tl.int32)  # False outside, where total is 0
     bits = tl.reshape(reach, (TILE // 32, 32)) << tl.arange(0, 32)[None, :]
@@ -309,9 +283,9 @@ def write(
 ):  # fmt: skip
     """Writes values and low parts to the payloads, takes them off the check words, and leaves the residual in ``e``.
 
-    If ``x`` was not finite, all values on the wire are NaN, and ``e`` is unchanged. DELIVERED: code of the receiver's
-    dtype, if the residual must include its rounding error: 16 for float16, 17 for bfloat16; else 0. SCALED: receivers
-    multiply by ``scale`` before they round. ``words`` is the payload again.
+    If ``x`` was not finite, all values on the wire are NaN, and ``e`` is unchanged. The residual includes the rounding
+    error of DELIVERED, the receivers' dtype. SCALED: they multiply by ``scale`` before they round. ``words`` is the
+    payload again.
     """
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
     slot = begin + tl.arange(0, SLOTS)
@@ -341,15 +315,14 @@ def write(
         arrives, written = _write_integers(bounded, finite, to, k, begin, BITS, SLOTS)
     if SCALED:
         arrives *= tl.load(scale).to(tl.float32)
-    if DELIVERED == 16:
+    if DELIVERED == tl.float16:
         arrives = arrives.to(tl.float16).to(tl.float32)
-    elif DELIVERED == 17:
+    elif DELIVERED == tl.bfloat16:
         arrives = _from_bf16(_to_bf16(arrives))
     if SCALED:
         arrives *= _inverse(scale, SCALED)
-    rest = found - arrives
     taken = tl.where(finite, found, 0.0) != 0  # padding is 0, and repeats a position
-    tl.store(e + _flat(position, row, numel, shards, BLOCK), rest, mask=inside & taken)
+    tl.store(e + _flat(position, row, numel, shards, BLOCK), found - arrives, mask=inside & taken)
     octet = tl.arange(0, SLOTS // 8)
     lows = tl.zeros((SLOTS // 8,), tl.int32)
     for n in tl.static_range(LOW):
@@ -380,23 +353,19 @@ def _write_integers(bounded, finite, to, k, begin, BITS: tl.constexpr, SLOTS: tl
     rounded = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -top), top)
     integer = tl.where(finite, tl.reshape(rounded, (SLOTS,)).to(tl.int32), 0)
     scale = tl.where(finite, scale, NAN16)
+    integers = k if BITS == 8 else (k + 1) // 2  # their size in bytes
     if BITS == 8:
-        integers = k
-        slot = begin + tl.arange(0, SLOTS)
-        tl.store(to + slot, (integer & 255).to(tl.uint8), mask=slot < k)
-        written = _taken_off(tl.where(slot < k, (integer & 255) << 8 * (slot & 3), 0))
+        octets, at = integer & 255, begin + tl.arange(0, SLOTS)
     else:
-        integers = (k + 1) // 2
         first, second = tl.split(tl.reshape(integer, (SLOTS // 2, 2)))
-        pair = begin // 2 + tl.arange(0, SLOTS // 2)
-        both = (first & 15) | ((second & 15) << 4)
-        tl.store(to + pair, both.to(tl.uint8), mask=pair < integers)
-        written = _taken_off(tl.where(pair < integers, both << 8 * (pair & 3), 0))
+        octets, at = (first & 15) | ((second & 15) << 4), begin // 2 + tl.arange(0, SLOTS // 2)
+    tl.store(to + at, octets.to(tl.uint8), mask=at < integers)
+    written = _taken_off(tl.where(at < integers, octets << 8 * (at & 3), 0))
     group = begin // 64 + tl.arange(0, SLOTS // 64)
     for n in tl.static_range(2):
-        at, octet = integers + group * 2 + n, (scale >> 8 * n) & 255
-        tl.store(to + at, octet.to(tl.uint8), mask=group * 64 < k)
-        written += _taken_off(tl.where(group * 64 < k, octet << 8 * (at & 3), 0))
+        place, octet = integers + group * 2 + n, (scale >> 8 * n) & 255
+        tl.store(to + place, octet.to(tl.uint8), mask=group * 64 < k)
+        written += _taken_off(tl.where(group * 64 < k, octet << 8 * (place & 3), 0))
     return tl.reshape(rounded * unit, (SLOTS,)), written
 
 
@@ -459,18 +428,16 @@ def add(
             low |= tl.load(source + value_bytes + (bit >> 3) + n, mask=wanted, other=0).to(tl.int32) << 8 * n
         position |= (low >> (bit & 7).to(tl.int32)) & ((1 << LOW) - 1)
     if BITS == 32:
-        read = tl.zeros_like(high)
-        for n in tl.static_range(4):
-            read |= tl.load(source + slot.to(tl.int64) * 4 + n, mask=wanted, other=0).to(tl.int32) << 8 * n
-        value = read.to(tl.float32, bitcast=True)
+        value = _word_at(source, slot, wanted, 4).to(tl.float32, bitcast=True)
     elif BITS == 16:
-        value = _bf16_at(source, slot, wanted)
+        value = _from_bf16(_word_at(source, slot, wanted, 2))
     elif BITS == 8:
         integer = tl.load(source + slot, mask=wanted, other=0).to(tl.int32)
-        value = ((integer ^ 128) - 128).to(tl.float32) * _bf16_at(source + k, slot // 64, wanted)
+        value = ((integer ^ 128) - 128).to(tl.float32) * _from_bf16(_word_at(source + k, slot // 64, wanted, 2))
     else:
         integer = (tl.load(source + slot // 2, mask=wanted, other=0).to(tl.int32) >> (slot & 1) * 4) & 15
-        value = ((integer ^ 8) - 8).to(tl.float32) * _bf16_at(source + (k + 1) // 2, slot // 64, wanted)
+        scale16 = _word_at(source + (k + 1) // 2, slot // 64, wanted, 2)
+        value = ((integer ^ 8) - 8).to(tl.float32) * _from_bf16(scale16)
     value *= share
     if SCALED:
         value *= tl.load(scale).to(tl.float32)
@@ -541,10 +508,12 @@ def _from_bf16(bits):
 
 
 @triton.jit
-def _bf16_at(start, slot, wanted):
-    at = start + slot.to(tl.int64) * 2
-    first = tl.load(at, mask=wanted, other=0).to(tl.int32)
-    return _from_bf16(first | tl.load(at + 1, mask=wanted, other=0).to(tl.int32) << 8)
+def _word_at(start, slot, wanted, BYTES: tl.constexpr):
+    at = start + slot.to(tl.int64) * BYTES
+    word = tl.load(at, mask=wanted, other=0).to(tl.int32)
+    for n in tl.static_range(1, BYTES):
+        word |= tl.load(at + n, mask=wanted, other=0).to(tl.int32) << 8 * n
+    return word
 
 
 @launched

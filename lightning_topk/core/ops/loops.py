@@ -10,9 +10,9 @@ Numba needs no C compiler, and caches compiled code on disk. A worker sends a bu
              add_at            e <- e - what arrives
 
 and receives it with ``read_positions``, ``read_values``, ``add_at``. ``catch_up`` adapts momentum.
-:mod:`lightning_topk.core.ops.cpu` calls them. ``layout`` is the layout, ``form`` the format of payloads, ``salt`` seeds
-the sample, ``places`` are positions in a shard. Vectors are float32. All loops are in one file, since numba's disk
-cache looks for changes in the file of the called function only, not in the files of its callees.
+:mod:`lightning_topk.core.ops.cpu` calls them. ``layout`` is the layout, ``form`` the format of payloads, ``sample``
+says which entries to sample, ``places`` are positions in a shard. Vectors are float32. All loops are in one file, since
+numba's disk cache looks for changes in the file of the called function only, not in the files of its callees.
 """
 
 from __future__ import annotations
@@ -26,23 +26,10 @@ from numba.extending import intrinsic
 
 from lightning_topk.core.layout import BLOCK, Layout
 
-SAMPLE = 1 << 13
-"""Minimum size of a sample. Each element costs a cache line of the residual and one of the gradient; a smaller sample
-leaves more candidates to sort out."""
-
-BUCKETS = 1 << 12
-"""Buckets of a histogram of magnitudes, few enough to stay in a core's cache."""
-
-GROUP = 64
-"""Entries written together: a block of the wire, and full words of positions of any width."""
-
-TILE = 2048
-"""Entries whose momentum is adapted together: all their arrays stay in a core's cache."""
-
-LEAST = np.finfo(np.float32).smallest_subnormal
-"""The smallest magnitude above zero."""
-
-LARGEST = np.finfo(np.float32).max
+BUCKETS = 1 << 12  # of a histogram of magnitudes, few enough to stay in a core's cache
+GROUP = 64  # entries written together: a block of the wire, and full words of positions of any width
+TILE = 2048  # entries whose momentum is adapted together: all their arrays stay in a core's cache
+LEAST, LARGEST = np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max  # magnitudes above zero
 
 
 class KernelLayout(NamedTuple):
@@ -77,18 +64,6 @@ def trailing_zeros(_, word):
     return types.uint64(types.uint64), generate
 
 
-@intrinsic
-def _bits_of(_, number):
-    """The bits of a float32, as uint32."""
-    return types.uint32(types.float32), lambda _, builder, __, arguments: builder.bitcast(arguments[0], ir.IntType(32))
-
-
-@intrinsic
-def _float_of(_, bits):
-    """The float32 with these bits."""
-    return types.float32(types.uint32), lambda _, builder, __, arguments: builder.bitcast(arguments[0], ir.FloatType())
-
-
 @compiled
 def key_of(number):
     """The bits of a float32 without its sign: an int32, ordered like the magnitude.
@@ -96,7 +71,7 @@ def key_of(number):
     Comparing these keys tells 0 from subnormal numbers even under torch.set_flush_denormal(True), where the processor
     treats them as 0. Otherwise every entry of a sparse vector would reach the least magnitude above 0.
     """
-    return np.int32(_bits_of(number) & np.uint32(0x7FFFFFFF))
+    return np.int32(np.float32(number).view(np.int32) & np.int32(0x7FFFFFFF))
 
 
 @intrinsic
@@ -116,9 +91,9 @@ def _prefetch(_, array, index):
 
 
 @compiled
-def send(e, x, layout, form, salt, payloads):
+def send(e, x, layout, form, sample, payloads):
     """A worker's or a server's side of a link."""
-    places, values = add_and_select(e, x, layout, form.k, salt)
+    places, values = add_and_select(e, x, layout, form.k, sample)
     k = form.k
     integers = np.zeros(GROUP, np.int8)
     for shard in range(layout.shards):
@@ -133,22 +108,18 @@ def send(e, x, layout, form, salt, payloads):
 
 
 @compiled
-def add_and_select(e, x, layout, k, salt):
+def add_and_select(e, x, layout, k, sample):
     """The k largest magnitudes of every shard of ``e + x``: places and values, ``[shards, >= k]``. ``x`` may be empty.
 
-    A sample gives a threshold that slightly more than k entries of each shard should reach. If some shard has fewer,
-    the sum is scanned again, from zero on.
+    A ``sample`` (see ``reference.sample_of``, and a seed) gives a threshold that slightly more than k entries of each
+    shard should reach. If some shard has fewer, the sum is scanned again, for all that are not zero.
     """
     capacity = min(k + k // 4, layout.shard_size) + 2 * BLOCK
     places, values = np.empty((layout.shards, capacity), np.int32), np.empty((layout.shards, capacity), np.float32)
-    counts = np.zeros(layout.shards, np.int64)
-    least = np.empty(layout.shards, np.float32)
-    least[:] = sampled_threshold(e, x, layout, k, salt)
+    counts, least = np.zeros(layout.shards, np.int64), np.empty(layout.shards, np.float32)
+    least[:] = sampled_threshold(e, x, sample)
     scan(e, x, layout, k, least, places, values, counts)
-    few = False
-    for count in counts:
-        few |= count < k
-    if few:
+    if (counts < k).any():
         least[:] = LEAST
         counts[:] = 0
         scan(e, x[:0], layout, k, least, places, values, counts)
@@ -161,24 +132,18 @@ def add_and_select(e, x, layout, k, salt):
 
 
 @compiled
-def sampled_threshold(e, x, layout, k, salt):
-    """A magnitude above zero that slightly more than k entries of each shard should reach."""
-    # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
-    # added for each, so that no shard gets fewer than k by chance.
-    needed = layout.shards * (k + 4 * np.sqrt(k) + 4)
-    stride = max(1, min(layout.numel // SAMPLE, np.int64(needed) // 32))
-    sample = np.empty(layout.numel // stride, np.float32)
-    for i in range(len(sample)):  # one random position in each window: a fixed period may see few columns of a matrix
-        turn = (np.uint64(i) + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
+def sampled_threshold(e, x, sample):
+    """The magnitude of the sample's rank, or the least above zero if that is larger."""
+    stride, rank, salt = sample
+    sums = np.empty(len(e) // stride, np.float32)
+    for i in range(len(sums)):
+        turn = np.uint64(i + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
         at = i * stride + np.int64(turn * np.uint64(stride) >> np.uint64(32))
-        sample[i] = e[at]
+        sums[i] = e[at]
         if len(x):
-            sample[i] += x[at]
-    expected = needed / stride
-    rank = np.int64(np.ceil(expected + 4 * np.sqrt(expected) + 4))
-    if rank > len(sample):
-        return LEAST
-    return _float_of(np.uint32(max(key_of(LEAST), key_of(kth_largest(sample, rank, np.float32(0))[0]))))
+            sums[i] += x[at]
+    found = kth_largest(sums, rank, np.float32(0))[0] if rank <= len(sums) else np.float32(0)
+    return found if key_of(found) > 0 else LEAST
 
 
 @compiled
@@ -200,8 +165,7 @@ def scan(e, x, layout, k, least, places, values, counts):
     shard, turn = 0, 0
     for begin in range(0, layout.numel, block):
         length = min(block, layout.numel - begin)
-        for i in range(length, BLOCK):
-            marks[i] = 0
+        marks[length:] = 0
         place, value, n, threshold = places[shard], values[shard], counts[shard], key_of(least[shard])
         kept = e[begin : begin + length]
         if len(x):
@@ -223,7 +187,7 @@ def scan(e, x, layout, k, least, places, values, counts):
                 word &= word - np.uint64(1)
         if n + block > capacity:  # more than expected: from now on, an entry must exceed the k-th largest so far
             cut = keep_largest(place, value, n, k, least[shard])
-            n, least[shard] = k, _float_of(_bits_of(cut) + np.uint32(1))
+            n, least[shard] = k, np.int32(key_of(cut) + 1).view(np.float32)
         counts[shard] = n
         shard += 1
         if shard == layout.shards:
@@ -255,12 +219,12 @@ def kth_largest(values, k, least):
     Magnitudes are ordered like their bits. A histogram finds the bucket of the k-th largest, and the search goes on in
     that bucket alone.
     """
-    keys, low, width = values.view(np.int32), max(0, np.int64(_bits_of(least)) - 1), 11
+    keys, low, width = values.view(np.int32) & np.int32(0x7FFFFFFF), max(0, np.int64(key_of(least)) - 1), 11
     counts = np.empty(BUCKETS, np.int64)
     while True:
         counts[:] = 0
-        for i in range(len(keys)):  # the last bucket also counts everything beyond
-            counts[min(((keys[i] & np.int32(0x7FFFFFFF)) - low) >> width, BUCKETS - 1)] += 1
+        for key in keys:  # the last bucket also counts everything beyond
+            counts[min((key - low) >> width, BUCKETS - 1)] += 1
         bucket = BUCKETS - 1
         while counts[bucket] < k:
             k -= counts[bucket]
@@ -268,7 +232,7 @@ def kth_largest(values, k, least):
         beyond = bucket == BUCKETS - 1
         low += bucket << width
         if width == 0 and not beyond:
-            return _float_of(np.uint32(low)), k
+            return np.int32(low).view(np.float32), k
         first, last = np.int32(low), np.int32(0x7FFFFFFF if beyond else low + (1 << width) - 1)
         inside = np.empty(counts[bucket], np.int32)
         n, most = 0, first
@@ -276,15 +240,12 @@ def kth_largest(values, k, least):
             group = keys[begin : begin + GROUP]
             found = np.int32(0)
             for i in range(len(group)):
-                key = np.int32(group[i] & np.int32(0x7FFFFFFF))
-                found = np.int32(found + ((key >= first) & (key <= last)))
-            if found:
-                for i in range(len(group)):
-                    key = np.int32(group[i] & np.int32(0x7FFFFFFF))
-                    if first <= key <= last:
-                        inside[n] = key
-                        most = max(most, key)
-                        n += 1
+                found = np.int32(found + ((group[i] >= first) & (group[i] <= last)))
+            for i in range(len(group) if found else 0):
+                if first <= group[i] <= last:
+                    inside[n] = group[i]
+                    most = max(most, group[i])
+                    n += 1
         keys, width = inside, 0
         while (np.int64(most) - low) >> width >= BUCKETS - 1:
             width += 1
@@ -293,36 +254,16 @@ def kth_largest(values, k, least):
 @compiled
 def fill(places, values, n, k):
     """Pads n entries to k: inserts the first unused positions, with value 0."""
-    had, were = np.empty(n, np.int32), np.empty(n, np.float32)
-    for i in range(n):
-        had[i], were[i] = places[i], values[i]
-    i, zeros, place = 0, k - n, 0
+    had, were = places[:n].copy(), values[:n].copy()
+    i, place = 0, 0
     for m in range(k):
-        if i < n and (zeros == 0 or had[i] == place):
+        if i < n and (had[i] == place or n - i == k - m):
             places[m], values[m] = had[i], were[i]
             place = had[i] + 1
             i += 1
         else:
             places[m], values[m] = place, 0
             place += 1
-            zeros -= 1
-
-
-@compiled
-def over_threshold(row, layout, threshold, k):
-    """Ascending positions of the entries whose magnitude reaches a threshold; the k largest if more than k do."""
-    capacity = min(k + k // 4, layout.shard_size) + 2 * BLOCK
-    places, values, counts = (
-        np.empty((1, capacity), np.int32),
-        np.empty((1, capacity), np.float32),
-        np.zeros(1, np.int64),
-    )
-    least = np.empty(1, np.float32)
-    least[0] = threshold
-    scan(row, row[:0], layout, k, least, places, values, counts)
-    if counts[0] > k:
-        keep_largest(places[0], values[0], counts[0], k, np.float32(0))
-    return places[0, : min(k, counts[0])]
 
 
 @compiled
@@ -340,7 +281,7 @@ def count_reaching(row, threshold):
 @compiled
 def bf16(number):
     """The bits of a finite float32, rounded to bfloat16, ties to even."""
-    bits = _bits_of(number)
+    bits = np.float32(number).view(np.uint32)
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
@@ -358,7 +299,7 @@ def write_values(values, begin, form, integers, payload):
         for i in range(n):
             half = bf16(min(max(values[i], -largest), largest))
             halves[i] = np.uint16(half)
-            values[i] = _float_of(half << np.uint32(16))
+            values[i] = np.uint32(half << np.uint32(16)).view(np.float32)
     else:
         write_integers(values, begin, form, largest, integers, payload)
 
@@ -371,7 +312,7 @@ def write_integers(values, begin, form, largest, integers, payload):
     for i in range(n):
         most = max(most, abs(values[i]))
     scale = bf16(min(most, largest) / top)
-    unit = _float_of(scale << np.uint32(16))
+    unit = np.uint32(scale << np.uint32(16)).view(np.float32)
     integers[:] = 0
     if unit > 0:
         for i in range(n):
@@ -405,10 +346,11 @@ def read_values(payload, form, values):
         elif form.bits == 16:
             halves = payload[2 * begin : 2 * (begin + n)].view(np.uint16)
             for i in range(n):
-                group[i] = _float_of(np.uint32(halves[i]) << np.uint32(16))
+                group[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16)).view(np.float32)
         else:
             at = (form.k * form.bits + 7) // 8 + begin // GROUP * 2
-            unit = _float_of((np.uint32(payload[at]) | np.uint32(payload[at + 1]) << np.uint32(8)) << np.uint32(16))
+            scale = (np.uint32(payload[at]) | np.uint32(payload[at + 1]) << np.uint32(8)) << np.uint32(16)
+            unit = np.uint32(scale).view(np.float32)
             if form.bits == 8:
                 for i in range(n):
                     group[i] = np.float32(np.int8(payload[begin + i])) * unit
@@ -420,7 +362,7 @@ def read_values(payload, form, values):
                 if n % 2:
                     group[n - 1] = np.float32(np.int8(pairs[n // 2] << 4) >> 4) * unit
         for i in range(n):
-            infinite += (_bits_of(group[i]) & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+            infinite += key_of(group[i]) >= np.int32(0x7F800000)
     return infinite == 0
 
 
@@ -486,10 +428,7 @@ def seal(payload, form):
     """Pads a payload, and writes the check word."""
     payload[form.value_bytes + form.index_bytes :] = 0
     words = payload.view(np.uint32)
-    total = np.uint32(0)
-    for i in range(len(words)):
-        total += words[i]
-    words[-1] = np.uint32(form.check) - total
+    words[-1] = np.uint32(form.check - words.sum())
 
 
 @compiled
@@ -526,17 +465,17 @@ def add_at(out, layout, places, values):
 @intrinsic
 def _bytes_at(_, address):
     """A pointer to uint8 at an address."""
-    return types.CPointer(types.uint8)(types.int64), _to_pointer
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.uint8)(types.int64), generate
 
 
-@intrinsic
-def _floats_at(_, address):
-    """A pointer to float32 at an address."""
-    return types.CPointer(types.float32)(types.int64), _to_pointer
-
-
-def _to_pointer(context, builder, signature, arguments):
-    return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+@compiled
+def _floats(address, numel):
+    """The float32 ``[numel]`` at an address."""
+    return carray(_bytes_at(address), 4 * numel).view(np.float32)
 
 
 @compiled
@@ -552,9 +491,9 @@ def catch_up(table, rules, scale, taken):
     known = -1
     for row in table:
         numel, lends = row[6], row[5] != 0
-        b, waited = carray(_floats_at(row[0]), numel), carray(_bytes_at(row[1]), numel)
-        g, out = carray(_floats_at(row[2]), numel), carray(_floats_at(row[3]), numel)
-        x, lent = carray(_floats_at(row[4]), numel), carray(_floats_at(row[5]), numel)
+        b, waited = _floats(row[0], numel), carray(_bytes_at(row[1]), numel)
+        g, out = _floats(row[2], numel), _floats(row[3], numel)
+        x, lent = _floats(row[4], numel), _floats(row[5], numel)
         momentum, weight, sign, decay, settled, waits = rules[row[7]]
         if row[7] != known:
             known = row[7]

@@ -36,16 +36,10 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
-    """Converts positions in shards to positions in the bucket, the inverse of :func:`shard_rows`.
+    """Converts positions in shards to positions in the bucket, both ``[R, K]`` int64: inverse of :func:`shard_rows`.
 
-    Args:
-        index: ``[R, K]`` int64, positions in a shard, in elements.
-        layout: The bucket's layout.
-        shard: ``[R, 1]`` int64, the shard of each row. Default: row r is shard r.
-
-    Returns:
-        ``[R, K]`` int64, positions in the bucket. Positions in the padding map to the bucket's last element; their
-        values are zero, so adding them there changes nothing.
+    ``shard`` ``[R, 1]`` int64 is the shard of each row; default: row r is shard r. Positions in the padding map to the
+    bucket's last element; their values are zero, so adding them there changes nothing.
     """
     if layout.shards == 1:
         return index
@@ -81,19 +75,16 @@ def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
             out.copy_(rows[0])
         return
     columns = zip(parts.sizes, rows.split(parts.slices, dim=1), strict=True)
-    torch.cat([part for size, column in columns for part in _trimmed(column, size)], out=out)
-
-
-def _trimmed(column: Tensor, size: int) -> list[Tensor]:
-    """Removes the padding from the slices ``[count, slice]`` of one parameter of ``size`` elements."""
-    ends = [min(column.shape[1], max(0, size - local * column.shape[1])) for local in range(len(column))]
-    return [part[:end] for part, end in zip(column, ends, strict=True)]
+    ends = ((size, local * column.shape[1], row) for size, column in columns for local, row in enumerate(column))
+    torch.cat([row[: max(0, size - begin)] for size, begin, row in ends], out=out)
 
 
 def is_finite(x: Tensor) -> Tensor:
     """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
+    if x.device.type != "cpu":  # two launches, of which one reads x
+        return torch.linalg.vector_norm(x, torch.inf) <= torch.finfo(x.dtype).max
     # The sum of squares, one read of x, is finite only if every element is. If it is not, it may have overflowed.
-    squares = x.device.type == "cpu" and x.dim() == 1 and x.dtype in (torch.float32, torch.float64)
+    squares = x.dim() == 1 and x.dtype in (torch.float32, torch.float64)
     if squares and math.isfinite(torch.dot(x, x)):
         return torch.tensor(True)
     return torch.stack(torch.aminmax(x)).isfinite().all()
@@ -128,29 +119,30 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
+def sample_of(layout: Layout, k: int, least: int) -> tuple[int, int]:
+    """How to find a magnitude that slightly more than k entries per shard should reach: from a sample.
+
+    It has one random entry of each window: a fixed period may see only a few columns of a matrix. Returns the size of a
+    window, for a sample of at least ``least`` entries, and the rank of the magnitude in the sample.
+    """
+    # If entries fall into shards and into the sample independently, counts are binomial: four standard deviations are
+    # added for each, so that no shard gets fewer than k by chance.
+    needed = layout.shards * (k + 4 * math.sqrt(k) + 4)
+    stride = max(1, min(layout.numel // least, int(needed) // 32))
+    expected = needed / stride
+    return stride, math.ceil(expected + 4 * math.sqrt(expected) + 4)
+
+
 def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
     """Counts the entries of each row ``[R, S]`` whose magnitude reaches ``threshold`` ``[R, 1]``: ``[R, 1]`` int64."""
     return (rows.abs() >= threshold).sum(dim=1, keepdim=True)
 
 
-def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Ascending positions ``[R, k]`` int64 of the entries of ``[R, S]`` whose magnitude reaches a threshold ``[R, 1]``.
-
-    The k largest if more than k do. Rows with fewer than k such entries end in -1.
-    """
-    index = topk_index(rows, k)
-    passed = rows.gather(1, index).abs() >= threshold
-    size = rows.shape[1]
-    index = torch.where(passed, index, size).sort(dim=1).values
-    return index.masked_fill_(index == size, -1)
-
-
 def check(payloads: Tensor, expected: int) -> None:
-    """Rejects payloads ``[R, P]`` uint8 whose words do not have the ``expected`` sum.
+    """Rejects payloads ``[R, P]`` uint8 whose words do not have the ``expected`` sum: damaged, or of another tag or k.
 
-    Raises:
-        DamagedError: A payload is damaged, or has another tag or k; names its row. On a GPU, a device-side assertion
-            fails instead, which needs no host synchronisation.
+    A :class:`DamagedError` names the rows. On a GPU, a device-side assertion fails instead, without a host
+    synchronisation.
     """
     intact = payloads.view(torch.int32).sum(dim=1, dtype=torch.int32) == expected
     if payloads.device.type != "cpu":
@@ -197,13 +189,7 @@ def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
     The ``low`` low bits of every position are stored verbatim; the high part h of the i-th position sets bit ``h + i``
     of a bitmap. Ascending positions set distinct bits, even where they are equal.
 
-    Args:
-        index: ``[R, K]`` int64, not descending in a row, in [0, universe).
-        universe: Number of possible positions.
-        low: Width of the low part in bits.
-
-    Returns:
-        ``[R, P]`` uint8, P as :func:`elias_fano_bytes`.
+    ``index`` is ``[R, K]`` int64 in [0, universe); the result is ``[R, P]`` uint8, P as :func:`elias_fano_bytes`.
     """
     rows, k = index.shape
     place = torch.arange(low, device=index.device)
@@ -231,45 +217,27 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 class Rule(NamedTuple):
-    """How the optimizer of a parameter steps, see :mod:`lightning_topk.runtime.momentum`.
+    """How the optimizer of a parameter steps, see :mod:`lightning_topk.runtime.momentum`."""
 
-    Attributes:
-        momentum: m, in (0, 1).
-        weight: a, the factor of a gradient when the optimizer adds it to its momentum buffer.
-        sign: -1 if the optimizer maximizes, else 1.
-        decay: w, the factor of the parameter that is part of the gradient; 0 for none.
-        settled: What the optimizer's own step needs in the buffer, as a factor of the parameter, to decay an entry by
-            as much as dense training does in the long run; 0 if decay waits for the gradient.
-        waits: Whether the decay of all steps comes with the gradient.
-    """
-
-    momentum: float | Tensor
-    weight: float | Tensor
-    sign: int = 1
-    decay: float | Tensor = 0.0
+    momentum: float | Tensor  # m, in (0, 1)
+    weight: float | Tensor  # a, the factor of a gradient when the optimizer adds it to its momentum buffer
+    sign: int = 1  # -1 if the optimizer maximizes
+    decay: float | Tensor = 0.0  # w, the factor of the parameter that is part of the gradient
+    # What the optimizer's own step needs in the buffer, as a factor of the parameter, to decay an entry by as much as
+    # dense training does in the long run; 0 if decay waits for the gradient.
     settled: float | Tensor = 0.0
-    waits: bool = False
+    waits: bool = False  # whether the decay of all steps comes with the gradient
 
 
 class Stepped(NamedTuple):
-    """The tensors of one parameter in an adapted step, all of its shape.
+    """The tensors of one parameter in an adapted step, all of its shape."""
 
-    Attributes:
-        buffer: The optimizer's momentum buffer, b.
-        waited: uint8, how many steps each entry has waited since its last delivery, at most 254.
-        gradient: The gradient, of any dtype, as the optimizer finds it.
-        out: Of the buffer's dtype: becomes the buffer for the optimizer's own step.
-        parameter: x; read only with weight decay.
-        lent: Of the gradient's dtype: becomes the gradient for the optimizer's own step. None if that keeps its own.
-        rule: The rule of its group.
-    """
-
-    buffer: Tensor
-    waited: Tensor
-    gradient: Tensor
-    out: Tensor
-    parameter: Tensor
-    lent: Tensor | None
+    buffer: Tensor  # the optimizer's momentum buffer, b
+    waited: Tensor  # uint8, how many steps each entry has waited since its last delivery, at most 254
+    gradient: Tensor  # of any dtype, as the optimizer finds it
+    out: Tensor  # of the buffer's dtype: becomes the buffer for the optimizer's own step
+    parameter: Tensor  # x; read only with weight decay
+    lent: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step, or None
     rule: Rule
 
 
@@ -280,10 +248,8 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     m^d v, and ``out`` b + (1 + ... + m^(d-1)) v. Other entries keep their buffer, and ``out`` is zero there; to both,
     unless d is 0, the decay of this step is added. ``waited`` becomes zero or is incremented.
 
-    Args:
-        stepped: The tensors; changed in place.
-        scale: Scalar by which the optimizer divides gradients; None for none.
-        skipped: Scalar, nonzero if the optimizer skips the step: then ``buffer`` and ``waited`` stay. None if never.
+    ``scale`` is the scalar by which the optimizer divides gradients. The scalar ``skipped`` is nonzero if it skips the
+    step: then ``buffer`` and ``waited`` stay.
     """
     buffer, waited, gradient, out, parameter, lent, rule = stepped
     taken = torch.ones((), dtype=torch.bool, device=buffer.device) if skipped is None else skipped == 0
@@ -319,11 +285,8 @@ def address_table(several: Sequence[Stepped]) -> tuple[list[list[int]], list[Rul
     A row has the addresses of the six tensors, 0 for one that is not needed; the number of elements; and that of the
     rule.
     """
-    rules, numbers = list[Rule](), dict[int, int]()
-    for each in several:
-        if id(each.rule) not in numbers:
-            numbers[id(each.rule)] = len(rules)
-            rules.append(each.rule)
+    rules = {id(each.rule): each.rule for each in several}
+    numbers = {rule: number for number, rule in enumerate(rules)}
     rows = [
         [
             buffer.data_ptr(), waited.data_ptr(), gradient.data_ptr(), out.data_ptr(),
@@ -332,4 +295,4 @@ def address_table(several: Sequence[Stepped]) -> tuple[list[list[int]], list[Rul
         ]
         for buffer, waited, gradient, out, parameter, lent, rule in several
     ]  # fmt: skip
-    return rows, rules
+    return rows, [*rules.values()]
