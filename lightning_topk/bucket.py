@@ -21,6 +21,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout, NodeShards, k_of
+from lightning_topk.core.requests import Volume, request_volume
 from lightning_topk.core.select import SELECTORS
 from lightning_topk.core.wire import WIRES
 from lightning_topk.schedule import Ratio, Varying
@@ -122,7 +123,8 @@ def _sending(plan: BucketPlan, entries: int) -> BucketPlan:
 
 def _counted(plan: BucketPlan) -> int:
     """Bytes of the first step that ``saving`` counts, of rank 0: the busiest."""
-    return plan.volume().counted(plan.topology.by_node)
+    asked = (request_volume(each, 0, plan.workers, plan.local) for each in plan.requests())
+    return sum(asked, Volume()).counted(plan.topology.by_node)
 
 
 def k_for_saving(plan: BucketPlan, budget: float) -> int:

@@ -189,6 +189,8 @@ class SampledK(Threshold):
     """
 
     def __init__(self, fraction: float = 0.01) -> None:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"SampledK: fraction={fraction!r} must be in (0, 1].")
         self.fraction = fraction
 
     @override
