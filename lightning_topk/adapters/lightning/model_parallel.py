@@ -85,9 +85,7 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         self._check(residual_checkpoint, local_world_size)
         sizes = {"data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size}
         self._sizes = [check_count(name, None if size == "auto" else size) for name, size in sizes.items()]
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend
-        )
+        super().__init__(data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend)
         if timeout is not None:
             self._timeout = timeout
         self._timeout_or_none = timeout
@@ -158,10 +156,9 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         """Saves a checkpoint with the residuals, unless it is weights-only; every rank must call it."""
         state, entry = self._last, dict[str, Any]()
         if state is not None and "optimizer_states" in checkpoint:
-            # The entry in the metadata file: the residuals are in a folder beside it.
-            shards = {"version": VERSION, "mode": SHARDED, "steps": state.steps}
-            entry = self._absent(filepath) or (shards if self._save_distributed_checkpoint else state.full_state_dict())
-            checkpoint[KEY] = entry
+            beside = {"version": VERSION, "mode": SHARDED, "steps": state.steps}  # the residuals have their own folder
+            sharded = beside if self._save_distributed_checkpoint else None
+            checkpoint[KEY] = entry = self._absent(filepath) or sharded or state.full_state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if state is not None and entry.get("mode") == SHARDED:
             save({KEY: state.state_dict()}, checkpoint_id=Path(self.broadcast(filepath)) / KEY)
