@@ -35,11 +35,12 @@ def volume(
     """Predicts the bytes that a rank, one of ``world`` with ``local`` on each node, sends in a step.
 
     ``buckets`` are the elements of each DDP bucket, or of each of its parameters. These matter with
-    ``topology="hierarchical"``, since the ranks of a node take a slice of each. ``itemsize`` is in bytes.
-    ``uncompressed`` has the indices of the parameters of each bucket that ``dense_parameters`` matches. ``parameters``
-    is their number in each bucket, only with ``find_unused_parameters``: the ranks then exchange one bit per parameter.
-    ``settled`` says whether they exchanged the same buckets in the step before. Until then they do not know all
-    buckets, and treat small ones like others (:func:`lightning_topk.bucket.plan_step`).
+    ``topology="hierarchical"``, since the ranks of a node take a slice of each. With ``single_server`` rank 0 differs
+    from the others. ``itemsize`` is in bytes. ``uncompressed`` has the indices of the parameters of each bucket that
+    ``dense_parameters`` matches. ``parameters`` has the number of parameters in each bucket, only with
+    ``find_unused_parameters``: the ranks then exchange one bit per parameter. ``settled`` says whether they exchanged
+    the same buckets in the step before. Until then they do not know all buckets, and treat small ones like others
+    (:func:`lightning_topk.bucket.plan_step`).
     """
     sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
     skipped = list(uncompressed) or [()] * len(sizes)

@@ -60,7 +60,7 @@ class ShardState(HookState):
         self._names = {member: group.names[member] for member, group in self._group_of.items()}
         sharded, named = {*self._names.values()}, all_names_of(model)
         self.buckets.all_names = {each: named.get(group.sharded(each), ()) for each, group in self._group_of.items()}
-        self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # not sharded
+        self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # without a proxy
         self._trained: set[Tensor] = set()  # in the last pass
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
@@ -75,8 +75,8 @@ class ShardState(HookState):
         strangers = [name for name, parameter in self._strangers.items() if parameter.requires_grad]
         if strangers:
             raise ValueError(
-                f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so its "
-                "gradient would not be reduced. Wrap the module that holds it too, before attach, or freeze it."
+                f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, or belongs "
+                "to another attached model, so its gradient would not be reduced. Shard it before attach, or freeze it."
             )
         return {member for group in self._param_groups for member in group.trained}
 

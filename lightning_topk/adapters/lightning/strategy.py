@@ -171,8 +171,7 @@ class TopKStrategy(Resumes, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks, unless it is weights-only; every rank must call it."""
         if "optimizer_states" in checkpoint and self.lightning_module is not None:
-            state = self._last
-            checkpoint[KEY] = self._absent(filepath) or (dict(EMPTY) if state is None else state.state_dict())
+            checkpoint[KEY] = self._absent(filepath) or (self._last.state_dict() if self._last else dict(EMPTY))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
