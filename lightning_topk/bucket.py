@@ -28,18 +28,15 @@ from lightning_topk.schedule import Ratio, Varying
 
 TOLERANCE = 0.02
 """Largest relative shortfall from ``saving=`` that is accepted without a warning."""
-LARGE = 1 << 22
-"""Elements of a bucket whose headers use next to none of its share."""
-LARGEST = 2**31 - 1
-"""Maximum number of elements in a shard: positions have 32 bits."""
+LARGE = 1 << 22  # elements of a bucket whose headers use next to none of its share
+LARGEST = 2**31 - 1  # elements in a shard at most: positions have 32 bits
 
 
 class TooLargeError(ValueError):
     """A bucket has too many elements for a topology."""
 
 
-Bucket = tuple[Tensor, ...]
-"""The parameters whose gradients are exchanged together, in order."""
+Bucket = tuple[Tensor, ...]  # the parameters whose gradients are exchanged together, in order
 BucketSizes = tuple[Sequence[int], int, Sequence[int], int]
 """A bucket: elements of each parameter, bytes per element, indices of the uncompressed parameters, and its tag."""
 
@@ -53,20 +50,11 @@ def plan_bucket(
     uncompressed: Sequence[int] = (),
     tag: int = 0,
 ) -> BucketPlan:
-    """Plans the exchange of one bucket.
+    """Plans the exchange of one bucket, with resolved settings for its compressed part (:func:`for_compressed`).
 
     With ``saving``, the plan's k gives the bytes nearest to the requested ones. A single rank, which sends nothing,
-    selects as many entries as each of two ranks.
-
-    Args:
-        config: The settings, resolved for these ranks (:meth:`TopKConfig.resolve`); with ``dense_parameters``, those
-            for the compressed part (:func:`for_compressed`).
-        sizes: Elements of each parameter in the bucket. An empty bucket is not exchanged.
-        world: Number of ranks.
-        local: Ranks per node.
-        itemsize: Bytes per gradient element.
-        uncompressed: Indices of the uncompressed parameters. A bucket with no others is all-reduced.
-        tag: Identifies the bucket on the wire.
+    selects as many entries as each of two ranks. A bucket whose parameters are all ``uncompressed`` is all-reduced.
+    The other arguments are as in :data:`BucketSizes`.
     """
     skipped = sum(sizes[number] for number in uncompressed)
     if skipped == sum(sizes):

@@ -1,7 +1,4 @@
-"""The settings, and checks of their values and combinations.
-
-:mod:`lightning_topk.bucket` resolves them for one bucket.
-"""
+"""The settings, and checks of their values and combinations."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from lightning_topk.core.select import SELECTORS, Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.schedule import Ratio, Schedule, Varying, ratio_at
 
-SAVING: float = 50
-"""Default of ``saving`` if neither ``ratio`` nor ``saving`` is set."""
+SAVING: float = 50  # the default without ``ratio``
 CPU_BUCKET_MB = 8
 """Bucket size in MiB on CPUs where the user gives none: smaller than DDP's 25 MiB, so that more buckets overlap."""
 
@@ -84,11 +80,6 @@ class TopKConfig:
                 object.__setattr__(self, name, float(value))  # torch.load(weights_only=True) refuses NumPy scalars
         _check_values(self)
         _check_combinations(self)
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> TopKConfig:
-        """Creates a config from the settings among the arguments of a call."""
-        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
 
     @property
     def changed(self) -> dict[str, Any]:

@@ -103,10 +103,6 @@ Ratio = float | Varying
 """A constant, a schedule, or a function of the step."""
 
 
-LATE = 1_000_000_000
-"""Step and epoch by which every schedule is assumed to have ended."""
-
-
 def ratio_at(ratio: Varying, step: int, epoch: int, name: str = "ratio") -> float:
     """Returns the ratio in force at a step; refuses a value outside (0, 1]. ``name`` is the setting's."""
     value: Any = ratio.at(step, epoch) if isinstance(ratio, Schedule) else ratio(step)

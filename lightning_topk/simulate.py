@@ -15,8 +15,6 @@ from lightning_topk.core.guards import exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
 
-CPU = torch.device("cpu")
-
 
 class Cluster:
     """Simulates ``world`` workers, ``local`` on each node, that exchange a gradient of ``numel`` elements step by step.
@@ -35,12 +33,12 @@ class Cluster:
         sizes: tuple[int, ...] | None = None,
         uncompressed: Sequence[int] = (),
         measure: Measure = NOTHING,
-        device: torch.device = CPU,
+        device: str | torch.device = "cpu",
     ) -> None:
         bucket = sizes or (numel,), dtype.itemsize, uncompressed, 0
         (self.plan,) = plan_step(config.resolve(world, local), [bucket], world, local)
         self.local, self.measure, self.steps = local, measure, 0
-        self.endpoints = [self.plan.endpoint(rank, dtype, device) for rank in range(world)]
+        self.endpoints = [self.plan.endpoint(rank, dtype, torch.device(device)) for rank in range(world)]
         self.outcomes: list[Outcome] = []  # of the last exchange, one per rank
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}  # that each worker has sent to others so far
 
@@ -88,11 +86,7 @@ class Cluster:
 
 
 def answer(requests: Sequence[Request]) -> list[Tensor | None]:
-    """Returns the replies to one request from each rank.
-
-    Raises:
-        RuntimeError: The ranks make different requests, which would hang on a cluster.
-    """
+    """Returns the replies to one request from each rank; refuses different requests, which would hang on a cluster."""
     kinds = {(type(request).__name__, request.among, request.payload.shape) for request in requests}
     if len(kinds) > 1:
         raise RuntimeError(f"the ranks take different branches: {sorted(map(str, kinds))}")

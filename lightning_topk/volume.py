@@ -32,23 +32,15 @@ def volume(
     uncompressed: Iterable[Sequence[int]] = (),
     settled: bool = True,
 ) -> Volume:
-    """Predicts the bytes of a step.
+    """Predicts the bytes that a rank, one of ``world`` with ``local`` on each node, sends in a step.
 
-    Args:
-        config: The settings.
-        buckets: Elements of each DDP bucket, or of each of its parameters. These matter with
-            ``topology="hierarchical"``, since the ranks of a node take a slice of each.
-        world: Number of ranks.
-        rank: The rank to predict for; with ``single_server`` rank 0 differs from the others.
-        itemsize: Bytes per element of the dense gradient.
-        parameters: Number of parameters in each bucket; only with ``find_unused_parameters``: the ranks then exchange
-            one bit per parameter.
-        step: Gradients exchanged before this one, for schedules.
-        epoch: Epochs completed, for schedules.
-        local: Ranks per node.
-        uncompressed: For each bucket, the indices of the parameters that ``dense_parameters`` matches. Default: none.
-        settled: Whether the ranks exchanged the same buckets in the step before. Until then they do not know all
-            buckets, and treat small ones like others (:func:`lightning_topk.bucket.plan_step`).
+    ``buckets`` are the elements of each DDP bucket, or of each of its parameters. These matter with
+    ``topology="hierarchical"``, since the ranks of a node take a slice of each. With ``single_server`` rank 0 differs
+    from the others. ``itemsize`` is in bytes. ``uncompressed`` has the indices of the parameters of each bucket that
+    ``dense_parameters`` matches. ``parameters`` has the number of parameters in each bucket, only with
+    ``find_unused_parameters``: the ranks then exchange one bit per parameter. ``settled`` says whether they exchanged
+    the same buckets in the step before. Until then they do not know all buckets, and treat small ones like others
+    (:func:`lightning_topk.bucket.plan_step`).
     """
     sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
     skipped = list(uncompressed) or [()] * len(sizes)

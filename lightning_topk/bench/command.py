@@ -34,12 +34,9 @@ from lightning_topk.env import processor, versions
 from lightning_topk.plan import Row, counted, ddp_buckets, make_module, markdown
 from lightning_topk.volume import volume
 
-SECONDS = 60.0
-"""No turn starts later than this."""
-TIMEOUT = timedelta(minutes=2)
-"""Timeout of a contender's collectives. The ranks wait longer for each other."""
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets."""
+SECONDS = 60.0  # no turn starts later than this
+TIMEOUT = timedelta(minutes=2)  # of a contender's collectives; the ranks wait longer for each other
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets
 THEIRS = ("no exchange", "DDP", "16-bit hook", "PowerSGD")
 
 
@@ -251,10 +248,7 @@ def _sent(name: str, contender: Contender, work: Work, shapes: Sequence[tuple[in
 
 
 def rows(work: Work, times: Times, sent: Mapping[str, int], hidden: Mapping[str, str], sends: str) -> list[Row]:
-    """The table: a row an exchange, and computed ones of DiLoCo, which exchanges in one of H steps.
-
-    ``sends`` is the head of the column of bytes.
-    """
+    """The table: a row an exchange, and computed ones of DiLoCo, which exchanges in one of H steps."""
     table: list[Row] = []
     middle, judged = {name: median(each) for name, each in times.items()}, f"saving={work.saving:g}"
     for name, each in times.items():

@@ -20,10 +20,8 @@ from tqdm import tqdm
 
 from lightning_topk.bench.peers import Backward, Peer
 
-TURN, LONGEST = 0.2, 5
-"""Seconds that a turn should last, and steps of a turn at most: within a turn, nothing waits for a GPU."""
-FEWEST = 3
-"""Turns that are timed even if the time is up."""
+TURN, LONGEST = 0.2, 5  # seconds that a turn should last; its steps at most: within a turn, nothing waits for a GPU
+FEWEST = 3  # turns that are timed even if the time is up
 
 
 class Contender:
@@ -48,8 +46,7 @@ class Contender:
         self.model = DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=cap, **ddp)
         self._optimizer = None if optimizer is None else optimizer(self.model.parameters())
         self.state = peer.register(self.model, {**(settings or {}), "optimizer": self._optimizer})
-        self.seconds: list[float] = []
-        """Seconds of a step, the mean of a turn's, of the slowest rank; by turn."""
+        self.seconds: list[float] = []  # of a step, the mean of a turn's, of the slowest rank; by turn
 
     def take(self, count: int) -> float:
         """Takes steps; returns the seconds of one."""
@@ -124,7 +121,7 @@ def measure(
     """Makes contenders, and times their steps in turns; returns those that did not fail. A collective.
 
     ``group`` is a gloo group of all ranks, whose timeout is longer than that of the exchanges. Each takes about so many
-    timed ``steps``; but for the first :data:`FEWEST` turns, none starts after so many ``seconds``.
+    timed ``steps``; but for the first ``FEWEST`` turns, none starts after so many ``seconds``.
     """
     begin, made, pace, quiet = time.perf_counter(), dict[str, Contender](), TURN, dist.get_rank() > 0
 

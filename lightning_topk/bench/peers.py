@@ -15,22 +15,15 @@ from typing_extensions import override
 from lightning_topk.adapters.attach import attach
 from lightning_topk.config import CPU_BUCKET_MB
 
-Backward = Callable[[nn.Module], None]
-"""Runs forward and backward of a wrapped model."""
+Backward = Callable[[nn.Module], None]  # runs forward and backward of a wrapped model
 
 
 class Peer(NamedTuple):
-    """An exchange.
-
-    Attributes:
-        register: Registers it with a wrapped model, given settings of :func:`.attach`; returns our state, or None.
-        bucket_mb: Size of DDP's buckets on CPUs, MiB. Default: DDP's own.
-        warmup: Untimed steps. DDP regroups its buckets after the first. On a slow link steps take seconds.
-    """
+    """An exchange. ``register`` takes settings of :func:`.attach`, and returns our state, or None."""
 
     register: Callable[[DistributedDataParallel, Mapping[str, Any]], Any]
-    bucket_mb: float | None = None
-    warmup: int = 2
+    bucket_mb: float | None = None  # size of DDP's buckets on CPUs, MiB; DDP's own
+    warmup: int = 2  # untimed steps; DDP regroups its buckets after the first
 
 
 def hook(function: Callable[..., Any], state: Callable[[DistributedDataParallel], Any], *others: Any) -> Peer:

@@ -7,10 +7,8 @@ from math import comb
 from statistics import median
 from typing import NamedTuple
 
-Times = Mapping[str, Sequence[float]]
-"""Seconds of a step by turn, by contender."""
-SURE = 6
-"""Turns from which on the ratios of times in the same turns have a 95 % interval of their median."""
+Times = Mapping[str, Sequence[float]]  # seconds of a step by turn, by contender
+SURE = 6  # turns from which on the ratios of times in the same turns have a 95 % interval of their median
 
 
 class Ratio(NamedTuple):
@@ -27,7 +25,7 @@ class Ratio(NamedTuple):
 def ratio(times: Times, one: str, other: str) -> Ratio:
     """The median of the ratios of two contenders' times in the same turns, and its 95 % interval.
 
-    With fewer than :data:`SURE` turns, the interval has the ratios of all turns of one to all turns of the other.
+    With fewer than ``SURE`` turns, the interval has the ratios of all turns of one to all turns of the other.
     """
     ratios = sorted(a / b for a, b in zip(times[one], times[other], strict=False))
     count, dropped = len(ratios), 0

@@ -60,7 +60,7 @@ class ShardState(HookState):
         self._names = {member: group.names[member] for member, group in self._group_of.items()}
         sharded, named = {*self._names.values()}, all_names_of(model)
         self.buckets.all_names = {each: named.get(group.sharded(each), ()) for each, group in self._group_of.items()}
-        self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # all are frozen
+        self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # without a proxy
         self._trained: set[Tensor] = set()  # in the last pass
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
@@ -71,6 +71,13 @@ class ShardState(HookState):
         self.buckets.learn_names(self._names, self._copied_inside())
 
     def _trained_now(self) -> set[Tensor]:
+        """The proxies of the parameters that are trained now; refuses trained parameters without a proxy."""
+        strangers = [name for name, parameter in self._strangers.items() if parameter.requires_grad]
+        if strangers:
+            raise ValueError(
+                f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, or belongs "
+                "to another attached model, so its gradient would not be reduced. Shard it before attach, or freeze it."
+            )
         return {member for group in self._param_groups for member in group.trained}
 
     @override
@@ -80,15 +87,8 @@ class ShardState(HookState):
     def exchange_shard(self, group: ParamGroup, g: Tensor) -> None:
         """FSDP's hook: exchanges this rank's shard of a gradient between the replicas; see :meth:`exchange`.
 
-        Args:
-            group: The parameter group of the gradient.
-            g: ``[elements]``, the mean over the node; overwritten with the mean that all replicas agree on.
+        ``g`` ``[elements]`` is the mean over the node, and becomes the mean that all replicas agree on.
         """
-        if group.skips_all_reduce:
-            raise RuntimeError(
-                "set_requires_all_reduce(False) skips the exchange, and the replicas would diverge. To accumulate "
-                "gradients, use set_requires_gradient_sync(False)."
-            )
         bucket = group.bucket(g)
         if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
             self._backward_ended()  # an earlier pass failed
@@ -110,12 +110,6 @@ class ShardState(HookState):
 
     def _refresh_trained(self) -> None:
         """Recomputes the density if parameters were frozen or unfrozen."""
-        unfrozen = [name for name, parameter in self._strangers.items() if parameter.requires_grad]
-        if unfrozen:
-            raise ValueError(
-                f"the parameter {unfrozen[0]!r} (one of {len(unfrozen)}) was unfrozen, but its gradient is not "
-                "reduced. Shard it with fully_shard before attach, or attach again."
-            )
         before, self._trained = self._trained, self._trained_now()
         if self._trained != before:
             copied = self._copied_inside()
@@ -180,8 +174,9 @@ class ShardState(HookState):
 
     @override
     def close(self) -> None:
-        for group in self._param_groups:
-            group.stop()
+        # FSDP's hook stays: without it FSDP would continue, and replicas would diverge.
+        for watch in (watch for group in self._param_groups for watch in group.watches):
+            watch.remove()
         super().close()
 
     @override
@@ -282,7 +277,7 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torc
 def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> None:
     """Refuses ranks that hold different shards, and groups whose gradients go to another hook."""
     if not groups:
-        raise ValueError("no parameter of the model is trained: there is no gradient to exchange.")
+        raise ValueError("no parameter that fully_shard sharded is trained: there is no gradient to exchange.")
     ranks = dist.get_process_group_ranks(replicas)
     if set(ranks) & set(groups[0].ranks) != {dist.get_rank()}:
         raise ValueError(

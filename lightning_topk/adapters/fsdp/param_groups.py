@@ -36,8 +36,7 @@ class ParamGroup:
 
     def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
         self.module, self._group = module, group
-        self.proxies: dict[Tensor, Any] = {}
-        """FSDP's private object for each parameter, by proxy, whether the parameter is trained or frozen."""
+        self.proxies: dict[Tensor, Any] = {}  # FSDP's private object for each parameter, trained or frozen, by proxy
         self.names: dict[Tensor, str] = {}
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
@@ -47,14 +46,11 @@ class ParamGroup:
                 dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
                 known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size)
             self.proxies[known[name]], self.names[known[name]] = parameter, name
-        self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
-        """The ranks over which the parameters are sharded."""
-        self.device: torch.device = group.device
-        """Device on which gradients are reduced."""
-        self.stream: torch.cuda.Stream | None = None
-        """On a GPU, the stream on which the last gradient was computed."""
+        self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)  # of its shards
+        self.device: torch.device = group.device  # on which gradients are reduced
+        self.stream: torch.cuda.Stream | None = None  # on a GPU, on which the last gradient was computed
         self._used: set[Any] = set()  # parameters with a gradient that is not reduced yet
-        self._watches: list[RemovableHandle] = []
+        self.watches: list[RemovableHandle] = []  # to remove when the state is closed
 
     def sharded(self, proxy: Tensor) -> DTensor:
         """The sharded parameter, as in the model between two passes and in optimizers."""
@@ -77,20 +73,19 @@ class ParamGroup:
         self.module.unshard()
         for parameter in self.proxies.values():
             # Weak references: the garbage collector does not see a tensor's hooks, and would never free the model.
-            self._watches += watch_gradients(parameter._unsharded_param, partial(_note, ref(self), ref(parameter)))
+            self.watches += watch_gradients(parameter._unsharded_param, partial(_note, ref(self), ref(parameter)))
         self.module.reshard()
-
-    def stop(self) -> None:
-        """Stops tracking. FSDP's hook stays: without it FSDP would continue, and replicas would diverge."""
-        for watch in self._watches:
-            watch.remove()
 
     def bucket(self, g: Tensor) -> Bucket:
         """The parameters whose gradients a hook's tensor holds, in its order: all trained ones, or those that got one.
 
-        Args:
-            g: ``[elements]``, this rank's shard of the gradient. If its size fits neither, a RuntimeError is raised.
+        ``g`` ``[elements]`` is this rank's shard of the gradient. Refuses a size that fits neither.
         """
+        if self._group.reduce_grads and not self._group.all_reduce_grads:
+            raise RuntimeError(
+                "set_requires_all_reduce(False) skips the exchange, and the replicas would diverge. To accumulate "
+                "gradients, use set_requires_gradient_sync(False)."
+            )
         parameters = self._group.fsdp_params
         order = getattr(self._group, "_reduce_scatter_param_indices", None)  # torch 2.15 sorts them by dtype
         ordered = parameters if order is None else [parameters[number] for number in order]
@@ -106,11 +101,6 @@ class ParamGroup:
             f"have {sum(each.numel() for each in trained)}. If parameters were replaced since attach, close the state "
             "and attach again. If they were frozen or unfrozen, do that before the forward pass."
         )
-
-    @property
-    def skips_all_reduce(self) -> bool:
-        """Whether the all-reduce is switched off while gradients are reduced, so that replicas would diverge."""
-        return bool(self._group.reduce_grads and not self._group.all_reduce_grads)
 
     @property
     def user_divides(self) -> bool:
@@ -158,8 +148,7 @@ def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Pa
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for _, module in modules:
         module.reshard()  # a backward pass that failed may have left parameters gathered
-    names = names_of(model)
-    param_groups: dict[Any, ParamGroup] = {}
+    names, param_groups = names_of(model), dict[Any, ParamGroup]()
     for name, module in modules:
         group: Any = module._get_fsdp_state()._fsdp_param_group  # torch refuses a module on several meshes here
         if getattr(getattr(group, "mesh_info", None), "replicate_mesh_dim", None) is not None:
@@ -170,13 +159,6 @@ def param_groups_of(model: torch.nn.Module, known: dict[str, Tensor]) -> list[Pa
             )
         if group is not None and group not in param_groups:
             param_groups[group] = ParamGroup(module, group, names, known)
-    found = {name for param_group in param_groups.values() for name in param_group.names.values()}
-    strangers = [name for p, name in names.items() if p.requires_grad and name not in found]
-    if strangers:
-        raise ValueError(
-            f"the parameter {strangers[0]!r} (one of {len(strangers)}) is not sharded by fully_shard, so its gradient "
-            "would not be reduced. Wrap the module that holds it too, or freeze it."
-        )
     meshes = {tuple(param_group.ranks) for param_group in param_groups.values() if param_group.trained}
     if len(meshes) > 1:
         raise ValueError(

@@ -14,10 +14,10 @@ if "pytorch_lightning" in sys.modules and PACKAGE not in sys.modules:
     PACKAGE = "pytorch_lightning"
 
 if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 else:
-    from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+    from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
     from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
-__all__ = ["PACKAGE", "DDPStrategy", "ModelParallelStrategy", "StrategyRegistry", "rank_zero_info", "rank_zero_warn"]
+__all__ = ["DDPStrategy", "ModelParallelStrategy", "Strategy", "StrategyRegistry", "rank_zero_info", "rank_zero_warn"]

@@ -1,4 +1,4 @@
-"""What the Trainer's strategies share: arguments of ``attach``, and which residuals are saved and resumed with."""
+"""What the Trainer's strategies share: a state in ``fit``, and which residuals are saved and resumed with."""
 
 from __future__ import annotations
 
@@ -7,43 +7,60 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import override
 
-from lightning_topk.adapters.lightning._compat import rank_zero_info
+from lightning_topk.adapters.lightning._compat import Strategy, rank_zero_info
+from lightning_topk.config import TopKConfig, check_bool, check_count
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
 
 
-def arguments_of(strategy: Any) -> dict[str, Any]:
-    """The arguments of ``attach`` that come from the Trainer."""
-    return {
-        "epoch": lambda: strategy.lightning_module.trainer.current_epoch if strategy.lightning_module else 0,
-        "optimizer": lambda: strategy.optimizers,
-        "scaler": getattr(strategy.precision_plugin, "scaler", None),
-        "note": rank_zero_info,
-    }
+class Resumes(Strategy):
+    """What the Trainer's strategies share: ``topk_state`` exchanges in ``fit``; ``_last`` keeps its residuals after."""
 
+    config: TopKConfig
+    topk_state: Any = None
+    _last: Any = None
 
-def release(strategy: Any) -> None:
-    """Closes the state in use; its residuals stay, on the CPU."""
-    state, strategy.topk_state = strategy.topk_state, None
-    if state is not None:
-        state.close()
-        state.residuals.offload_to_cpu()
+    def _check(self, residual_checkpoint: bool, local_world_size: int | None) -> None:
+        """Checks and stores two arguments of the constructor."""
+        check_bool("residual_checkpoint", residual_checkpoint)
+        self._residual_checkpoint = residual_checkpoint
+        self._local_world_size = check_count("local_world_size", local_world_size)
 
+    def _attach(self, attach: Callable[..., Any], **arguments: Any) -> None:
+        """Attaches the model, with all that the Trainer knows."""
+        self.topk_state = self._last = attach(
+            self.model,
+            self.config,
+            epoch=lambda: self.lightning_module.trainer.current_epoch if self.lightning_module else 0,
+            optimizer=lambda: self.optimizers,
+            scaler=getattr(self.precision_plugin, "scaler", None),
+            note=rank_zero_info,
+            **arguments,
+        )
 
-def entry_to_save(strategy: Any, save: Callable[[Any], dict[str, Any]], filepath: Any) -> dict[str, Any]:
-    """Returns what ``save`` makes of the strategy's last state, or an entry that says why it has no residuals.
+    def _absent(self, filepath: Any) -> dict[str, Any] | None:
+        """Returns an entry that says why a checkpoint has no residuals; None if all ranks can collect them now."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        steps, interrupted = getattr(self._last, "steps", 0), getattr(trainer, "interrupted", False)
+        if not self._residual_checkpoint:
+            return absent("it was saved with residual_checkpoint=False", steps)
+        if not (dist.is_available() and dist.is_initialized()):
+            return absent("it was saved after the worker processes, which held them, had ended")
+        if interrupted or Path(filepath).name.startswith("hpc_ckpt"):
+            return absent("it was saved while an exception or a signal was handled, when collectives could hang", steps)
+        return None
 
-    A collective, unless other ranks might not save this checkpoint, so that it could hang.
-    """
-    state, trainer = strategy._last, getattr(strategy.lightning_module, "_trainer", None)
-    steps, interrupted = getattr(state, "steps", 0), getattr(trainer, "interrupted", False)
-    if not strategy._residual_checkpoint:
-        return absent("it was saved with residual_checkpoint=False", steps)
-    if not (dist.is_available() and dist.is_initialized()):
-        return absent("it was saved after the worker processes, which held them, had ended")
-    if interrupted or Path(filepath).name.startswith("hpc_ckpt"):
-        return absent("it was saved while an exception or a signal was handled, when collectives could hang", steps)
-    return dict(EMPTY) if state is None else save(state)
+    @override
+    def teardown(self) -> None:
+        """Closes the state in use; its residuals stay, on the CPU."""
+        state, self.topk_state = self.topk_state, None
+        try:
+            if state is not None:
+                state.close()
+                state.residuals.offload_to_cpu()
+        finally:
+            super().teardown()
 
 
 def entry_to_resume(checkpoint: Mapping[str, Any], residual_checkpoint: bool) -> Any:

@@ -19,7 +19,7 @@ from lightning_topk.config import TopKConfig, check_bool
 from lightning_topk.runtime.collectives import dense_cost
 from lightning_topk.runtime.state import HookState
 from lightning_topk.runtime.telemetry import Report
-from lightning_topk.schedule import LATE, Schedule
+from lightning_topk.schedule import Schedule
 from lightning_topk.volume import Volume, format_bytes
 
 if TYPE_CHECKING:
@@ -27,28 +27,14 @@ if TYPE_CHECKING:
 else:
     Callback = importlib.import_module(PACKAGE).Callback
 
-EVERY_STEP = ("uplink_bytes", "downlink_bytes", "total_bytes", "saving")
-"""Keys logged at every step; the others are logged when the Trainer logs."""
-DEFAULT = (
-    *EVERY_STEP,
-    "density",
-    "uplink_error",
-    "downlink_error",
-    "worker_residual_norm",
-    "nonfinite_steps",
-    "exchange_seconds",
-    "hidden_share",
-    "dense_seconds",
-)
-"""Keys logged without ``details``, besides the values of layers."""
+EVERY_STEP = ("uplink_bytes", "downlink_bytes", "total_bytes", "saving")  # other keys: when the Trainer logs
 SETTLED, COMPARED = 3, 5
 """Steps until DDP has its final buckets, and then steps whose median time is compared with dense all-reduces; they are
 not measured, even if they are logged."""
 PROBE_BYTES = 1 << 20
 """Size of the timed all-reduce from which longer ones are estimated: a quarter of a second at 100 Mbit/s."""
 
-Values = dict[str, torch.Tensor | float]
-"""What is logged, by key."""
+Values = dict[str, torch.Tensor | float]  # what is logged, by key
 
 
 class CompressionMonitor(Callback):
@@ -174,7 +160,7 @@ class CompressionMonitor(Callback):
             if state.world > 1:
                 sample = min(report.largest, PROBE_BYTES)
                 fit.cost = dense_cost(sample, trainer.strategy.root_device, state.open_groups().all)
-        values = fit.add(report, state.config.by_node)
+        values = fit.add(report, state.config.by_node, self.details)
         dense = None if fit.cost is None else report.exchanges * fit.cost[0] + report.nbytes * fit.cost[1]
         if state.telemetry.timing and fit.steps > SETTLED:
             fit.unmeasured = fit.steps, report
@@ -185,8 +171,7 @@ class CompressionMonitor(Callback):
         if state.telemetry.measure:
             values |= self._measured(trainer, state, report)
         # A call of Lightning's log takes a millisecond, and loggers store values at log steps only.
-        shown = [name for name in values if self.details or "/" in name or name in DEFAULT]
-        for name in shown if self._logs else EVERY_STEP:
+        for name in values if self._logs else EVERY_STEP:
             # float64 holds every count below 2^53 exactly, and Lightning's `log` turns integers into float32. It does
             # not know the batch size of training_step(dataloader_iter); a step's values need none.
             value = torch.as_tensor(values[name], dtype=torch.float64)
@@ -203,11 +188,11 @@ class CompressionMonitor(Callback):
         self._fit.errors.append(float(values["uplink_error"]))
         values |= {
             "worker_residual_norm": (worker / state.world).sqrt(),
-            "server_residual_norm": server.sqrt(),
             "nonfinite_steps": state.nonfinite_steps,
-            "selected_density": report.selected / report.elements,
-            "average_error": mean(self._fit.errors),
         }
+        if self.details:
+            values["server_residual_norm"], values["average_error"] = server.sqrt(), mean(self._fit.errors)
+            values["selected_density"] = report.selected / report.elements
         shown = {name for pattern in self.per_layer for name in fnmatch.filter(report.layers, pattern)}
         return values | (_by_layer(trainer, state, report.layers, shown) if shown else {})
 
@@ -269,23 +254,25 @@ class _Totals:
         self.cost: tuple[float, float] | None = None  # seconds for each dense all-reduce, and for each of its bytes
         self.told = False  # whether the summary was printed
 
-    def add(self, report: Report, by_node: bool) -> Values:
+    def add(self, report: Report, by_node: bool, details: bool) -> Values:
         """Adds a step; returns values that need no waiting or reading of data: bytes and densities."""
+        before, self.ended = self.ended, time.perf_counter()
         self.volume += report.bytes
         self.steps, self.k, self.elements = self.steps + 1, self.k + report.k, self.elements + report.elements
         self.density = report.k / report.elements
         values: Values = {
+            "uplink_bytes": report.bytes.uplink,
+            "downlink_bytes": report.bytes.downlink,
             "total_bytes": self.volume.sent,
             "saving": self.volume.saved(by_node),
             "density": self.density,
-            "average_density": self.k / self.elements,
-            "bound": (1 - self.density) ** 2,
         }
-        for kind in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
-            values[f"{kind}_bytes"], values[f"total_{kind}_bytes"] = report.bytes[kind], self.volume[kind]
-        before, self.ended = self.ended, time.perf_counter()
-        if self.steps > 1:
-            values["mbit_per_second"] = 8e-6 * report.bytes.sent / (self.ended - before)
+        if details:
+            values["average_density"], values["bound"] = self.k / self.elements, (1 - self.density) ** 2
+            for kind in ("uplink", "downlink", "dense", "intra_node", "inter_node"):
+                values[f"{kind}_bytes"], values[f"total_{kind}_bytes"] = report.bytes[kind], self.volume[kind]
+            if self.steps > 1:
+                values["mbit_per_second"] = 8e-6 * report.bytes.sent / (self.ended - before)
         return values
 
     def times(self) -> Values:
@@ -305,8 +292,8 @@ class _Totals:
         mine = torch.tensor(median(seconds for seconds, _ in self.timed.values()), device=trainer.strategy.root_device)
         least = float(trainer.strategy.reduce(mine, reduce_op="min"))
         if least > dense:
-            later = ""
-            if isinstance(config.ratio, Schedule) and (end := config.ratio.at(LATE, LATE)) < 0.9 * self.density:
+            later, ended = "", 10**9  # step and epoch by which a schedule has ended
+            if isinstance(config.ratio, Schedule) and (end := config.ratio.at(ended, ended)) < 0.9 * self.density:
                 later = f" The density decays to {end:.3g}, and the exchange time with it."
             rank_zero_warn(
                 f"lightning_topk: the exchange takes {1000 * least:.1f} ms per step at a density of "

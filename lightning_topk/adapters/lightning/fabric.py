@@ -48,12 +48,7 @@ class TopKStrategy(DDPStrategy):
     """
 
     def __init__(
-        self,
-        config: TopKConfig | None = None,
-        *,
-        epoch: int = 0,
-        local_world_size: int | None = None,
-        **arguments: Any,
+        self, config: TopKConfig | None = None, *, epoch: int = 0, local_world_size: int | None = None, **arguments: Any
     ) -> None:
         settings: Any = {name: arguments.pop(name) for name in Settings.__annotations__ if name in arguments}
         takers: list[Any] = [TopKConfig, TopKStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__]

@@ -7,8 +7,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-KINDS = ("uplink", "downlink", "dense", "intra_node", "inter_node")
-"""The bytes that are counted."""
+KINDS = ("uplink", "downlink", "dense", "intra_node", "inter_node")  # of bytes
 
 
 class ExchangeVolume(Metric):

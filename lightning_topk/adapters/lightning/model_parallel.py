@@ -19,9 +19,9 @@ from typing_extensions import Unpack, override
 
 from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
 from lightning_topk.adapters.lightning._compat import ModelParallelStrategy
-from lightning_topk.adapters.lightning._resume import arguments_of, entry_to_resume, entry_to_save, release
+from lightning_topk.adapters.lightning._resume import Resumes, entry_to_resume
 from lightning_topk.adapters.workarounds import connect_after_restart
-from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_known
+from lightning_topk.config import Settings, check_count, one_config
 from lightning_topk.runtime.checkpoint import KEY, SHARDED, VERSION
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class TopKModelParallelStrategy(ModelParallelStrategy):
+class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
     """FSDP2 and tensor parallelism inside each node; between nodes only the largest entries of the gradient.
 
     Write the module's ``configure_model`` as for ModelParallelStrategy. Its device mesh covers one node, and nodes are
@@ -66,6 +66,9 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         ValueError: An argument has a value that is not allowed or contradicts another argument.
     """
 
+    topk_state: ShardState | None = None
+    """The state of FSDP's hooks; None outside ``fit``."""
+
     def __init__(
         self,
         data_parallel_size: Literal["auto"] | int = "auto",
@@ -77,23 +80,15 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         timeout: timedelta | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        check_known("TopKModelParallelStrategy", settings, [TopKConfig, TopKModelParallelStrategy.__init__])
-        self.config = TopKConfig(**settings)
+        self.config = one_config(TopKModelParallelStrategy, None, settings)
         check_shardable(self.config)
-        check_bool("residual_checkpoint", residual_checkpoint)
-        self._residual_checkpoint = residual_checkpoint
-        self._local_world_size = check_count("local_world_size", local_world_size)
+        self._check(residual_checkpoint, local_world_size)
         sizes = {"data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size}
         self._sizes = [check_count(name, None if size == "auto" else size) for name, size in sizes.items()]
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint, process_group_backend=process_group_backend
-        )
+        super().__init__(data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend)
         if timeout is not None:
             self._timeout = timeout
         self._timeout_or_none = timeout
-        self.topk_state: ShardState | None = None
-        """The state of FSDP's hooks; None outside ``fit``."""
-        self._last: ShardState | None = None  # the same, also after fit
         self._replicas: DeviceMesh | None = None
         self._trained: Callable[[], Any] = lambda: None  # its module
 
@@ -104,8 +99,22 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         connect_after_restart(self)
         self._setup_distributed()
         local = self._local_world_size or self.num_processes
-        self._device_mesh, self._replicas = meshes(self.root_device.type, self.world_size, local, *self._sizes)
-        self._data_parallel_size, self._tensor_parallel_size = self._device_mesh.shape
+        self.config.resolve(self.world_size, local)  # refuses nodes of unequal size
+        data, tensor = self._sizes  # None for "auto"
+        tensor = tensor or (max(1, local // data) if data else 1)
+        data = data or max(1, local // tensor)
+        if data * tensor != local:
+            raise ValueError(
+                f"data_parallel_size={data} times tensor_parallel_size={tensor} is not {local}, the ranks per node: "
+                "these sizes apply to one node, and each node is a replica. Change them, or pass local_world_size=, "
+                "the number of ranks per node."
+            )
+        # torch 2.9 warns about slicing the mesh of a node, which is the intended use.
+        warnings.filterwarnings("ignore", message="You are attempting to slice a submesh from another submesh")
+        sizes, names = (self.world_size // local, data, tensor), ("replicate", "data_parallel", "tensor_parallel")
+        mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
+        self._device_mesh, self._replicas = mesh["data_parallel", "tensor_parallel"], mesh["replicate"]
+        self._data_parallel_size, self._tensor_parallel_size = data, tensor
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -124,17 +133,9 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        assert self.model is not None
         if self._trained() is not trainer.lightning_module:  # another model starts without residuals
             self._last, self._trained = None, weakref.ref(trainer.lightning_module)
-        self.topk_state = self._last = attach(
-            self.model,
-            self.config,
-            timeout=self._timeout_or_none,
-            earlier=self._last,
-            process_group=self._replicas,
-            **arguments_of(self),
-        )
+        self._attach(attach, timeout=self._timeout_or_none, earlier=self._last, process_group=self._replicas)
 
     @contextmanager
     @override
@@ -155,8 +156,9 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
         """Saves a checkpoint with the residuals, unless it is weights-only; every rank must call it."""
         state, entry = self._last, dict[str, Any]()
         if state is not None and "optimizer_states" in checkpoint:
-            entry_of = in_shards if self._save_distributed_checkpoint else ShardState.full_state_dict
-            checkpoint[KEY] = entry = entry_to_save(self, entry_of, filepath)
+            beside = {"version": VERSION, "mode": SHARDED, "steps": state.steps}  # the residuals have their own folder
+            sharded = beside if self._save_distributed_checkpoint else None
+            checkpoint[KEY] = entry = self._absent(filepath) or sharded or state.full_state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if state is not None and entry.get("mode") == SHARDED:
             save({KEY: state.state_dict()}, checkpoint_id=Path(self.broadcast(filepath)) / KEY)
@@ -174,41 +176,3 @@ class TopKModelParallelStrategy(ModelParallelStrategy):
                 entry = shards[KEY]
             self.topk_state.load_state_dict(entry)
         return checkpoint
-
-    @override
-    def teardown(self) -> None:
-        try:
-            release(self)
-        finally:
-            super().teardown()
-
-
-def meshes(device: str, world: int, local: int, data: int | None, tensor: int | None) -> tuple[DeviceMesh, DeviceMesh]:
-    """Creates the mesh of this node, and the ranks of all nodes that hold the same shard. A collective.
-
-    ``data`` and ``tensor`` are the sizes of the node's mesh. If both are None, ``tensor`` is 1; one alone is the rest.
-    """
-    if world % local:
-        raise ValueError(
-            f"{world} ranks cannot be divided into nodes of {local}: every node needs the same number of ranks. Pass "
-            "local_world_size=, the number of ranks per node."
-        )
-    columns = tensor or (max(1, local // data) if data else 1)
-    rows = data or max(1, local // columns)
-    if rows * columns != local:
-        raise ValueError(
-            f"data_parallel_size={rows} times tensor_parallel_size={columns} is not {local}, the ranks per node: "
-            "these sizes apply to one node, and each node is a replica. Change them, or pass local_world_size=, the "
-            "number of ranks per node."
-        )
-    # torch 2.9 warns about slicing the mesh of a node, which is the intended use.
-    warnings.filterwarnings("ignore", message="You are attempting to slice a submesh from another submesh")
-    mesh = init_device_mesh(
-        device, (world // local, rows, columns), mesh_dim_names=("replicate", "data_parallel", "tensor_parallel")
-    )
-    return mesh["data_parallel", "tensor_parallel"], mesh["replicate"]
-
-
-def in_shards(state: ShardState) -> dict[str, Any]:
-    """The entry in a distributed checkpoint's metadata file: the residuals are in a folder beside it."""
-    return {"version": VERSION, "mode": SHARDED, "steps": state.steps}

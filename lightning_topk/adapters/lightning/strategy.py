@@ -12,13 +12,13 @@ from typing_extensions import override
 from lightning_topk.adapters.checks import check_ddp_options
 from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
 from lightning_topk.adapters.lightning._compat import DDPStrategy, StrategyRegistry
-from lightning_topk.adapters.lightning._resume import arguments_of, entry_to_resume, entry_to_save, release
+from lightning_topk.adapters.lightning._resume import Resumes, entry_to_resume
 from lightning_topk.adapters.workarounds import connect_after_restart, own_memory_
-from lightning_topk.config import TopKConfig, check_bool, check_count, check_known
+from lightning_topk.config import Settings, TopKConfig, check_known
 from lightning_topk.core.exchange import TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WireName
-from lightning_topk.runtime.checkpoint import KEY
+from lightning_topk.runtime.checkpoint import EMPTY, KEY
 from lightning_topk.schedule import Ratio
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 
-class TopKStrategy(DDPStrategy):
+class TopKStrategy(Resumes, DDPStrategy):
     """Data-parallel training that exchanges only the largest entries of the gradient, with error feedback.
 
     Example::
@@ -74,6 +74,9 @@ class TopKStrategy(DDPStrategy):
         ValueError: An argument has a value that is not allowed or contradicts another argument.
     """
 
+    topk_state: TopKState | None = None
+    """The state of the communication hook; None outside ``fit``."""
+
     def __init__(
         self,
         ratio: Ratio | None = None,
@@ -93,17 +96,13 @@ class TopKStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        self.config = TopKConfig.of(locals())
-        check_bool("residual_checkpoint", residual_checkpoint)
-        self._residual_checkpoint = residual_checkpoint
-        self._local_world_size = check_count("local_world_size", local_world_size)
+        arguments = locals()
+        self.config = TopKConfig(**{name: arguments[name] for name in Settings.__annotations__})
+        self._check(residual_checkpoint, local_world_size)
         takers: list[Any] = [TopKStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__]
         check_known("TopKStrategy", ddp_kwargs, takers)
         check_ddp_options(ddp_kwargs)
         super().__init__(start_method=start_method, **ddp_kwargs)
-        self.topk_state: TopKState | None = None
-        """The state of the communication hook; None outside ``fit``."""
-        self._last: TopKState | None = None  # the same, also after ``fit``
         self._resumed: dict[str, Any] | None = None
         self._frozen: list[Tensor] = []
 
@@ -157,15 +156,14 @@ class TopKStrategy(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         last, parameters = self._last, {*self.model.module.parameters()}
         exchanged = {parameter for parameter in last.names if parameter in last.residuals} if last else set()
-        self.topk_state = self._last = attach(
-            self.model,
-            self.config,
+        self._attach(
+            attach,
             timeout=self._timeout,
             earlier=None if exchanged and parameters.isdisjoint(exchanged) else last,  # another model starts anew
             local_world_size=self._local_world_size or self.num_processes,
-            **arguments_of(self),
         )
         if self._resumed is not None:
+            assert self.topk_state is not None
             self.topk_state.load_state_dict(self._resumed)
             self._resumed = None
 
@@ -173,7 +171,7 @@ class TopKStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Saves a checkpoint with the residuals of all ranks, unless it is weights-only; every rank must call it."""
         if "optimizer_states" in checkpoint and self.lightning_module is not None:
-            checkpoint[KEY] = entry_to_save(self, TopKState.state_dict, filepath)
+            checkpoint[KEY] = self._absent(filepath) or (self._last.state_dict() if self._last else dict(EMPTY))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -188,13 +186,6 @@ class TopKStrategy(DDPStrategy):
             else:
                 self.topk_state.load_state_dict(entry)
         return checkpoint
-
-    @override
-    def teardown(self) -> None:
-        try:
-            release(self)
-        finally:
-            super().teardown()
 
 
 def _model_parallel(**settings: Any) -> Any:
