@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from groups import on_ranks, script, torchrun
+from groups import on_ranks, script
 from test_bench import run
 from torch import nn
 
@@ -46,7 +46,8 @@ def cells(shown: str) -> dict[str, list[str]]:
 @on_ranks(2, timeout=120)
 def test_every_exchange_is_timed_and_one_line_decides(rank, world, alone, tmp_path):
     module = {"module": "test_pays.Tiny", "input": (8,), "batch_size": 4, "precision": "bf16"}
-    said = report(Work(steps=3, **({"params": 300_000} if alone else module)), CPU, tmp_path / "found.json")
+    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"} if alone else {}):
+        said = report(Work(steps=3, **({"params": 300_000} if alone else module)), CPU, tmp_path / "found.json")
     if rank:
         assert said is None
         return
@@ -55,6 +56,8 @@ def test_every_exchange_is_timed_and_one_line_decides(rank, world, alone, tmp_pa
     assert [*found] == [*ROWS, *COMPUTED]
     assert [*kept["seconds"]] == ROWS
     assert said.splitlines()[-1] == kept["verdict"]
+    assert ("1 node of 2 ranks, gloo" in said) == alone
+    assert ("All ranks are on this machine: no network was measured." in said) == alone
     assert re.search("saving=50|nothing", kept["verdict"])
     dense = volume(TopKConfig(topology="dense"), [300_000 if alone else 300 * (8 + 1 + 2 + 200) + 200], 2).sent
     assert [kept["bytes"][name] for name in ROWS[:3]] == [0, dense, dense / 2]
@@ -185,16 +188,6 @@ def test_without_a_launcher_torchrun_starts_the_same_command_here(monkeypatch, b
 
 
 COMMAND = "from lightning_topk.__main__ import main\nif __name__ == '__main__':\n    main()\n"
-
-
-@pytest.mark.process
-def test_ranks_of_one_machine_say_that_no_network_was_measured(tmp_path):
-    (tmp_path / "job.py").write_text(COMMAND)
-    words = ["bench", "--params=3000", "--steps=3", "--ranks=2", "--only", "DDP", "saving=50"]
-    said = torchrun(tmp_path / "job.py", *words, logs=tmp_path / "logs")
-    assert [*cells(said)] == ["DDP", "saving=50"]
-    assert "1 node of 2 ranks, gloo" in said
-    assert "All ranks are on this machine: no network was measured." in said
 
 
 DYING = """

@@ -78,8 +78,8 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
 
 @pytest.mark.parametrize(
     ("sizes", "large"),
-    [(parameter_sizes(params=10**12), []), ([3 * 10**9], ["single_server", "allgather"])],
-    ids=["1000 of 10^9", "one of 3 x 10^9"],
+    [([10**9] * 10, []), ([3 * 10**9], ["single_server", "allgather"])],
+    ids=["10 of 10^9", "one of 3 x 10^9"],
 )
 def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch, sizes, large):
     """A bucket holds at least one parameter, however large."""
