@@ -99,26 +99,6 @@ def test_laws_hold_for_tensors_of_a_gpu_over_gloo(groups):
     groups(4, "cuda", "gloo").run(harness, "hierarchical", True, "several_buckets", {"device": "cuda", "local": 2})
 
 
-def half(rank: int, world: int, device: str = "cuda") -> None:
-    """bf16 parameters, stepped by a fused AdamW."""
-    torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]).to(device, torch.bfloat16)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-    ddp, _ = attached(net, saving=20, optimizer=optimizer)
-    for step in range(6):
-        x = torch.randn(8, 200, generator=torch.Generator().manual_seed(9 * step + rank)).to(device, torch.bfloat16)
-        ddp(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    rows = every_rank(weights(net).float())
-    assert rows.eq(rows[0]).all()
-    assert rows.isfinite().all()
-
-
-def test_ranks_agree_in_bf16_over_nccl(groups):
-    groups(TWO, "cuda").run(half)
-
-
 class OneGpuEach(InThisProcess):
     """Each rank is a node of its own."""
 
