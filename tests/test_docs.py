@@ -115,12 +115,6 @@ def test_messages_of_the_package_name_existing_pages():
     assert [(name, page) for name, page in named if not (ROOT / page).exists()] == []
 
 
-def test_every_command_is_described_on_a_page():
-    text = "\n".join(page.read_text() for page in PAGES)
-    names = [name for name in commands.COMMANDS if name.rpartition(" ")[2] not in commands.CLAIMS]
-    assert [name for name in ("plan", "lightning_topk env", *names) if name not in text] == []
-
-
 def test_every_public_name_is_in_the_reference():
     page = (ROOT / ".ci" / "reference" / "index.rst").read_text()
     modules = ("schedule", "fabric", "metrics", "select")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from groups import on_ranks
@@ -12,8 +10,7 @@ from test_bench import run
 from test_pays import cells
 from torch import nn
 
-from lightning_topk.__main__ import main, make_parser
-from lightning_topk.bench.command import Work
+from lightning_topk.__main__ import main
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import ddp_buckets, parameter_sizes
 from lightning_topk.plan import run as plan
@@ -49,16 +46,6 @@ def test_a_users_module_is_counted():
 def rows(shown: str) -> dict[str, list[str]]:
     """The cells of the table, by topology."""
     return {name.removesuffix(" (default)"): found for name, found in cells(shown).items()}
-
-
-def test_every_option_is_an_argument_of_the_plan_and_of_the_bench():
-    both = "--model a --module b --params 1 --saving 2"
-    given = vars(make_parser().parse_args(f"plan --nodes 2 --gpus-per-node 1 --inter c --ratio 1 {both}".split()))
-    assert {*given} == {"command", *inspect.signature(plan).parameters}
-    words = f"bench --input 3,8 --batch-size 1 --precision bf16 --steps 1 --only DDP --ranks 2 --json c {both}"
-    given = vars(make_parser().parse_args(words.split()))
-    assert {*given} == {"command", "ranks", "json", *inspect.signature(Work).parameters}
-    assert given["input"] == (3, 8)
 
 
 def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, capsys):
