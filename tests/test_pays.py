@@ -1,4 +1,4 @@
-"""``bench`` of the package: what it prints, on which rank, and what it does if a peer or a rank fails."""
+"""``bench`` of the package: what it prints, on which rank, and what it does if a peer fails."""
 
 import json
 import re
