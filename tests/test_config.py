@@ -27,26 +27,22 @@ from lightning_topk.volume import Volume, volume
 
 BAD = [
     ({"ratio": 0}, ValueError, r"ratio=0 must be in \(0, 1\].*Use ratio=0\.001"),
-    ({"ratio": float("nan")}, ValueError, r"ratio=nan must be in \(0, 1\]"),
-    ({"ratio": "0.1"}, TypeError, r"ratio='0\.1' is a str; it must be a number"),
-    ({"ratio": True}, TypeError, r"ratio=True is a bool"),
+    ({"ratio": True}, TypeError, r"ratio=True is a bool; it must be a number"),
     ({"saving": 0.5}, ValueError, r"saving=0\.5 must be 1 or more.*Use saving=50"),
-    ({"saving": float("inf")}, ValueError, r"saving=inf must be 1 or more"),
     ({"ratio": 0.1, "saving": 50}, ValueError, r"ratio=0\.1 and saving=50 both say how much is sent"),
     ({"server_ratio": 0.1}, ValueError, r"server_ratio=0\.1 needs ratio=: saving=50 decides"),
-    ({"server_ratio": 2}, ValueError, r"server_ratio=2 must be in \(0, 1\]"),
     ({"ratio": 0.1, "server_ratio": 0.1, "bidirectional": False}, ValueError, r"server_ratio=0\.1 has no effect"),
     ({"bidirectional": "yes"}, TypeError, r"bidirectional='yes' is a str; it must be True or False"),
-    ({"error_feedback": 1}, TypeError, r"error_feedback=1 is a int"),
     ({"error_feedback": "both"}, ValueError, r"error_feedback='both' is unknown; .*'worker', True or False"),
     ({"momentum": 1.0}, ValueError, r"momentum=1\.0 must be in \[0, 1\)"),
-    ({"momentum": 0.9, "error_feedback": False}, ValueError, r"do not have with error_feedback=False"),
     ({"clip_norm": 0}, ValueError, r"clip_norm=0 must be positive"),
-    ({"selector": "best"}, ValueError, r"selector='best' is unknown; it must be one of 'topk'.* or an instance"),
-    ({"wire": "fp8"}, ValueError, r"wire='fp8' is unknown; it must be one of 'fp32', 'bf16'"),
     ({"dense_parameters": 5}, TypeError, r"dense_parameters=5 must be a name pattern, or several"),
     ({"topology": "dense", "momentum": 0.9}, ValueError, r"momentum=0\.9 .* do not have with topology='dense'"),
-    ({"dense_parameters": "*.bias", "momentum": 0.9}, ValueError, r"with dense_parameters=\('\*\.bias',\)"),
+    (
+        {"dense_parameters": "*", "momentum": 0.9, "error_feedback": False},
+        ValueError,
+        "with dense_.* and error_f",
+    ),
     ({"topology": "ring"}, ValueError, r"topology='ring' is unknown; it must be one of 'sharded', 'single_server'"),
     ({"topology": "allgather"}, ValueError, r"bidirectional=True is incompatible with topology='allgather'.*Pass"),
 ]
@@ -216,9 +212,6 @@ def test_every_setting_is_documented_in_order_in_topk_strategy():
     described = re.findall(r"^    \*{0,2}(\w+): ", arguments, flags=re.MULTILINE)
     assert described == list(inspect.signature(TopKStrategy).parameters)
     assert {*Settings.__annotations__} < {*described}
-
-
-def test_annotations_name_all_topologies_and_wires():
     assert set(get_args(TopologyName)) == set(TOPOLOGIES)
     assert set(get_args(WireName)) == set(WIRES)
 
@@ -236,14 +229,6 @@ def test_every_topology_reaches_the_requested_saving(topology, bidirectional, wi
         config = TopKConfig(saving=saving, topology=topology, bidirectional=bidirectional, wire=wire)
         seen = saved(config, [6_000_000, 3_000_001], world, local, itemsize=itemsize)
         assert seen == pytest.approx(saving, rel=TOLERANCE), (saving, world, itemsize)
-
-
-def test_a_constant_amount_is_one_k_and_a_schedule_stays_a_function():
-    plan, varying = plan_bucket(TopKConfig(), [1_000_000], 4), ExponentialWarmup(0.1, steps=2)
-    assert plan.server_k == plan.k < plan.layout.shard_size
-    assert codecs_of(TopKConfig(ratio=plan.density()), 1_000_000, 4) == plan.codecs(step=9)
-    assert codecs_of(TopKConfig(ratio=0.001), 1_000_000, 4).uplink.k * 4 == 1000
-    assert plan_bucket(TopKConfig(ratio=varying), [5], 4).k is varying
 
 
 def test_a_ratio_is_at_most_1_and_small_buckets_come_as_near_as_whole_words_allow():
@@ -287,11 +272,3 @@ def test_a_missed_saving_warns_with_a_remedy():
     assert warned(50, [[300_000]]) == ""
     assert warned(2, [[300_000]]) == "", "the saving is exceeded"
     assert "between nodes each step saves only 42.9x" in warned(50, [[300_000]], local=2)
-
-
-def test_half_precision_gradients_have_half_the_density():
-    """An entry takes twice the share of the bytes, so half as many entries are sent."""
-    ratios = [plan_bucket(TopKConfig(saving=50), [200_000], 4, itemsize=itemsize).density() for itemsize in (2, 4)]
-    same = plan_bucket(TopKConfig(saving=25), [200_000], 4, itemsize=2).density()
-    assert ratios[0] == pytest.approx(ratios[1] / 2, rel=0.1)
-    assert same == pytest.approx(ratios[1], rel=0.01)

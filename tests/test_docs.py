@@ -96,18 +96,12 @@ def test_links_lead_to_existing_files_and_headings(page):
 
 
 def test_the_readme_and_the_guides_are_short_and_linked():
-    """At most 100 and 120 lines; every guide says what to do in its first ten lines, before any heading.
-
-    The README links the guides, and they link momentum and the papers, which are background.
-    """
-    first, lines = (ROOT / "README.md").read_text(), {page: page.read_text().splitlines() for page in GUIDES}
-    assert first.count("\n") <= 100
-    assert {page.name: len(text) for page, text in lines.items() if len(text) > 120} == {}
-    assert [page.name for page, text in lines.items() if sum(len(line) > 40 for line in text[1:10]) < 2] == []
-    assert [page.name for page, text in lines.items() if any(line.startswith("## ") for line in text[1:8])] == []
+    """The README links all but momentum and the papers, which are background, and which the guides link."""
+    first, guides = (ROOT / "README.md").read_text(), "".join(page.read_text() for page in GUIDES)
     background = {"momentum.md", "papers.md"}
+    assert first.count("\n") <= 100
+    assert [page.name for page in GUIDES if page.read_text().count("\n") > 120] == []
     assert {page.name for page in GUIDES if f"(examples/guides/{page.name}" not in first} <= background
-    guides = "".join(page.read_text() for page in GUIDES)
     assert [name for name in background if f"({name}" not in guides] == []
 
 
@@ -119,12 +113,6 @@ def test_messages_of_the_package_name_existing_pages():
     }
     assert named
     assert [(name, page) for name, page in named if not (ROOT / page).exists()] == []
-
-
-def test_every_command_is_described_on_a_page():
-    text = "\n".join(page.read_text() for page in PAGES)
-    names = [name for name in commands.COMMANDS if name.rpartition(" ")[2] not in commands.CLAIMS]
-    assert [name for name in ("plan", "lightning_topk env", *names) if name not in text] == []
 
 
 def test_every_public_name_is_in_the_reference():

@@ -25,7 +25,6 @@ from lightning_topk.core import guards, ops
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.ops import reference
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
-from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.systems import presets
 
 CUDA = torch.device("cuda", 0)
@@ -161,16 +160,6 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
 def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, settings, given, with_triton):
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
     assert copies_of(TopKConfig(**{"ratio": 0.01, **settings}), **given) == []
-
-
-def test_a_new_endpoint_copies_no_zeros_from_the_host(fake, monkeypatch):
-    monkeypatch.setattr(ops, "fast", lambda device: fake)
-    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
-    monkeypatch.setattr(torch.Tensor, "record_stream", mock.Mock())
-    bucket = tuple(torch.empty(size, device=CUDA) for size in SIZES)
-    with Copies() as watch:
-        Residuals().endpoint(bucket, plan_bucket(TopKConfig(0.01), SIZES, WORLD))
-    assert len(watch.found) == 1  # the sizes of the parameters
 
 
 @pytest.mark.parametrize("parameters", [1, 300])

@@ -69,22 +69,6 @@ def test_kernels_select_like_the_reference_at_any_size(numel):
     assert not e[x != 0].any()
 
 
-# Lightning makes DDP on a stream of its own, of which torch warns once.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-@pytest.mark.parametrize("sync_batchnorm", [False, True])
-def test_a_model_trains_on_a_gpu(tmp_path, precision, sync_batchnorm):
-    module = Normed(partial(torch.optim.SGD, lr=0.001))  # at higher rates, the last step may overflow in float16
-    strategy = TopKStrategy(ratio=0.01, momentum=0.9)  # so that a single rank compresses
-    before, options = weights(module), {"accelerator": "gpu", "default_root_dir": tmp_path, "log_every_n_steps": 1}
-    options |= {"precision": precision, "sync_batchnorm": sync_batchnorm, "max_steps": 24}
-    trainer, logged = fit(None, 1, module, strategy, **options)
-    assert trainer.global_step == 24
-    assert not torch.equal(weights(module).cpu(), before)
-    assert weights(module).isfinite().all()
-    assert 0 < logged["topk/uplink_error"] < 1
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_laws_hold_over_nccl(groups, topology):
     settings = {"device": "cuda", "local": 2 - FOUR % 2}
@@ -97,26 +81,6 @@ def test_laws_hold_over_nccl_if_parameters_are_unused(groups):
 
 def test_laws_hold_for_tensors_of_a_gpu_over_gloo(groups):
     groups(4, "cuda", "gloo").run(harness, "hierarchical", True, "several_buckets", {"device": "cuda", "local": 2})
-
-
-def half(rank: int, world: int, device: str = "cuda") -> None:
-    """bf16 parameters, stepped by a fused AdamW."""
-    torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]).to(device, torch.bfloat16)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-    ddp, _ = attached(net, saving=20, optimizer=optimizer)
-    for step in range(6):
-        x = torch.randn(8, 200, generator=torch.Generator().manual_seed(9 * step + rank)).to(device, torch.bfloat16)
-        ddp(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    rows = every_rank(weights(net).float())
-    assert rows.eq(rows[0]).all()
-    assert rows.isfinite().all()
-
-
-def test_ranks_agree_in_bf16_over_nccl(groups):
-    groups(TWO, "cuda").run(half)
 
 
 class OneGpuEach(InThisProcess):
@@ -297,21 +261,6 @@ def test_a_damaged_payload_fails_on_the_device():
     """In a process of its own, which CUDA cannot use any more."""
     with closing(Group(1, "cuda")) as group:
         assert "assert" in group.run(damaged)[0]
-
-
-def subset(rank: int, world: int) -> None:
-    members = list(range(max(1, world - 1)))
-    some = dist.new_group(members)
-    if rank in members:
-        ddp, _ = attached(nn.Linear(1000, 1000).cuda(), {"process_group": some}, ratio=0.01)
-        for _ in range(3):
-            backward(ddp)
-        assert ddp.module.weight.grad.isfinite().all()
-
-
-def test_a_model_on_some_of_the_ranks_does_not_wait_for_the_others():
-    with closing(Group(FOUR, "cuda")) as group:
-        group.run(subset)
 
 
 @pytest.fixture

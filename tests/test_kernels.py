@@ -193,7 +193,7 @@ def test_the_fused_send_keeps_residuals_finite(case, wire, given_as):
 @pytest.mark.parametrize(("wire", "dtype", "scale"), [("fp32", torch.float16, 2.0**16), ("int4", torch.bfloat16, 6e4)])
 def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_written(wire, dtype, scale):
     """The residual includes the rounding of scaled values, which the receivers' dtype must hold."""
-    layout, scale = Layout(NUMEL, 3), torch.tensor(scale, device=DEVICE)
+    layout, scale = Layout(5_001, 3), torch.tensor(scale, device=DEVICE)
     codec = Codec(WIRES[wire], layout.shard_size, 200)
     e, x = (1e-6 * each for each in given("normal", layout.numel))
     e[77] = 100.0  # times the scale, more than float16 holds
@@ -204,11 +204,10 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     assert torch.equal(payload, expected)
     assert torch.equal(kept, plain)
     assert not scaled.any()
-    total, kept, out = e + x, e.clone(), torch.zeros(layout.numel, dtype=dtype, device=DEVICE)
+    kept, out = e.clone(), torch.zeros(layout.numel, dtype=dtype, device=DEVICE)
     payload = cuda.send(kept, x.clone(), layout, codec.format(dtype), dtype, None, scale)
     assert cuda.receive(payload, layout, codec.format(), 1, out, scale)
     assert out.count_nonzero() > 500
-    assert torch.equal(total - out.float() * scale.reciprocal(), kept)
     with mock.patch.object(ops, "fast", return_value=None):
         link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
         link.memory.residual.copy_(e)
@@ -218,22 +217,6 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     assert torch.equal(payload, rescaled)
     assert torch.equal(out, plain)
     torch.testing.assert_close(link.memory.residual, kept, rtol=1e-6, atol=0)
-
-
-@on_a_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_nodes_parts_are_received_at_once(dtype):
-    """Each part from all servers."""
-    layout = Layout(20_001, 3)
-    codec = Codec(WIRES["int4"], layout.shard_size, 150)
-    rows = [reference.shard_rows(each, layout) for each in given("normal", layout.numel)]
-    sent = torch.cat([codec.encode(index := reference.topk_index(row, 150), row.gather(1, index))[0] for row in rows])
-    found, expected = torch.zeros(2, 2, layout.numel, dtype=dtype, device=DEVICE)
-    assert cuda.receive(sent, layout, codec.format(), 1, found)
-    with mock.patch.object(ops, "fast", return_value=None):
-        assert deliver(sent, codec, layout, expected)
-    assert torch.equal(found, expected)
-    assert (found != 0).sum(1).tolist() == [450, 450]
 
 
 @on_a_device
@@ -276,22 +259,6 @@ def test_the_laws_hold_with_the_kernels(monkeypatch, topology, bidirectional, dt
     assert sent.called
 
 
-@on_a_device
-def test_a_gradient_is_aggregated_in_a_fixed_order_where_the_user_asks_for_it():
-    k = 2000 if INTERPRETED else 9000
-    codec, total = Codec(WIRES["fp32"], 20_001, k), torch.zeros(2, 20_001, device=DEVICE)
-    rows = torch.stack([*given("normal", 20_001), *given("heavy", 20_001)])
-    payload, _ = codec.encode(index := reference.topk_index(rows, k), rows.gather(1, index))
-    for ordered, each in zip((True, False), total, strict=True):
-        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=ordered):
-            assert cuda.receive(payload, Layout(20_001), codec.format(), 1, each)
-    expected = torch.zeros(20_001, device=DEVICE)
-    for places, values in zip(index, rows.gather(1, index), strict=True):
-        expected.scatter_add_(0, places, values)
-    assert torch.equal(total[0], expected)
-    torch.testing.assert_close(total[1], expected)
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, the assertion ends the process")
 @pytest.mark.parametrize("place", [0, 700, 900, -5, -1])
 def test_a_damaged_payload_fails_an_assertion_and_is_not_added(place):
@@ -308,6 +275,7 @@ def test_a_damaged_payload_fails_an_assertion_and_is_not_added(place):
 @on_a_device
 @pytest.mark.parametrize(("wire", "shape"), in_part([*WIRES], SHAPES_RECEIVED))
 def test_the_fused_receive_equals_the_separate_steps(wire, shape):
+    """A server adds its workers' entries in a fixed order where the user asks for it."""
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
@@ -325,12 +293,14 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
             assert cuda.receive(payload, layout, codec.format(), 1, out) == (blow == 1)
             assert torch.equal(out.nan_to_num(9), expected.nan_to_num(9))
         _, arrives = codec.read(payload, torch.float32)
-        expected, total = torch.zeros(2, codec.universe, device=DEVICE)
+        expected = torch.zeros(codec.universe, device=DEVICE)
         for places, values in zip(index, arrives, strict=True):
             expected.scatter_add_(0, places, values / 4)
-        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=True):
-            assert cuda.receive(payload, Layout(codec.universe), codec.format(), 4, total) == (blow == 1)
-        assert torch.equal(total.nan_to_num(9), expected.nan_to_num(9))
+        for ordered, tolerance in ((True, {"rtol": 0, "atol": 0}), (False, {})):
+            total = torch.zeros_like(expected)
+            with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=ordered):
+                assert cuda.receive(payload, Layout(codec.universe), codec.format(), 4, total) == (blow == 1)
+            torch.testing.assert_close(total, expected, equal_nan=True, **tolerance)
 
 
 @on_a_device
@@ -361,12 +331,3 @@ def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, sk
             torch.testing.assert_close([(each.buffer, each.waited) for each in several], before, rtol=0, atol=0)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(*ends, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_is_finite_finds_one_bad_element_on_a_gpu(dtype):
-    for value in (torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max):
-        x = torch.randn(150_000, dtype=dtype, device="cuda")
-        x[77] = value
-        assert reference.is_finite(x) == (value == torch.finfo(dtype).max)

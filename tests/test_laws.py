@@ -1,8 +1,6 @@
 """The laws of the exchange, on every topology, direction, wire, selector, memory and size, in memory."""
 
-import gc
 from functools import partial
-from weakref import ref
 
 import laws
 import numpy as np
@@ -310,10 +308,8 @@ def test_the_residual_of_a_newly_uncompressed_parameter_is_delivered(topology):
     torch.testing.assert_close(delivered + laws.undelivered(cluster), torch.full((20,), 109.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_uncompressed_parameter_may_be_empty(dtype):
-    cluster = Cluster(TopKConfig(0.5), 2, 10, dtype, sizes=(0, 10), uncompressed=(0,))
-    first, second = cluster.step([g.to(dtype) for g in gradients(2, 10, 0)])
+def test_an_uncompressed_parameter_may_be_empty():
+    first, second = Cluster(TopKConfig(0.5), 2, 10, sizes=(0, 10), uncompressed=(0,)).step(gradients(2, 10, 0))
     assert torch.equal(first, second)
 
 
@@ -335,12 +331,3 @@ def test_a_damaged_payload_between_nodes_names_the_rank_that_sent_it(monkeypatch
     cluster = Cluster(TopKConfig(0.1, topology="hierarchical"), 6, 5000, local=2)
     with pytest.raises(ValueError, match=f"the payload from rank {2 * node + 1} is damaged, or was sent"):
         cluster.step(gradients(6, 5000, 0))
-
-
-def test_a_selectors_tensors_are_freed_with_its_exchange():
-    cluster = Cluster(TopKConfig(0.1, selector="randk"), 2, 100)
-    cluster.step(gradients(2, 100, 0))
-    selectors = [ref(end.uplink.selector) for end in cluster.endpoints]
-    del cluster
-    gc.collect()
-    assert [each() for each in selectors] == [None, None]

@@ -12,9 +12,8 @@ from PIL import Image
 
 from lab import data, training
 from lab.bench import steps
-from lab.papers import at_size, counterexample, saving, second_moment, speedup, vectors
+from lab.papers import at_size, second_moment, speedup
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.layout import k_of
 from lightning_topk.volume import volume
 
 
@@ -121,17 +120,6 @@ def test_the_second_moment_is_that_of_dense_training_if_everything_is_delivered(
     ratios = [row[head] for row in second_moment.measure(0.01, steps=10) for head in row if head.startswith("after")]
     assert ratios[:3] == pytest.approx([1, 1, 1], rel=1e-4)
     assert all(math.isnan(ratio) or ratio == pytest.approx(1, rel=1e-4) for ratio in ratios)
-
-
-def test_opposite_workers_favour_the_second_compression():
-    uni, bi = (counterexample.descend("opposites", 0, each, 0.1, 500)[-100:].mean() for each in ("uni", "bi"))
-    assert uni > 5 * bi
-
-
-def test_the_union_of_two_selections_is_at_most_twice_one_and_the_error_of_equal_entries_is_the_bound():
-    k = k_of(4810, 0.01)
-    assert k <= saving._union("mlp", 0.01, 2) <= 2 * k
-    assert vectors.error(torch.ones(1000), 0.1) == pytest.approx(0.9)
 
 
 def test_the_best_rate_is_that_of_the_seeds_that_two_rates_share():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from groups import on_ranks
-from ranks import attached, batch, four_layers, loss_of, refusal, train
+from ranks import attached, batch, four_layers, loss_of, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -168,15 +168,3 @@ def test_a_warning_comes_once_on_one_rank_where_its_cause_is(rank, world, scenar
     scenario(rank, said.append, case)
     found = [name for line in said for name, words in WARNINGS.items() if words in line]
     assert found == [warning] * (warning is not None and rank == 0), said
-
-
-@on_ranks(2)
-def test_ddp_names_an_unused_parameter_before_any_warning(rank, world):
-    said: list[str] = []
-    net = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)])
-    net.forward = net[0].forward
-    optimizer = sgd(net)
-    model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=said.append)
-    train(model, rank, (0,), optimizer)
-    assert "find_unused_parameters=True" in refusal(loss_of, model, rank, 1)
-    assert not any("no gradient was exchanged" in line for line in said)
