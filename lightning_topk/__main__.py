@@ -23,7 +23,10 @@ def count(text: str) -> int:
 
 def shape(text: str) -> tuple[int, ...]:
     """Parses the shape of an example, such as 3,224,224."""
-    return tuple(map(count, text.split(",")))
+    try:
+        return tuple(map(count, text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write it like 3,224,224") from error
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -197,7 +197,7 @@ def _check_combinations(config: TopKConfig) -> None:
     }
     if config.momentum and any(without.values()):
         raise ValueError(
-            f"momentum={config.momentum!r} needs the worker's residual, which some gradients do not have with "
+            f"momentum={config.momentum!r} needs the worker's residual, which gradients do not all have with "
             f"{' and '.join(name for name, holds in without.items() if holds)}. Leave that out, or pass momentum=0 and "
             "use the optimizer's own."
         )
@@ -205,7 +205,7 @@ def _check_combinations(config: TopKConfig) -> None:
 
 def varies(ratio: Ratio | None) -> TypeGuard[Varying]:
     """Whether a ratio is a function or a schedule, not a number."""
-    return callable(ratio) or isinstance(ratio, Schedule)
+    return isinstance(ratio, Schedule) or (callable(ratio) and not isinstance(ratio, type))
 
 
 def _value_or_error(ratio: Varying, step: int) -> float | str:
@@ -217,9 +217,9 @@ def _value_or_error(ratio: Varying, step: int) -> float | str:
 
 
 def _check_number(config: TopKConfig, name: str, allowed: Callable[[float], bool], words: str, remedy: str) -> None:
-    """Refuses a setting that is neither None nor a number for which ``allowed`` holds."""
+    """Refuses a setting that is neither a number for which ``allowed`` holds nor, if that is its default, None."""
     value: Any = getattr(config, name)
-    if value is None:
+    if value is None and getattr(TopKConfig, name) is None:
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be a number {words}. {remedy}")

@@ -49,7 +49,7 @@ def ranks(gpus: int) -> str:
     """Ranks, backend and topology that the launcher's variables give, on a node with so many GPUs."""
     try:
         world = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+        local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1))
         local = local if world % local == 0 else 1  # nodes of different sizes, as attach takes them
         topology = TopKConfig().resolve(world, local, gpus=gpus >= local).topology
     except ValueError as error:

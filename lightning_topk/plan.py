@@ -75,16 +75,21 @@ def parameter_sizes(model: str | None = None, module: str | None = None, params:
 
 def make_module(model: str | None = None, module: str | None = None) -> nn.Module:
     """Makes an untrained torchvision model, or an instance of a class."""
-    folder, _, name = str(module).rpartition(".")
     try:
         if model is not None:
             import torchvision
 
             return torchvision.models.get_model(model, weights=None)
-        return getattr(importlib.import_module(folder), name)()
+        folder, _, name = str(module).rpartition(".")
+        made = getattr(importlib.import_module(folder), name)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        needs = "--model needs torchvision; a --module must be importable, and callable without arguments."
-        raise ValueError(f"{model or module}: {error}. {needs}") from error
+        needs = "Install torchvision, and see torchvision.models.list_models()."
+        if model is None:
+            needs = "It must be importable, and callable without arguments."
+        raise ValueError(f"{'--module' if model is None else '--model'} {model or module}: {error}. {needs}") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"--module {module} gave a {type(made).__name__}, which is no torch.nn.Module.")
+    return made
 
 
 def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:

@@ -44,6 +44,11 @@ def check_parameters(names: Mapping[Tensor, str]) -> None:
                 f"parameter {name!r} has dtype {parameter.dtype}; only real floating-point gradients can be exchanged. "
                 "Freeze it, or use a real floating-point dtype."
             )
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"parameter {name!r} has an optimizer in backward (_apply_optimizer_in_backward), which would step "
+                "before the exchange. Step the optimizer after backward."
+            )
 
 
 def watch_gradients(parameter: Tensor, note: Callable[[Tensor], None]) -> list[RemovableHandle]:

@@ -53,6 +53,11 @@ class TopKState(HookState):
 
     def launch(self, bucket: GradBucket) -> Future:
         """Queues the exchange of DDP's bucket, whose buffer will hold the result; see :meth:`exchange`."""
+        if not isinstance(bucket, GradBucket):
+            raise TypeError(
+                f"the hook was called with a {type(bucket).__name__} instead of a GradBucket, as torch.compile does "
+                "with torch._dynamo.config.optimize_ddp = 'python_reducer'. Set it to 'ddp_optimizer' (the default)."
+            )
         # The bucket is only valid during this call, so take everything the job needs from it now.
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
         if index == 0:
@@ -90,11 +95,16 @@ class InUse:
         self.state = state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # DDP pickles it, but a copy of the model has no hook: a warning takes its place, which returns None.
-        return LOGGER.warning, (
-            "lightning_topk: a copy of a DDP model has no communication hook, and exchanges whole gradients. To "
-            "compress them, attach the copy too.",
-        )
+        # DDP pickles it, but a copy of the model has no hook.
+        return _left_out, ()
+
+
+def _left_out() -> None:
+    """Replaces the state in a pickle or deep copy of a DDP model."""
+    LOGGER.warning(
+        "lightning_topk: a copy of a DDP model has no communication hook, and exchanges whole gradients. To compress "
+        "them, attach the copy too."
+    )
 
 
 def topk_hook(model: InUse, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

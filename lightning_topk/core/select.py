@@ -103,8 +103,8 @@ class RandK(Selector):
         if step != self._drawn_at:
             self._drawn, self._drawn_at = {}, step
         if (universe, k, device) not in self._drawn:
-            seed = _mixed_(torch.tensor(self.seed + _INCREMENT, device="cpu"))
-            begin = _mixed_(seed.add_(step + _INCREMENT))
+            seed = (self.seed + _INCREMENT + 2**63) % 2**64 - 2**63  # a signed 64-bit integer
+            begin = _mixed_(_mixed_(torch.tensor(seed, device="cpu")).add_(step + _INCREMENT))
             keys = _mixed_(torch.arange(universe, device=device).add_(begin))
             drawn = keys.topk(k, largest=False, sorted=False).indices.sort().values
             self._drawn[universe, k, device] = drawn

@@ -124,6 +124,8 @@ class TopKStrategy(DDPStrategy):
                 closed.append(state)
         self._states = [each for each in self._states if each[1] not in closed]
         before = [state for state in closed if parameters & state.names.keys()]
+        if len(before) > 1:
+            rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules were merged into one.")
         return before[0] if len(before) == 1 else None
 
     @override

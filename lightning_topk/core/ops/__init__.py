@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,18 +36,31 @@ def fast(device: torch.device) -> Any | None:
     module, needs = ("cpu", "numba") if device.type == "cpu" else ("cuda", "triton")
     if device.type not in ("cpu", "cuda") or find_spec(needs) is None:
         return None
+    # Compiling may take tens of seconds. Python runs signal handlers in the main thread, and what they raise must not
+    # count as a failure to compile: the other thread can only fail by compiling.
+    executor = ThreadPoolExecutor(1)
     try:
-        version = import_module(f"lightning_topk.core.ops.{module}")
-        version.attempt(device)
-    except Exception as error:
+        version, error = executor.submit(_tried, module, device).result()
+    finally:
+        executor.shutdown(wait=False)
+    if error is not None:
         FAILED[needs] = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"lightning_topk: {needs} does not work on {device} ({FAILED[needs]}); falling back to plain torch, which "
             "is slower.",
             stacklevel=2,
         )
-        return None
     return version
+
+
+def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | None]:
+    """Returns a fast version that has compiled and run once, or the error."""
+    try:
+        version = import_module(f"lightning_topk.core.ops.{module}")
+        version.attempt(device)
+    except Exception as error:
+        return None, error
+    return version, None
 
 
 def on_cpu(x: Tensor) -> bool:
