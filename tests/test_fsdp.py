@@ -172,21 +172,6 @@ def test_nothing_is_lost_whatever_the_dtypes_of_parameters_and_reductions(rank, 
     assert (kinds, members) == ({dtype}, {policy.get("reduce_dtype", dtype)})
 
 
-@on_ranks(4)
-def test_modules_of_several_dtypes_and_frozen_ones_are_exchanged_separately(rank, world):
-    mesh, net = mesh_of(2, 2), nn.ModuleList([nn.Linear(20, 30).bfloat16(), nn.Linear(30, 30), nn.Linear(30, 4)])
-    net[1].requires_grad_(False)
-    for part in net:
-        fully_shard(part, mesh=mesh["shard"])
-    state = attach(net, process_group=mesh["replicate"], ratio=0.05)
-    watched = Watched(state)
-    for step in range(3):
-        net[2](net[1](net[0](batch(rank, step).bfloat16()).float())).square().mean().backward()
-    watched.check(1e-4)
-    assert {state.names[member] for member in state.residuals.held()} == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert net[1].weight.grad is None
-
-
 def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimizer]) -> Tensor:
     """Weights after some steps of two backward passes each, the first of them without reduction."""
     optimizer = kind(net.parameters(), lr=0.01)
@@ -406,39 +391,36 @@ def test_training_continues_after_a_failed_backward_pass(rank, world):
     assert state.steps == 4, "the failed pass counts, since it delivered something"
 
 
-AROUND = {"checkpoint": checkpoint_wrapper, "compile": partial(torch.compile, backend="aot_eager")}
-"""Wrappers applied to blocks before sharding."""
-BEYOND = {
-    "checkpoint inside": checkpoint_wrapper,
-    "reentrant blocks": partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),  # a nested backward pass
-}
-"""Wrappers applied to blocks after sharding."""
+UNWRAPPED = nn.Identity()
 
 
-def blocks(rank: int, kind: str) -> Tensor:
+def blocks(
+    rank: int, around: Callable = UNWRAPPED, beyond: Callable = UNWRAPPED, reentrant: bool = False, **options: Any
+) -> Tensor:
+    """Weights after some steps, with one wrapper applied to each block before sharding and one after it."""
     torch.manual_seed(0)
-    mesh = mesh_of(2, 2)
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.ReLU()) for _ in range(2)), nn.Linear(20, 3))
-    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offload" else {}
-    for number in (0, 1):
-        block = fully_shard(AROUND.get(kind, nn.Identity())(net[number]), mesh=mesh["shard"], **options)
-        net[number] = BEYOND.get(kind, nn.Identity())(block)
+    mesh, net = mesh_of(2, 2), nn.Sequential(*[nn.Sequential(nn.Linear(20, 20), nn.ReLU()) for _ in range(2)])
+    for number, block in enumerate(net):
+        net[number] = beyond(fully_shard(around(block), mesh=mesh["shard"], **options))
     fully_shard(net, mesh=mesh["shard"], **options)
     state = attach(net, process_group=mesh["replicate"], ratio=ExponentialWarmup(0.05, steps=2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
         x = batch(rank, step).requires_grad_()
-        (checkpoint(net, x, use_reentrant=True) if kind == "reentrant" else net(x)).square().mean().backward()
+        (checkpoint(net, x, use_reentrant=True) if reentrant else net(x)).square().mean().backward()
         optimizer.step()
     assert state.steps == 3
     return weights(net)
 
 
-@on_ranks(4, timeout=240)  # four processes import and run torch's compiler
-def test_checkpointed_compiled_and_offloaded_blocks_learn_the_same_bits(rank, world):
-    found = {kind: blocks(rank, kind) for kind in ("plain", "offload", "reentrant", *AROUND, *BEYOND)}
-    assert [kind for kind, learned in found.items() if not torch.equal(learned, found["plain"])] == []
+@on_ranks(4)
+def test_checkpointed_and_offloaded_blocks_learn_the_same_bits(rank, world):
+    nested = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)  # a backward pass in another one
+    ways: list[dict[str, Any]] = [{way: wrap} for way in ("around", "beyond") for wrap in (checkpoint_wrapper, nested)]
+    ways += [{"reentrant": True}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
+    expected, found = blocks(rank), [blocks(rank, **way) for way in ways]
+    assert [way for way, learned in zip(ways, found, strict=True) if not torch.equal(learned, expected)] == []
 
 
 @on_ranks(4)
@@ -543,9 +525,7 @@ def saved(rank: int, world: int, folder: Path, momentum: float) -> None:
         torch.save(whole, folder / "whole.pt")
 
 
-def loaded(
-    rank: int, world: int, nodes: int, local: int, frozen: bool, folder: Path, full: bool, momentum: float
-) -> None:
+def loaded(rank: int, world: int, nodes: int, local: int, frozen: bool, folder: Path, full: bool, momentum: float):
     net = Net(empty=False)
     net.branch.requires_grad_(not frozen)
     net, state = made(nodes, local, net, momentum=momentum, optimizer=list)
@@ -570,10 +550,9 @@ def loaded(
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_residuals_of_shards_resume_on_other_nodes_and_with_layers_frozen(groups, tmp_path, momentum):
     groups(4).run(saved, tmp_path, momentum)
-    frozen = [(2, 2, True), (4, 1, False), (2, 1, False)]
-    for nodes, local, *others in [(2, 2, False), (3, 1, False), *frozen * (momentum == 0)]:
+    for nodes, local, frozen in [(2, 2, True), (3, 1, False)]:
         for full in (False, True):
-            groups(nodes * local).run(loaded, nodes, local, *others, tmp_path, full, momentum)
+            groups(nodes * local).run(loaded, nodes, local, frozen, tmp_path, full, momentum)
 
 
 @on_ranks(4)
@@ -592,11 +571,6 @@ def test_a_resumed_run_keeps_its_saving_and_residuals_in_the_reduce_dtype(rank, 
         torch.testing.assert_close(undelivered(state, net), left)
         loss_of(net, rank, 3).backward()
         assert ratios(state) == expected
-    net, state = made(1, 4, options=settings["options"])
-    members = [(group, member) for group in state._param_groups for member in group.names]
-    before = [group.later_divided_by(member) for group, member in members]
-    loss_of(net, rank, 0).backward()
-    assert before == [group.later_divided_by(member) for group, member in members] != [1.0] * 7
 
 
 @on_ranks(4)
@@ -607,24 +581,5 @@ def test_a_sharded_run_resumes_the_residuals_of_a_ddp_run(rank, world):
     _, state = made(2, 2)
     state.load_state_dict(entry)
     found = state.full_state_dict()["parameters"]
-    damaged = {
-        "the model has no parameter 'other'": {**entry, "parameters": {"other": {}}},
-        "it was damaged (JSONDecodeError": {"about": "{"},
-        "'NoneType' object is not iterable": {"about": "{}", "residual": None},
-    }
-    said = {words: ranks.refusal(state.load_state_dict, each) for words, each in damaged.items()}
-    assert all(words in message and "To start with zero residuals" in message for words, message in said.items()), said
     if rank == 0:
         torch.testing.assert_close(found, entry["parameters"])
-
-
-@ranks.counts_threads
-@on_ranks(4)
-def test_closed_states_of_shards_leave_their_groups_to_the_next_one(rank, world):
-    counts = []
-    for _ in range(4):
-        net, state = made(2, 2, ratio=0.1)
-        loss_of(net, rank, 0).backward()
-        state.close()
-        counts.append(ranks.open_now())
-    assert all(now < before + 3 for now, before in zip(counts[-1], counts[0], strict=True)), "a leaked state adds 3"
