@@ -50,7 +50,6 @@ def train(fabric: Fabric, pairs: list[tuple], rank: int, steps: range) -> None:
 
 @on_ranks(2)
 def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
-    """With everything sent, they learn the same as one process with the mean gradient."""
     fabric = fabric_of(rank, world, ratio=1.0, wire="fp32")
     pairs = nets(fabric)
     train(fabric, pairs, rank, range(4))
@@ -69,7 +68,6 @@ def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
 
 @on_ranks(2)
 def test_residuals_are_saved_and_loaded_under_the_users_keys(rank, world, tmp_path):
-    """Fabric saves each module's residuals like any other object with a state."""
     path, kept = tmp_path / "fabric.ckpt", []
     for steps, load in ((range(4), False), (range(4, 6), True)):
         fabric = fabric_of(rank, world, ratio=0.05)
@@ -93,7 +91,6 @@ def test_residuals_are_saved_and_loaded_under_the_users_keys(rank, world, tmp_pa
 
 @on_ranks(2)
 def test_unused_modules_and_optimizers_are_released(rank, world):
-    """As in cross-validation, where each model and optimizer replaces the last."""
     fabric = fabric_of(rank, world, ratio=0.05)
     optimizers = weakref.WeakSet()
     for _ in range(4):
@@ -127,19 +124,6 @@ def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, wo
     assert fabric.strategy.state_of(fabric.setup(torch.compile(net, backend="eager"))).residuals is state.residuals
     with pytest.raises(KeyError, match="this Linear was not set up with this strategy"):
         fabric.strategy.state_of(nn.Linear(2, 2))
-
-
-@on_ranks(2)
-def test_modules_that_share_a_part_are_exchanged_side_by_side(rank, world):
-    """Such as two heads on a frozen trunk."""
-    fabric, trunk, pairs = fabric_of(rank, world, ratio=0.1), nn.Linear(20, 20).requires_grad_(False), []
-    for _ in range(2):
-        torch.manual_seed(0)
-        net = nn.Sequential(trunk, nn.Linear(20, 20))
-        pairs.append(fabric.setup(net, SGD(net[1].parameters(), lr=0.1)))
-    train(fabric, pairs, rank, range(3))
-    assert [state.steps for state in fabric.strategy.topk_states] == [3, 3]
-    assert alike(torch.stack([weights(model) for model, _ in pairs]))
 
 
 def launched(fabric: Fabric) -> None:

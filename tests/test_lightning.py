@@ -21,6 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import batch, log
+from torch.utils.data import DataLoader, IterableDataset
 from trainers import ELEMENTS, Gan, Module, Normed, fit
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
@@ -76,17 +77,23 @@ def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, wo
     assert sum(reduced) == reductions
 
 
-class Unsized(list):
-    __len__ = None
+class Stream(IterableDataset):
+    """Data of an unknown length."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
 
 
 @on_ranks(2)
 def test_ranks_whose_epochs_differ_in_length_train_on(rank, world):
     """As with DDP, if max_steps ends the fit."""
     data = [(batch(rank, step, 12),) for step in range(4 + 3 * rank)]
-    for given in (data, Unsized(data)):
+    for given in (data, Stream(data)):
         module, options = Module(), {"max_steps": 12, "max_epochs": -1, "use_distributed_sampler": False}
-        module.train_dataloader = lambda given=given: given
+        module.train_dataloader = partial(DataLoader, given, batch_size=None)
         trainer, _ = fit(rank, world, module, **options)
         assert trainer.global_step == 12
 

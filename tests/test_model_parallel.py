@@ -175,13 +175,13 @@ class Unsharded(Model):
 
 @on_ranks(4)
 def test_invalid_node_sizes_and_unsharded_models_are_refused(rank, world):
-    cases = [
-        (
-            "data_parallel_size=4 times tensor_parallel_size=1 is not 2",
+    cases = {
+        "data_parallel_size=4 times tensor_parallel_size=1": (
             Model(),
             {"settings": {"data_parallel_size": 4}},
         ),
-        ("4 ranks cannot be divided into nodes of 3", Model(), {"local": 3}),
-        ("'net.2.weight' (one of 4) is not sharded by fully_shard", Unsharded(), {}),
-    ]
-    assert unsaid((words, refusal(fit, rank, world, model, **given)) for words, model, given in cases) == []
+        "4 ranks cannot be divided into nodes of 3": (Model(), {"local": 3}),
+        "'net.2.weight' (one of 4) is not sharded by fully_shard": (Unsharded(), {}),
+    }
+    said = [(words, refusal(fit, rank, world, model, **given)) for words, (model, given) in cases.items()]
+    assert unsaid(said) == []
