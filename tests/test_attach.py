@@ -9,25 +9,10 @@ import pickle
 from unittest import mock
 
 import pytest
+import ranks
 import torch
 from groups import on_ranks
-from ranks import (
-    Net,
-    attach,
-    attached,
-    four_layers,
-    gradient,
-    local_gradient,
-    log,
-    loss_of,
-    mean_over_ranks,
-    open_now,
-    refusal,
-    train,
-    undelivered,
-    unsaid,
-    weights,
-)
+from ranks import attach, attached, four_layers, gradient, loss_of, mean_over_ranks, refusal, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -111,7 +96,7 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         said.append(("numba is in use on rank 0 and broken on rank 1", refusal(attach, ddp())))
     for ratio in (halving, short):  # equal functions of different processes are equal
         attach(ddp(), ratio=ratio)
-    assert unsaid(said) == []
+    assert ranks.unsaid(said) == []
 
 
 @on_ranks(2)
@@ -187,7 +172,7 @@ def test_notices_are_given_once_and_on_one_rank(rank, world):
     """Of missing numba, and of momentum that is adapted or not; momentum that a scheduler sets later is refused."""
     said: list[str] = []
     with mock.patch.object(ops, "fast", return_value=None):
-        train(attached(Net(), ratio=0.1, announce=said.append)[0], rank, range(3))
+        train(attached(ranks.Net(), ratio=0.1, announce=said.append)[0], rank, range(3))
     net = four_layers()
     pair = [AdamW(part.parameters()) for part in (net[:2], net[2:])]
     model, state = attached(net, saving=20, optimizer=pair, announce=said.append)
@@ -215,13 +200,13 @@ def test_layers_frozen_before_attach_are_exchanged_once_they_are_trained(rank, w
     net[1].requires_grad_(True)
     alone = copy.deepcopy(net)
     train(model, rank, [2])
-    expected = mean_over_ranks(local_gradient(alone, net, rank, 2))
+    expected = mean_over_ranks(ranks.local_gradient(alone, net, rank, 2))
     torch.testing.assert_close(gradient(net).double(), expected, atol=1e-6, rtol=0)
 
 
 @on_ranks(2)
 def test_copies_of_an_attached_model_train_with_plain_ddp_and_warn(rank, world):
-    with log() as said:
+    with ranks.log() as said:
         for options in ({}, {"find_unused_parameters": True}):
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20))
@@ -251,20 +236,20 @@ def test_a_model_is_attached_again_whether_its_state_is_open_or_closed(rank, wor
         net, alone = four_layers(), four_layers()
         model, first = attached(net, options, ratio=0.1, optimizer=Adam(net.parameters()))
         loss_of(model, rank, 0).backward()
-        kept = undelivered(first, net)
+        kept = ranks.undelivered(first, net)
         if closed:
             first.close()
             assert "this TopKState was closed. " in refusal(loss_of(model, rank, 1).backward)
-        before = open_now()
+        before = ranks.open_now()
         again = attach(model, residuals=first.residuals, **WHOLE, optimizer=SGD(net.parameters(), lr=0.1))
         first.close()  # changes nothing
         net.zero_grad()
         loss_of(model, rank, 1).backward()
-        expected = kept + mean_over_ranks(local_gradient(alone, net, rank, 1))
+        expected = kept + mean_over_ranks(ranks.local_gradient(alone, net, rank, 1))
         torch.testing.assert_close(gradient(net).double(), expected, atol=1e-6, rtol=0)
         assert again.report().bytes["uplink"] > 0
-        assert not undelivered(again, net).any()
-        assert closed or open_now()[2] == before[2]
+        assert not ranks.undelivered(again, net).any()
+        assert closed or ranks.open_now()[2] == before[2]
 
 
 @on_ranks(2)
@@ -276,7 +261,7 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
             attach(model, **WHOLE)
         with model.join():
             train(model, rank, range(3 + 2 * rank), SGD(model.parameters(), lr=0.1))
-        ends.append(weights(model))
+        ends.append(ranks.weights(model))
     with model.join(divide_by_initial_world_size=False):
         message = refusal(loss_of, model, rank, 0)
     torch.testing.assert_close(*ends, atol=1e-6, rtol=0)

@@ -152,7 +152,6 @@ PLAYED = [
     ("hierarchical", Case(scaler=True, hooks=True), {"wire": "int4"}),
     ("hierarchical", Case(scaler=True, votes=True, kernels=True), {}),
     ("single_server", Case(scaler=True, resumed=True, kernels=True), {}),
-    ("single_server", Case(scaler=True, hooks=True), {"error_feedback": False}),
     ("single_server", Case(scaler=True, hooks=True), {"clip_norm": 1.0}),
     ("allgather", Case(votes=True, hooks=True), {}),
 ]
@@ -239,13 +238,10 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
     lines = [record.message.split(" of ")[1:] for record in caplog.records if "step 2, bucket 1" in record.message]
     assert [line[0] for line in lines] == ["4, step 2, bucket 1: AllToAll", "4, step 2, bucket 1: AllGather"]
     assert [line[1].split(" elements ")[1] for line in lines] == ["among all, uplink", "among all, downlink"]
-    own = [record for record in caplog.records if record.name == "lightning_topk"]
-    assert all(isinstance(each, str | int) for record in own for each in record.args or ()), "or it keeps jobs"
 
 
 @pytest.mark.parametrize("ends", [True, False, RuntimeError("device-side assert triggered")])
 def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(gpu, monkeypatch, ends):
-    """Groups with work in flight are not destroyed, since that would wait for failed ranks."""
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
     lane, asked = lanes.StreamLane(CUDA, mock.Mock()), []
 
