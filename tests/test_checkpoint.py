@@ -109,7 +109,6 @@ class Two(nn.Module):
 @pytest.mark.parametrize("topology", ["sharded", "single_server"])
 @on_ranks(2)
 def test_loaded_residuals_arrive_whatever_happens_before_the_first_step(rank, world, topology):
-    """Residuals of 10 in every element are delivered when gradients are zero."""
     entry = {"version": 1, "mode": "mean", "world_size": 2, "steps": 5}
     entry["parameters"] = {name: {"residual": torch.full((64,), 10.0)} for name in ("a.weight", "b.weight")}
 
@@ -304,8 +303,6 @@ def entry_of(path: Path) -> Any:
 @pytest.mark.trainer
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_trainer_resumes_with_residuals_also_from_and_to_plain_ddp(groups, tmp_path):
-    """Also on another number of ranks, if last.ckpt is a link, and if a thread writes it."""
-
     def run(folder: str, count: int, *arguments: Any, world: int = 2) -> list[float]:
         return groups(world).run(epochs, tmp_path / folder, count, *arguments)
 
@@ -336,7 +333,6 @@ def linked(rank: int, world: int, folder: Path, ckpt: Path) -> float:
 
 
 def fail(trainer: Any, *_: Any) -> None:
-    """Raises on one rank in the middle of an epoch."""
     if trainer.global_step == 2 and trainer.global_rank == 0:
         raise ValueError("out of luck")
 

@@ -19,7 +19,6 @@ from torch.optim import SGD
 from trainers import InThisProcess
 
 from lightning_topk.adapters.lightning.fabric import TopKStrategy
-from lightning_topk.config import TopKConfig
 
 
 def fabric_of(rank: int, world: int, scaled: bool = False, **settings: Any) -> Fabric:
@@ -32,7 +31,6 @@ def fabric_of(rank: int, world: int, scaled: bool = False, **settings: Any) -> F
 
 
 def nets(fabric: Fabric, count: int = 2) -> list[tuple]:
-    """Modules and optimizers that are set up."""
     made = [four_layers() for _ in range(count)]
     return [fabric.setup(net, SGD(net.parameters(), lr=0.1)) for net in made]
 
@@ -109,7 +107,6 @@ def test_unused_modules_and_optimizers_are_released(rank, world):
 
 @on_ranks(2)
 def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, world):
-    """Three times the same module, and then compiled."""
     fabric = fabric_of(rank, world, ratio=0.05)
     net, open_groups, kept = nn.Linear(20, 20), [], []
     for turn in range(3):
@@ -134,16 +131,6 @@ def launched(fabric: Fabric) -> None:
 def test_fabric_can_start_its_processes():
     strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(launched)
-
-
-@on_ranks(2)
-def test_fabric_refuses_unknown_arguments_and_momentum_twice(rank, world):
-    assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
-    assert "unknown argument ratoi=0.1; did you mean 'ratio'" in ranks.refusal(TopKStrategy, ratoi=0.1)
-    assert "either config or the settings" in ranks.refusal(TopKStrategy, TopKConfig(saving=20), wire="fp32")
-    fabric, net = fabric_of(rank, world, ratio=0.1, momentum=0.9), four_layers()
-    twice = ranks.refusal(fabric.setup, net, SGD(net.parameters(), lr=0.1, momentum=0.5))
-    assert "SGD has momentum 0.5 of its own" in twice
 
 
 @on_ranks(2)

@@ -35,8 +35,6 @@ class Repeated(torch.optim.SGD):
 
 
 class Branch(Module):
-    """A branch that every other step leaves out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.branch = nn.Linear(12, 1)
@@ -66,8 +64,6 @@ class ChannelsLast(Module):
 
 
 class Sparse(Module):
-    """An embedding with sparse gradients beside dense parameters, of two dtypes."""
-
     automatic_optimization = False
 
     def build(self):
@@ -98,8 +94,6 @@ class Compiled(Module):
 
 
 class SteppedLate(Module):
-    """Two losses, two backward passes and one step."""
-
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):

@@ -242,7 +242,6 @@ def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world)
 
 @on_ranks(2)
 def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
-    """An exchange fails on one rank; the error that reaches training names the bucket."""
     whole, states = dist.new_group([0, 1]), []
     for spoilt in (True, False):
         ddp, state = attached(nn.Linear(20, 5), {"process_group": whole}, ratio=0.5, timeout=timedelta(seconds=2))

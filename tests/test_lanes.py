@@ -13,12 +13,10 @@ from lightning_topk.runtime import lanes
 
 
 def lane_of(max_in_flight: int = 1) -> lanes.ThreadLane:
-    """A lane with that many sets of groups."""
     return lanes.ThreadLane(mock.Mock(second_groups=None if max_in_flight == 1 else mock.Mock()))
 
 
 def submit(lane, steps) -> torch.futures.Future:
-    """Submits a job that takes these steps, a generator."""
     return lane.submit(mock.Mock(run=lambda **_: steps))
 
 

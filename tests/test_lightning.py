@@ -78,8 +78,6 @@ def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, wo
 
 
 class Stream(IterableDataset):
-    """Data of an unknown length."""
-
     def __init__(self, data):
         self.data = data
 
@@ -107,7 +105,6 @@ def test_the_monitor_warns_if_it_has_nothing_to_monitor():
 
 @on_ranks(2)
 def test_loggers_and_early_stopping_see_all_keys_layers_and_a_summary(rank, world, tmp_path):
-    """Beside the throughput monitor."""
     monitor, words = CompressionMonitor(per_layer=True, details=True), []
     ended = LambdaCallback(on_train_end=lambda *_: words.append(monitor.summary()))
     speed = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
@@ -137,7 +134,6 @@ def test_loggers_and_early_stopping_see_all_keys_layers_and_a_summary(rank, worl
 
 @on_ranks(2)
 def test_times_are_those_of_steps_that_are_not_measured_and_only_default_keys_are_logged(rank, world):
-    """Even if all steps are logged."""
     seen: list[tuple[bool, bool, bool]] = []
 
     def look(trainer, *_):
@@ -178,7 +174,6 @@ def test_the_summary_is_printed_once_when_training_ends(rank, world, error):
 
 @on_ranks(1)
 def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
-    """With Adam too, whose momentum is not adapted."""
     ours, plain = (Module(partial(torch.optim.AdamW, lr=0.01)) for _ in range(2))
     with log("lightning_topk") as said, log("lightning.pytorch.utilities.rank_zero") as noted:
         _, logged = fit(rank, world, ours)

@@ -125,7 +125,6 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
     "other", [torch.zeros(8, 8, 2, 2), torch.zeros(8, 8, 3, 3).to(memory_format=torch.channels_last)]
 )
 def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(other):
-    """The other parameters keep their residuals."""
     bucket = changed, kept = nn.Parameter(torch.zeros(8, 8, 3, 3)), nn.Parameter(torch.zeros(8))
     config, residuals = TopKConfig(ratio=0.1), Residuals()
     end = residuals.endpoint(bucket, plan_bucket(config, [576, 8], 2))

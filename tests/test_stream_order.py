@@ -33,8 +33,6 @@ SIZES = (30_000, 300, 20_000, 17)
 
 @dataclass
 class Case:
-    """How training is simulated."""
-
     scaler: bool = False  # a GradScaler, which skips every other step
     votes: bool = False  # parameters may go unused
     hooks: bool = False  # gradients are accumulated on a stream of their own
@@ -45,8 +43,6 @@ class Case:
 
 
 class Bucket:
-    """DDP's bucket."""
-
     def __init__(self, buffer: torch.Tensor, parameters: list[torch.Tensor], index: int, last: bool) -> None:
         self.buffer, self.parameters = lambda: buffer, lambda: parameters
         self.index, self.is_last = lambda: index, lambda: last
@@ -89,7 +85,6 @@ def gpu(monkeypatch):
 
 
 def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, **settings: Any) -> None:
-    """Trains some steps, with buckets that are regrouped after the first."""
     from lightning_topk.core.ops import cuda
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda if case.kernels else None)
@@ -278,7 +273,6 @@ def test_a_gpu_lane_takes_no_job_after_a_failed_one(gpu):
 
 
 def test_times_of_two_streams_are_read_once_both_marks_have_come(gpu):
-    """Neither stream waits for the other."""
     marks = []
     with FakeTensorMode(), gpu:
         for stream in (torch.cuda.Stream(), gpu.current):
