@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from groups import on_ranks
