@@ -37,13 +37,9 @@ class Group:
         backend = backend or ("nccl" if device == "cuda" else "gloo")
         context, self._folder = multiprocessing.get_context("forkserver"), tempfile.TemporaryDirectory()
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)
+        given = world, backend, device, self._folder.name, environment or {}
         self._processes = [
-            context.Process(
-                target=_serve,
-                args=(rank, world, backend, device, self._folder.name, pipe, environment or {}),
-                daemon=True,
-            )
-            for rank, pipe in enumerate(theirs)
+            context.Process(target=_serve, args=(pipe, rank, *given), daemon=True) for rank, pipe in enumerate(theirs)
         ]
         for process in self._processes:
             process.start()
@@ -108,7 +104,7 @@ def on_ranks(count: int | Callable[..., int] | None = None, timeout: float | Non
 
 
 def _serve(
-    rank: int, world: int, backend: str, device: str, folder: str, pipe: Connection, environment: dict[str, str]
+    pipe: Connection, rank: int, world: int, backend: str, device: str, folder: str, environment: dict[str, str]
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= environment

@@ -72,7 +72,6 @@ def states_closed() -> Iterator[None]:
 
 
 def attached(net: nn.Module, ddp: dict[str, Any] | None = None, **settings: Any) -> tuple[DistributedDataParallel, Any]:
-    """A net wrapped by DDP, and its state."""
     model = DistributedDataParallel(net, **(ddp or {}))
     return model, attach(model, **settings)
 
@@ -132,7 +131,6 @@ def undelivered(state: Any, net: nn.Module) -> Tensor:
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
-    """The mean over ranks, in float64 on the CPU."""
     x = x.double()
     dist.all_reduce(x)
     return x.cpu() / dist.get_world_size()
@@ -159,7 +157,6 @@ def shared(entry: Any) -> Any:
 
 
 def others(rank: int, world: int) -> list[int]:
-    """All ranks but one."""
     return [each for each in range(world) if each != rank]
 
 
@@ -226,7 +223,6 @@ def open_now() -> list[int]:
 
 @contextmanager
 def log(name: str = "lightning_topk") -> Iterator[list[str]]:
-    """The messages of a logger meanwhile."""
     words: list[str] = []
     with mock.patch.object(logging.getLogger(name), "handle", lambda record: words.append(record.getMessage())):
         yield words

@@ -91,8 +91,6 @@ class Future:
 
 @dataclass
 class Use:
-    """A use of a storage by a stream, ``when`` as an entry of its clock."""
-
     stream: Stream
     when: int
     place: str

@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from groups import on_ranks
@@ -19,7 +18,6 @@ from torch.optim import SGD
 from trainers import InThisProcess
 
 from lightning_topk.adapters.lightning.fabric import TopKStrategy
-from lightning_topk.config import TopKConfig
 
 
 def fabric_of(rank: int, world: int, scaled: bool = False, **settings: Any) -> Fabric:
@@ -32,7 +30,6 @@ def fabric_of(rank: int, world: int, scaled: bool = False, **settings: Any) -> F
 
 
 def nets(fabric: Fabric, count: int = 2) -> list[tuple]:
-    """Modules and optimizers that are set up."""
     made = [four_layers() for _ in range(count)]
     return [fabric.setup(net, SGD(net.parameters(), lr=0.1)) for net in made]
 
@@ -50,7 +47,6 @@ def train(fabric: Fabric, pairs: list[tuple], rank: int, steps: range) -> None:
 
 @on_ranks(2)
 def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
-    """With everything sent, they learn the same as one process with the mean gradient."""
     fabric = fabric_of(rank, world, ratio=1.0, wire="fp32")
     pairs = nets(fabric)
     train(fabric, pairs, rank, range(4))
@@ -69,7 +65,6 @@ def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
 
 @on_ranks(2)
 def test_residuals_are_saved_and_loaded_under_the_users_keys(rank, world, tmp_path):
-    """Fabric saves each module's residuals like any other object with a state."""
     path, kept = tmp_path / "fabric.ckpt", []
     for steps, load in ((range(4), False), (range(4, 6), True)):
         fabric = fabric_of(rank, world, ratio=0.05)
@@ -93,7 +88,6 @@ def test_residuals_are_saved_and_loaded_under_the_users_keys(rank, world, tmp_pa
 
 @on_ranks(2)
 def test_unused_modules_and_optimizers_are_released(rank, world):
-    """As in cross-validation, where each model and optimizer replaces the last."""
     fabric = fabric_of(rank, world, ratio=0.05)
     optimizers = weakref.WeakSet()
     for _ in range(4):
@@ -112,7 +106,6 @@ def test_unused_modules_and_optimizers_are_released(rank, world):
 
 @on_ranks(2)
 def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, world):
-    """Three times the same module, and then compiled."""
     fabric = fabric_of(rank, world, ratio=0.05)
     net, open_groups, kept = nn.Linear(20, 20), [], []
     for turn in range(3):
@@ -129,19 +122,6 @@ def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, wo
         fabric.strategy.state_of(nn.Linear(2, 2))
 
 
-@on_ranks(2)
-def test_modules_that_share_a_part_are_exchanged_side_by_side(rank, world):
-    """Such as two heads on a frozen trunk."""
-    fabric, trunk, pairs = fabric_of(rank, world, ratio=0.1), nn.Linear(20, 20).requires_grad_(False), []
-    for _ in range(2):
-        torch.manual_seed(0)
-        net = nn.Sequential(trunk, nn.Linear(20, 20))
-        pairs.append(fabric.setup(net, SGD(net[1].parameters(), lr=0.1)))
-    train(fabric, pairs, rank, range(3))
-    assert [state.steps for state in fabric.strategy.topk_states] == [3, 3]
-    assert alike(torch.stack([weights(model) for model, _ in pairs]))
-
-
 def launched(fabric: Fabric) -> None:
     train(fabric, nets(fabric, 1), fabric.global_rank, range(1))
 
@@ -150,16 +130,6 @@ def launched(fabric: Fabric) -> None:
 def test_fabric_can_start_its_processes():
     strategy = TopKStrategy(ratio=0.1, start_method="forkserver")
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(launched)
-
-
-@on_ranks(2)
-def test_fabric_refuses_unknown_arguments_and_momentum_twice(rank, world):
-    assert TopKStrategy(TopKConfig(saving=20)).config == TopKStrategy(saving=20).config
-    assert "unknown argument ratoi=0.1; did you mean 'ratio'" in ranks.refusal(TopKStrategy, ratoi=0.1)
-    assert "either config or the settings" in ranks.refusal(TopKStrategy, TopKConfig(saving=20), wire="fp32")
-    fabric, net = fabric_of(rank, world, ratio=0.1, momentum=0.9), four_layers()
-    twice = ranks.refusal(fabric.setup, net, SGD(net.parameters(), lr=0.1, momentum=0.5))
-    assert "SGD has momentum 0.5 of its own" in twice
 
 
 @on_ranks(2)

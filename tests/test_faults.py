@@ -193,7 +193,6 @@ TORCHRUN = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --max-restart
 
 
 def launched(group: hosts.Hosts, way: str, folder: Path) -> list[tuple[int, str, str]]:
-    """Launches the job in one way; returns exit codes and outputs of the started processes."""
     address, port = group.address.split(":")
     started, base = [], {"MASTER_ADDR": address, "MASTER_PORT": port}
     victim = "3" if way == "torchrun" else "-1"  # between nodes, in the sixth step: four requests per step

@@ -35,8 +35,6 @@ class Repeated(torch.optim.SGD):
 
 
 class Branch(Module):
-    """A branch that every other step leaves out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.branch = nn.Linear(12, 1)
@@ -66,8 +64,6 @@ class ChannelsLast(Module):
 
 
 class Sparse(Module):
-    """An embedding with sparse gradients beside dense parameters, of two dtypes."""
-
     automatic_optimization = False
 
     def build(self):
@@ -98,8 +94,6 @@ class Compiled(Module):
 
 
 class SteppedLate(Module):
-    """Two losses, two backward passes and one step."""
-
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
@@ -112,22 +106,23 @@ class SteppedLate(Module):
 
 
 FEATURES: dict[str, tuple[Callable[[], Module], dict[str, Any], dict[str, Any]]] = {
-    "fused AdamW and a schedule": (partial(Module, adam), {}, {}),
-    "accumulation with a partial last window": (Module, {"accumulate_grad_batches": 3}, {}),
-    "clipping, and no inference mode": (
-        Module, {"gradient_clip_val": 0.01, "inference_mode": False, "limit_val_batches": 2}, {},
+    "fused AdamW, a schedule, accumulation with a partial last window": (
+        partial(Module, adam), {"accumulate_grad_batches": 3}, {},
     ),
-    "closures called more than once": (partial(Module, partial(Repeated, lr=0.1)), {}, {}),
+    "channels_last, clipping, no inference mode": (
+        ChannelsLast, {"gradient_clip_val": 0.01, "inference_mode": False, "limit_val_batches": 2},
+        {"gradient_as_bucket_view": True},
+    ),
+    "closures called more than once, stochastic weight averaging": (
+        partial(Module, partial(Repeated, lr=0.1)),
+        {"callbacks": lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)]}, {},
+    ),
     "manual optimization of two networks": (Gan, {}, {"find_unused_parameters": True}),
     "two backward passes a step": (SteppedLate, {}, {}),
     "a branch that is left out at times": (Branch, {}, {"find_unused_parameters": True}),
     "tied weights, activation checkpointing, a static graph": (Tied, {}, {"static_graph": True}),
-    "channels_last": (ChannelsLast, {}, {"gradient_as_bucket_view": True}),
     "sparse embeddings, mixed dtypes, empty parameters": (Sparse, {}, {}),
     "torch.compile": (Compiled, {}, {"bucket_cap_mb": 25}),
-    "stochastic weight averaging": (
-        Module, {"callbacks": lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)]}, {},
-    ),
 }  # fmt: skip
 
 
@@ -171,10 +166,8 @@ def test_every_preset_trains_and_logs_the_bytes_that_are_predicted(rank, world, 
     assert sent[2:] == planned[2:]  # DDP regroups its buckets after the first step
 
 
-@on_ranks(4, timeout=150)
+@on_ranks(4)
 def test_random_states_are_those_of_ddp_with_every_topology_and_selector(rank, world, tmp_path):
-    """Checks torch, numpy and Python, with every measurement of the monitor."""
-
     def drawn(strategy: DDPStrategy, **options: Any) -> list[float]:
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(1)
@@ -185,8 +178,9 @@ def test_random_states_are_those_of_ddp_with_every_topology_and_selector(rank, w
         return [float(torch.rand(())), np.random.random(), random.random()]
 
     plain = drawn(DDPStrategy(), monitor=False)
-    for (topology, both), selector in zip([*laws.ROUTES, *laws.ON_NODES], itertools.cycle(laws.SELECTED)):
-        settings = {"topology": topology, "bidirectional": both, "selector": selector}
+    topologies = {"dense": True, **dict(laws.ROUTES), "hierarchical": True}
+    for topology, selector in zip(topologies, itertools.cycle(laws.SELECTED)):
+        settings = {"topology": topology, "bidirectional": topology != "allgather", "selector": selector}
         strategy = TopKStrategy(ratio=0.1, local_world_size=2, **settings)
         assert drawn(strategy, callbacks=[CompressionMonitor(per_layer=True)], monitor=False) == plain, settings
 
@@ -223,7 +217,6 @@ def test_lbfgs_is_refused_unless_whole_gradients_are_sent(rank, world):
 
 
 def thawed_in_the_second_epoch(model: Module) -> LambdaCallback:
-    """Freezes the first layer, and returns the callback that unfreezes it."""
     layer = model.net[0].requires_grad_(False)
     return LambdaCallback(on_train_epoch_start=lambda trainer, _: layer.requires_grad_(trainer.current_epoch > 0))
 
@@ -258,26 +251,20 @@ def test_a_static_graph_is_exchanged_after_every_rebuild_in_manual_optimization(
 
 
 class Thawing(Module):
-    """Unfreezes its first layer after the first step's loss is computed or, too late, before the second one's."""
-
-    def __init__(self, late: bool) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-        self._late = late
+    def build(self):
+        net = super().build()
+        net[0].requires_grad_(False)
+        return net
 
     def training_step(self, batch, index):
         self.net[0].requires_grad_(index > 0)
-        loss = super().training_step(batch, index)
-        self.net[0].requires_grad_(not self._late or index > 0)
-        return loss
+        return super().training_step(batch, index)
 
 
 @on_ranks(2)
 def test_a_training_step_that_unfreezes_a_layer_is_refused(rank, world):
     with pytest.raises(RuntimeError, match="training_step unfroze a parameter"):
-        fit(rank, world, Thawing(late=True), TopKStrategy(ratio=0.1))
-    trainer, _ = fit(rank, world, Thawing(late=False), TopKStrategy(ratio=0.1))
-    assert trainer.global_step > 2
+        fit(rank, world, Thawing(), TopKStrategy(ratio=0.1))
 
 
 @on_ranks(2)

@@ -102,11 +102,11 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
         (2, "sharded", True, "one_bucket", {**SAVING, "dense_parameters": "scale"}),
         *((2, *way, SEVERAL[0], {"selector": selector}) for way, selector in zip(ROUTES, SELECTED, strict=True)),
         *((4, *way, mode, {"local": 2}) for way in ON_NODES for mode in MODES),
-        *((6, *way, SEVERAL[(i + n) % 2], {"local": 3 - n}) for i, way in enumerate(ON_NODES) for n in (0, 1)),
+        *((6, *way, SEVERAL[n % 2], {"local": n}) for way, n in zip(ON_NODES, (3, 2, 3), strict=True)),
         *((4, name, name != "allgather", SEVERAL[0], {"local": 2}) for name in {name: 0 for name, _ in ROUTES}),
         *((*way, mode, {"local": local, "dense_parameters": ("*.bias", "last.weight", "scale")})
           for *way, local in [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)]
-          for mode in MODES),
+          for mode in SEVERAL),
     ],
     ids=str,
 )  # fmt: skip
@@ -140,31 +140,23 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
     assert all(torch.equal(real, imagined) for real, imagined in results)
 
 
-class Empty(nn.Module):
-    """Has an empty parameter with a dtype of its own, which DDP puts into a bucket of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.weight.sum()
+SEVERAL_REQUESTS = {"votes": True, "dense_parameters": "*bias"}
 
 
 @pytest.mark.parametrize(
-    ("world", "topology", "bidirectional", "settings"),
+    ("topology", "bidirectional", "settings"),
     [
-        *((4, *way, {}) for way in (("sharded", True), ("single_server", True), ("allgather", False))),
-        # an exchange makes several requests
-        (4, "hierarchical", True, {"local_world_size": 2, "votes": True, "dense_parameters": "*bias"}),
-        (4, "sharded", True, {"votes": True, "dense_parameters": "*bias"}),
+        *(("sharded", True, settings) for settings in ({}, SEVERAL_REQUESTS)),
+        ("single_server", True, {}),
+        ("allgather", False, {}),
+        ("hierarchical", True, {"local_world_size": 2, **SEVERAL_REQUESTS}),
     ],
     ids=str,
 )
-@on_ranks()
+@on_ranks(4)
 def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology, bidirectional, settings):
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)], Empty(), nn.Linear(20, 20), nn.Linear(20, 20))
+    net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(6)])
     options = {"bucket_cap_mb": 0.001, "find_unused_parameters": settings.pop("votes", False)}
     ddp, state = attached(net, options, **WHOLE, topology=topology, bidirectional=bidirectional, **settings)
     delays, alone = torch.Generator().manual_seed(rank), copy.deepcopy(net)
@@ -197,7 +189,7 @@ def test_an_empty_bucket_completes_in_its_turn(rank, world):
 @on_ranks(2)
 def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world):
     """Torch compares each collective on all ranks before it starts; one rank's second bucket is late."""
-    net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
+    net = ranks.four_layers()
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)  # torch 2.14's DDP crashes on a checked group
     if rank == 1:
         net[1].weight.register_hook(lambda _: time.sleep(0.05))
@@ -250,7 +242,6 @@ def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world)
 
 @on_ranks(2)
 def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
-    """An exchange fails on one rank; the error that reaches training names the bucket."""
     whole, states = dist.new_group([0, 1]), []
     for spoilt in (True, False):
         ddp, state = attached(nn.Linear(20, 5), {"process_group": whole}, ratio=0.5, timeout=timedelta(seconds=2))

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from groups import on_ranks, script, torchrun
+from groups import on_ranks, script
 from laws import codecs_of
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
@@ -57,7 +57,7 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     assert all(logged[f"topk/{side}_residual_norm"] > 0 for side in ("worker", "server"))
 
 
-@pytest.mark.parametrize(("every", "reductions"), [(1, 5), (3, 3), (50, 2), (0, 2)])  # the fourth step ends an epoch
+@pytest.mark.parametrize(("every", "reductions"), [(1, 5), (3, 3), (0, 2)])  # the fourth step ends an epoch
 @on_ranks(2)
 def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, world, every, reductions):
     strategy, totals, reduced = TopKStrategy(), [], []
@@ -77,8 +77,6 @@ def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, wo
 
 
 class Stream(IterableDataset):
-    """Data of an unknown length."""
-
     def __init__(self, data):
         self.data = data
 
@@ -106,7 +104,6 @@ def test_the_monitor_warns_if_it_has_nothing_to_monitor():
 
 @on_ranks(2)
 def test_loggers_and_early_stopping_see_all_keys_layers_and_a_summary(rank, world, tmp_path):
-    """Beside the throughput monitor."""
     monitor, words = CompressionMonitor(per_layer=True, details=True), []
     ended = LambdaCallback(on_train_end=lambda *_: words.append(monitor.summary()))
     speed = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
@@ -122,9 +119,7 @@ def test_loggers_and_early_stopping_see_all_keys_layers_and_a_summary(rank, worl
     assert squares == pytest.approx(logged["topk/worker_residual_norm"] ** 2)
     plan = volume(TopKConfig(ratio=0.1), [ELEMENTS], world=2)
     up, down, dense = (format_bytes(4 * sent) for sent in (plan.uplink, plan.downlink, plan.dense))
-    begin = f"in 4 steps each rank sent {up} up and {down} down instead of {dense} ({plan.saving:.1f}x less)"
-    assert begin in words[0]
-    assert "mean compression error" in words[0]
+    assert f"in 4 steps each rank sent {up} up and {down} down instead of {dense}" in words[0]
     assert "hidden behind backward" not in words[0], "the fourth step, the first to be settled, is measured"
     if rank == 0:
         rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
@@ -136,7 +131,6 @@ def test_loggers_and_early_stopping_see_all_keys_layers_and_a_summary(rank, worl
 
 @on_ranks(2)
 def test_times_are_those_of_steps_that_are_not_measured_and_only_default_keys_are_logged(rank, world):
-    """Even if all steps are logged."""
     seen: list[tuple[bool, bool, bool]] = []
 
     def look(trainer, *_):
@@ -158,29 +152,26 @@ def test_times_are_those_of_steps_that_are_not_measured_and_only_default_keys_ar
     assert "(5 steps timed)" in monitor.summary()
 
 
-@pytest.mark.parametrize("ends", ["by max_steps", "by an error", "by Ctrl+C", "before the first step"])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 @on_ranks(2)
-def test_the_summary_is_printed_once_when_training_ends(rank, world, ends):
+def test_the_summary_is_printed_once_when_training_ends(rank, world, error):
     words: list[str] = []
 
     def fail(trainer, *_):
-        if trainer.global_step == 3 * (ends != "before the first step"):
-            raise KeyboardInterrupt if ends == "by Ctrl+C" else ValueError("no more")
+        if error is not None and trainer.global_step == 3:
+            raise error
 
-    fails = LambdaCallback(**({} if ends == "by max_steps" else {"on_train_batch_start": fail}))
-    expected = {"by max_steps": nullcontext(), "by Ctrl+C": pytest.raises(SystemExit)}
-    failed, handler = pytest.raises(ValueError, match="no more"), signal.getsignal(signal.SIGINT)
-    with mock.patch.object(callback, "rank_zero_info", words.append), expected.get(ends, failed):
-        fit(rank, world, callbacks=[fails], max_steps=5)
+    handler = signal.getsignal(signal.SIGINT)
+    ends = nullcontext() if error is None else pytest.raises((ValueError, SystemExit))
+    with mock.patch.object(callback, "rank_zero_info", words.append), ends:
+        fit(rank, world, callbacks=[LambdaCallback(on_train_batch_start=fail)], max_steps=5)
     signal.signal(signal.SIGINT, handler)  # Lightning ignores Ctrl+C from the first on
-    steps = {"by max_steps": 5, "before the first step": 0}.get(ends, 3)
-    told = [said.partition(" each rank sent")[0] for said in words]
-    assert told == [f"lightning_topk: in {steps} steps"] * (steps > 0)
+    (said,) = words
+    assert said.startswith(f"lightning_topk: in {3 if error else 5} steps each rank sent")
 
 
 @on_ranks(1)
 def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
-    """With Adam too, whose momentum is not adapted."""
     ours, plain = (Module(partial(torch.optim.AdamW, lr=0.01)) for _ in range(2))
     with log("lightning_topk") as said, log("lightning.pytorch.utilities.rank_zero") as noted:
         _, logged = fit(rank, world, ours)
@@ -262,7 +253,7 @@ def test_a_schedule_follows_the_trainers_steps_or_epochs(rank, world, unit):
 
 
 SCRIPT = """
-import lightning as L, lightning_topk, sys, trainers
+import lightning as L, lightning_topk, trainers
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 def norms(strategy):
@@ -277,32 +268,27 @@ if __name__ == "__main__":
     first, strategy, model = First(), lightning_topk.TopKStrategy(ratio=0.01), BoringModel()
     callbacks = [first, lightning_topk.CompressionMonitor()]
     trainer = L.Trainer(strategy=strategy, devices=2, max_steps=3, callbacks=callbacks, **trainers.QUIET)
-    trainer.fit(model)
-    assert first.at_start == {}
-    left = norms(strategy)
-    assert all(norm > 0 for norm in left.values()) and left
-    trainer.fit_loop.epoch_loop.max_steps = 6
-    trainer.fit(BoringModel() if "--other" in sys.argv else model)
-    assert trainer.world_size == 2 and trainer.global_step == 6, trainer.global_step
-    # The same parameters keep their residuals; another model starts without, and at step 0.
-    assert first.at_start == ({} if "--other" in sys.argv else left), (first.at_start, left)
-    assert strategy._last.steps == (3 if "--other" in sys.argv else 6)
+    left = {}
+    for number, model, steps in ((1, model, 3), (2, model, 6), (3, BoringModel(), 3)):
+        trainer.fit_loop.epoch_loop.max_steps = 3 * number
+        trainer.fit(model)
+        assert trainer.world_size == 2 and trainer.global_step == 3 * number, trainer.global_step
+        # The same parameters keep their residuals; another model starts without, and at step 0.
+        assert first.at_start == ({} if number == 3 else left), (number, first.at_start, left)
+        left = norms(strategy)
+        assert all(norm > 0 for norm in left.values()) and left
+        assert strategy._last.steps == steps
     print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
 """
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-def test_a_script_is_started_by_lightning_or_torchrun_and_fits_twice(tmp_path, launcher):
+def test_a_script_starts_its_ranks_and_fits_three_times(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    if launcher == "torchrun":
-        output = torchrun(path, "--other", logs=tmp_path / "logs")
-        output += "".join(log.read_text() for log in (tmp_path / "logs").rglob("stderr.log"))
-    else:
-        output = script(path, log=tmp_path / "log", folder=tmp_path)
-    assert re.findall(r"topk: in (.*) each rank sent", output) == ["3 steps", "3 steps since step 3"]
-    assert "rank 0 trained" in output
-    assert "rank 1 trained" in output
+    output = script(path, log=tmp_path / "log", folder=tmp_path)
+    steps = ["3 steps", "3 steps since step 3", "3 steps since step 6"]
+    assert re.findall(r"topk: in (.*) each rank sent", output) == steps
+    assert {*re.findall("rank . trained", output)} == {"rank 0 trained", "rank 1 trained"}
 
 
 CLI = ROOT / "examples/cli"

@@ -89,7 +89,7 @@ def runs(draw):
 
 
 @given(runs())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_a_run_loses_only_residuals_that_its_settings_drop_whatever_is_regrouped_and_resumed(run):
     world, local, passes = run
     ranks = Ranks(world, local)
@@ -100,15 +100,6 @@ def test_a_run_loses_only_residuals_that_its_settings_drop_whatever_is_regrouped
         for residuals in ranks.residuals * (then == "offload"):
             residuals.offload_to_cpu()
         ranks.check()
-
-
-def test_energies_are_those_of_what_is_held():
-    ranks = Ranks(3, 1)
-    ranks.backward([*range(len(NUMELS))], len(NUMELS), TopKConfig(ratio=0.05))
-    for residuals in ranks.residuals:
-        workers, servers = zip(*residuals.held().values(), strict=True)
-        expected = torch.stack([sum(part.square().sum() for part in parts) for parts in (workers, servers)])
-        torch.testing.assert_close(residuals.energy(), expected)
 
 
 def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
@@ -134,7 +125,6 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
     "other", [torch.zeros(8, 8, 2, 2), torch.zeros(8, 8, 3, 3).to(memory_format=torch.channels_last)]
 )
 def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(other):
-    """The other parameters keep their residuals."""
     bucket = changed, kept = nn.Parameter(torch.zeros(8, 8, 3, 3)), nn.Parameter(torch.zeros(8))
     config, residuals = TopKConfig(ratio=0.1), Residuals()
     end = residuals.endpoint(bucket, plan_bucket(config, [576, 8], 2))

@@ -23,7 +23,7 @@ from lightning_topk.adapters.fsdp import hook
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.runtime import collectives as drive
-from lightning_topk.runtime import groups, lanes, telemetry
+from lightning_topk.runtime import groups, lanes
 from lightning_topk.runtime.groups import Groups
 
 CUDA = torch.device("cuda", 0)
@@ -33,8 +33,6 @@ SIZES = (30_000, 300, 20_000, 17)
 
 @dataclass
 class Case:
-    """How training is simulated."""
-
     scaler: bool = False  # a GradScaler, which skips every other step
     votes: bool = False  # parameters may go unused
     hooks: bool = False  # gradients are accumulated on a stream of their own
@@ -45,8 +43,6 @@ class Case:
 
 
 class Bucket:
-    """DDP's bucket."""
-
     def __init__(self, buffer: torch.Tensor, parameters: list[torch.Tensor], index: int, last: bool) -> None:
         self.buffer, self.parameters = lambda: buffer, lambda: parameters
         self.index, self.is_last = lambda: index, lambda: last
@@ -89,7 +85,6 @@ def gpu(monkeypatch):
 
 
 def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, **settings: Any) -> None:
-    """Trains some steps, with buckets that are regrouped after the first."""
     from lightning_topk.core.ops import cuda
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda if case.kernels else None)
@@ -152,7 +147,6 @@ PLAYED = [
     ("hierarchical", Case(scaler=True, hooks=True), {"wire": "int4"}),
     ("hierarchical", Case(scaler=True, votes=True, kernels=True), {}),
     ("single_server", Case(scaler=True, resumed=True, kernels=True), {}),
-    ("single_server", Case(scaler=True, hooks=True), {"error_feedback": False}),
     ("single_server", Case(scaler=True, hooks=True), {"clip_norm": 1.0}),
     ("allgather", Case(votes=True, hooks=True), {}),
 ]
@@ -204,7 +198,9 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
             gpu.current.wait_stream(hooks)
             g.add_(1.0)  # FSDP copies it to the parameters
             state._backward_ended()
-        (_, ready, ended), (_, exposed, _) = state.report().timings[-2:]
+        report = state.report()
+        (_, ready, ended), (_, exposed, _) = report.timings[-2:]
+        assert min(report.times) > 0, "read once both marks have come"
         state.close()
         torch.zeros(1, device=CUDA)
     assert (gpu.races, gpu.reuses) == (set(), set())
@@ -239,13 +235,10 @@ def test_the_log_names_bucket_and_step_before_each_collective(gpu, monkeypatch, 
     lines = [record.message.split(" of ")[1:] for record in caplog.records if "step 2, bucket 1" in record.message]
     assert [line[0] for line in lines] == ["4, step 2, bucket 1: AllToAll", "4, step 2, bucket 1: AllGather"]
     assert [line[1].split(" elements ")[1] for line in lines] == ["among all, uplink", "among all, downlink"]
-    own = [record for record in caplog.records if record.name == "lightning_topk"]
-    assert all(isinstance(each, str | int) for record in own for each in record.args or ()), "or it keeps jobs"
 
 
 @pytest.mark.parametrize("ends", [True, False, RuntimeError("device-side assert triggered")])
 def test_closing_a_gpu_lane_returns_whether_its_work_has_ended(gpu, monkeypatch, ends):
-    """Groups with work in flight are not destroyed, since that would wait for failed ranks."""
     monkeypatch.setattr(lanes, "PATIENCE", 0.1)
     lane, asked = lanes.StreamLane(CUDA, mock.Mock()), []
 
@@ -279,17 +272,6 @@ def test_a_gpu_lane_takes_no_job_after_a_failed_one(gpu):
         with pytest.raises(MemoryError):
             lane.submit(job)
     assert ran == ["first", "second"]
-
-
-def test_times_of_two_streams_are_read_once_both_marks_have_come(gpu):
-    """Neither stream waits for the other."""
-    marks = []
-    with FakeTensorMode(), gpu:
-        for stream in (torch.cuda.Stream(), gpu.current):
-            with gpu.on(stream):
-                torch.zeros(1, device=CUDA)
-                marks.append(telemetry.mark(CUDA))
-    assert telemetry.seconds(*marks) == 1.0
 
 
 def test_objects_are_sent_on_the_models_device():
