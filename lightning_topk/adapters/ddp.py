@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_topk.adapters.checks import check_ddp_options, check_parameters, watch_gradients
+from lightning_topk.adapters.checks import check_ddp_options, check_parameters, described, watch_gradients
 from lightning_topk.bucket import all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
-from lightning_topk.runtime.groups import device_of, on_gpus
+from lightning_topk.runtime.groups import check_agreement, device_of, on_gpus
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
@@ -136,6 +136,7 @@ def attach(
         group = model.process_group if model.process_group is not dist.group.WORLD else None
         state = TopKState(config, process_group=group, optimizers=optimizers, **arguments)
     try:
+        check_agreement(described(model.module), "Build the same model on every rank.", group)
         state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names(names)
         state.open_groups().connect(model.device)

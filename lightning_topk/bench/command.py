@@ -110,6 +110,8 @@ def run(ranks: int = 2, json: Path | None = None, **work: Any) -> str | None:
     if json is not None and os.environ.get("RANK", "0") == "0":
         json.open("a").close()  # fails now, if it does
     if "RANK" not in os.environ:
+        if wanted.params is None:
+            make_module(wanted.model, wanted.module)  # fails before ranks start
         _start(ranks)
         return None
     if missing := [name for name in LAUNCHED if name not in os.environ]:

@@ -15,7 +15,6 @@ model at any world size. Every worker resumes with it. Elements are in the order
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,12 +146,14 @@ def unusable_if_it_fails() -> Iterator[None]:
 
 def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
     """Raises an error, a ValueError if the reason is known, unless an entry fits a model's parameters."""
+    if not isinstance(entry, Mapping) or "version" not in entry:
+        raise ValueError("it was not written by lightning_topk")
     if entry["version"] != VERSION:
         raise ValueError(f"it has version {entry['version']!r:.50}; this version of lightning_topk reads {VERSION}")
     if entry["mode"] != "mean":
         raise ValueError(_NOT_HERE.get(entry["mode"]) or f"its mode is {entry['mode']!r:.50} instead of 'mean'")
-    if operator.index(entry["steps"]) < 0:
-        raise ValueError(f"steps={entry['steps']} is negative")
+    if type(entry["steps"]) is not int or entry["steps"] < 0:
+        raise ValueError(f"steps={entry['steps']!r:.50} must be an integer of at least 0")
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         raise ValueError(f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)")

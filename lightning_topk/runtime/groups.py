@@ -73,7 +73,8 @@ class Groups:
             left = {each.all.group_name: each for each in _LEFT if each.kind == kind}
             shared = set.intersection(*map(set, gathered([*left], parent)))  # a rank that failed has left none
             if shared:
-                _LEFT.remove(groups := left[min(shared)])
+                groups = left[min(shared)]
+                _LEFT.remove(groups)
                 return groups
         members: dict[Among, tuple[list[list[int]], int]] = {"all": ([ranks], 0)}
         if hierarchy:

@@ -6,6 +6,7 @@ between two passes. So no two threads write the same field, and nothing here cal
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -100,9 +101,10 @@ class Job:
                 outcome = stopped.value
                 break
             sent += request_volume(request, rank, world, local)
-            what = type(request).__name__, request.payload.numel(), request.among, request.direction
-            where = groups.place, self.step, self.name  # not the job, which a record of the log would keep
-            LOGGER.debug("%s, step %d, %s: %s of %d elements among %s, %s", *where, *what)
+            if LOGGER.isEnabledFor(logging.DEBUG):
+                what = type(request).__name__, request.payload.numel(), request.among, request.direction
+                where = groups.place, self.step, self.name  # not the job, which a record of the log would keep
+                LOGGER.debug("%s, step %d, %s: %s of %d elements among %s, %s", *where, *what)
             across_nodes = request.among == "all" and 1 < local < world
             reply, work = collectives.perform(request, groups.among[request.among], background, across_nodes)
             if work is not None:

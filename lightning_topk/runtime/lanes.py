@@ -18,6 +18,7 @@ import atexit
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import cycle
@@ -61,7 +62,9 @@ class ThreadLane:
             self._jobs.put(self._fulfil(job, done))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+                self._thread.stop = self.close  # type: ignore[attr-defined]  # Lightning's tests call it
                 self._thread.start()
+                _THREADED.add(self)
         # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
         # turns it into an error of the future that DDP sees.
         return done.then(lambda future: future.value())
@@ -105,6 +108,7 @@ class ThreadLane:
 
     def close(self) -> bool:
         """Ends the lane; returns whether all jobs ended within ``PATIENCE`` seconds, with no collective in progress."""
+        _THREADED.discard(self)
         thread, self._closed = self._thread, True
         if thread is not None:
             self._jobs.put(iter(()))  # wakes the thread
@@ -112,12 +116,15 @@ class ThreadLane:
         return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
 
 
+_THREADED = weakref.WeakSet[ThreadLane]()
+"""Lanes that were not closed."""
+
+
 @atexit.register
-def _wait_for_threads() -> None:
+def _end_threads() -> None:
     """Waits for jobs in progress: Python ends daemon threads at exit, and one inside torch aborts the process."""
-    for thread in threading.enumerate():
-        if thread.name == NAME:
-            thread.join(timeout=PATIENCE)
+    for lane in list(_THREADED):
+        lane.close()
 
 
 class StreamLane:

@@ -118,6 +118,7 @@ class AdaptedMomentum:
             self._lent = _Temporary()
         self._first.clear()
         every = parameters_of(optimizer)
+        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         asked = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
         steps: list[tuple[Tensor, _Member, Rule]] = []
         known: list[Tensor] = []
@@ -127,11 +128,11 @@ class AdaptedMomentum:
                 continue
             rule, alone = rule_of(group), len(adapted) == len(group["params"])
             if rule.waits:
-                if not alone:  # the other parameters keep their decay
-                    others = {**group, "params": [p for p in group["params"] if p not in asked]}
-                    self._replace(vars(optimizer), "param_groups", [*optimizer.param_groups, others])
-                    self._replace(group, "params", adapted)
                 self._replace(group, "weight_decay", 0.0)  # it is in the gradients of this step
+                for p in () if alone else group["params"]:
+                    if p.grad is not None and p not in asked:
+                        scaled = p if scale is None else p * scale  # a fused step divides gradients
+                        self._lend_gradient(p, p.grad.add(scaled, alpha=rule.sign * rule.decay))
             steps += [(p, self._member(p, optimizer), rule) for p in adapted if p.grad is not None]
             known += adapted
             free = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")] == [None, None, False]
@@ -140,9 +141,11 @@ class AdaptedMomentum:
                 self._replace(group, "fused", True)  # not where others step too: they must keep their bits
         if len(self._members) > len(known):  # parameters were removed
             self._members = {p: self._members[p] for p in known if p in self._members}
-        self._step_buffers(optimizer, steps)
+        self._step_buffers(steps, scale, skipped)
 
-    def _step_buffers(self, optimizer: Optimizer, steps: Sequence[tuple[Tensor, _Member, Rule]]) -> None:
+    def _step_buffers(
+        self, steps: Sequence[tuple[Tensor, _Member, Rule]], scale: Tensor | None, skipped: Tensor | None
+    ) -> None:
         """Steps the momentum buffers, and lends the optimizer others, and gradients that include decay."""
         own = [member.own for _, member, _ in steps]
         made = iter(self._lent.like(own + [p for p, _, rule in steps if rule.waits]))
@@ -157,7 +160,6 @@ class AdaptedMomentum:
                 member.state[self._name] = buffer
             else:
                 self._first.append((p, member))
-        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         ops.catch_up_(several, scale, skipped, self._tables)
 
     def _member(self, p: Tensor, optimizer: Optimizer) -> _Member:

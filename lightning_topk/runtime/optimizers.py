@@ -89,9 +89,13 @@ class Optimizers:
             now, names = self._now() if exist else [], self._names()
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
             check_agreement({"optimizer=": kinds}, "Pass the same optimizer= on every rank.", group)
-            mine = [names[p] for each in now for p in parameters_of(each) if p in names]
-            # ZeroRedundancyOptimizer's inner optimizers share the parameters.
-            self._elsewhere = set().union(*gathered(mine, group)) - {*mine}
+            mine = {names[p]: type(each).__name__ for each in now for p in parameters_of(each) if p in names}
+            rows = gathered([*mine], group)
+            every = set[str]().union(*rows)
+            if sum(map(len, rows)) > len(every):  # ZeroRedundancyOptimizer's inner optimizers share the parameters
+                steps = {f"the optimizer of {name!r}": kind for name, kind in mine.items()}
+                check_agreement(steps, "Pass the same optimizer= on every rank.", group)
+            self._elsewhere = every - mine.keys()
         if exist:
             self.sync()
 

@@ -52,7 +52,7 @@ class HookState:
         announce: Callable[[str], None] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        _check_arguments(config, epoch is not None, optimizers is not None)
+        _check_arguments(config, epoch, optimizers is not None)
         groups, self.config, uneven = connect(config, process_group, timeout, local_world_size)
         self.groups: Groups | None = groups
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
@@ -216,10 +216,12 @@ class HookState:
         self._lane = self.groups = None
 
 
-def _check_arguments(config: TopKConfig, has_epoch: bool, has_optimizers: bool) -> None:
+def _check_arguments(config: TopKConfig, epoch: Any, has_optimizers: bool) -> None:
     """Refuses settings that would have no effect, or one too many, without an argument that was not passed."""
+    if epoch is not None and not callable(epoch):
+        raise TypeError(f"epoch={epoch!r} must be a function that returns the epoch.")
     by_epoch = [r for r in (config.ratio, config.server_ratio) if isinstance(r, Schedule) and r.by_epoch]
-    if by_epoch and not has_epoch:
+    if by_epoch and epoch is None:
         raise ValueError(
             f"{by_epoch[0]!r} depends on the epoch: pass epoch=, a function that returns it, or use steps=."
         )

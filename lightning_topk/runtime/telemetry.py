@@ -166,9 +166,11 @@ class Telemetry:
 
     def drop_report(self) -> None:
         """Discards the exchanges since the last report, which belong to no training step."""
-        reported = self._nonfinite_reported
-        self.report()
-        self._nonfinite_steps = self._nonfinite_reported = reported
+        self.collect()
+        self._report = Report()
+        self._measured.clear()
+        self.timings.clear()
+        self._nonfinite_steps = self._nonfinite_reported
 
     def continue_from(self, other: Telemetry) -> None:
         """Continues the counts and measurements of another state of the same run."""

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topk.adapters.checks import check_parameters
+from lightning_topk.adapters.checks import check_parameters, described
 from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
@@ -220,8 +220,14 @@ def attach(
 ) -> ShardState:
     """Makes the replicas of an FSDP2 model exchange their gradients; see :func:`lightning_topk.attach`."""
     check_shardable(config)
-    replicas: Any = process_group.get_group() if isinstance(process_group, DeviceMesh) else process_group
-    replicas = replicas or dist.group.WORLD
+    replicas: Any = process_group
+    if isinstance(process_group, DeviceMesh) and process_group.ndim == 1:
+        replicas = process_group.get_group()
+    if not isinstance(replicas, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group={process_group!r} must be the ranks that hold the same shard, one per node: a process "
+            "group or one dimension of a device mesh. Pass mesh['replicate'], along which nodes are counted."
+        )
     check_parameters(names_of(model))
     optimizers = getter(optimizer)
     earlier = arguments.get("earlier")
@@ -235,9 +241,7 @@ def attach(
             state.learn_names()
             state.open_groups().connect(groups[0].device)
             state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
-            same: dict[str, Any] = {"the index of the shard": groups[0].ranks.index(dist.get_rank())}
-            for name, p in model.named_parameters():
-                same[name] = f"{tuple(p.shape)} {p.dtype}" + ", frozen" * (not p.requires_grad)
+            same = {"the index of the shard": groups[0].ranks.index(dist.get_rank()), **described(model)}
             remedy = "The ranks of process_group= must hold the same shard of the same model, each on another node."
             check_agreement(same, remedy, replicas)
             for group in groups:

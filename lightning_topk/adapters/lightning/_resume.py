@@ -39,6 +39,16 @@ class Resumes(Strategy):
             **arguments,
         )
 
+    @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Creates the optimizers, and adapts them now: an optimizer calls only hooks that exist when its step begins.
+
+        In automatic optimization the first backward pass runs inside that step.
+        """
+        super().setup_optimizers(trainer)
+        if self.topk_state is not None:
+            self.topk_state.optimizers.sync()
+
     def _absent(self, filepath: Any) -> dict[str, Any] | None:
         """Returns an entry that says why a checkpoint has no residuals; None if all ranks can collect them now."""
         trainer = getattr(self.lightning_module, "_trainer", None)

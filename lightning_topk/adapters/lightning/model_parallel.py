@@ -136,6 +136,8 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         if self._trained() is not trainer.lightning_module:  # another model starts without residuals
             self._last, self._trained = None, weakref.ref(trainer.lightning_module)
         self._attach(attach, timeout=self._timeout_or_none, earlier=self._last, process_group=self._replicas)
+        assert self.topk_state is not None
+        self.topk_state.optimizers.sync()  # they exist already, see setup_optimizers
 
     @contextmanager
     @override
