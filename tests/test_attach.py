@@ -85,6 +85,10 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "must be a torch optimizer, a list of them, or a function": (ddp(), {"optimizer": net.parameters()}),
         "epochs=2) depends on the epoch": (ddp(), {"ratio": 0.1, "server_ratio": by_epoch}),
         "optimizer= is a function on rank 0 and missing on rank 1": (ddp(net), {"optimizer": None if rank else list}),
+        "the optimizer of 'bias' is Adam on rank 0 and missing on rank 1": (
+            ddp(net), {"optimizer": Adam([*net.parameters()][: 2 - rank])},
+        ),
+        "epoch=3 must be a function": (ddp(), {"epoch": 3}),
         "2 ranks cannot be divided into nodes of 3": (ddp(), {"local_world_size": 3, "topology": "hierarchical"}),
         "local_world_size is 1 on rank 0 and 2 on rank 1": (ddp(), {"local_world_size": rank + 1}),
         "ratio is 0.1 on rank 0 and 0.2 on rank 1": (ddp(), {"ratio": 0.1 * (1 + rank)}),

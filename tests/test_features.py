@@ -204,6 +204,27 @@ def test_momentum_is_adapted_in_every_fit_and_not_in_checkpoints(rank, world, tm
 
 
 @on_ranks(2)
+def test_no_step_of_a_fit_or_a_resumed_one_moves_what_was_not_delivered(rank, world, tmp_path):
+    """The first backward pass runs inside the first step, whose hooks must exist by then."""
+    before, moved = [], []
+
+    def look(trainer, module, optimizer):
+        still = torch.cat([p.grad.flatten() for p in module.parameters()]) == 0
+        before[:] = [weights(module), still]
+
+    def compare(trainer, module, *_):
+        moved.append(int((weights(module) != before[0])[before[1]].sum()))
+
+    seen, file = LambdaCallback(on_before_optimizer_step=look, on_train_batch_end=compare), tmp_path / "last.ckpt"
+    for path in (None, file):
+        module = Module(partial(torch.optim.Adam, lr=0.01))
+        strategy, steps = TopKStrategy(saving=10), 2 if path is None else 4
+        trainer, _ = fit(rank, world, module, strategy, [seen], ckpt_path=path, max_steps=steps)
+        trainer.save_checkpoint(file)
+    assert moved == [0] * 4
+
+
+@on_ranks(2)
 def test_lbfgs_is_refused_unless_whole_gradients_are_sent(rank, world):
     newton = partial(torch.optim.LBFGS, lr=0.01, max_iter=3, tolerance_grad=0, tolerance_change=0)
     with pytest.raises(ValueError, match=r"LBFGS evaluates its closure several times.*Pass topology='dense'"):

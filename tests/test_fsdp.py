@@ -399,7 +399,7 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
     fully_shard(partly.first, mesh=inside)
     attach(taken, process_group=between, ratio=0.1)
     cases = {
-        "and the model is sharded over the ranks": (whole, {"ratio": 0.1}),
+        "one dimension of a device mesh. Pass mesh['replicate']": (whole, {"ratio": 0.1}),
         "must hold the same shard, each on a different node": (whole, {"process_group": inside}),
         "with a replicate dimension": (sharded(net(), mesh), {"process_group": between}),
         "on several meshes": (several, {"process_group": between}),

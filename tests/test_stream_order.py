@@ -170,7 +170,7 @@ class Shards:
         self.bucket = lambda g: tuple(self.members)
         sharded = {member: mock.Mock(device_mesh=torch.empty(()), placements=()) for member in self.members}
         self.sharded = sharded.__getitem__
-        self.stop = lambda: None
+        self.watches: list[Any] = []
 
 
 def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
