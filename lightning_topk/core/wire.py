@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_topk.core import ops
 from lightning_topk.core.layout import PayloadFormat
 from lightning_topk.core.ops import reference
 
@@ -176,7 +177,7 @@ class Codec:
         payload = torch.zeros(len(value), form.nbytes, dtype=torch.uint8, device=value.device)
         payload[:, : form.value_bytes] = written
         if form.index_bytes:
-            code = reference.elias_fano_encode(index, self.universe, form.low)
+            code = ops.separate(index).elias_fano_encode(index, self.universe, form.low)
             payload[:, form.value_bytes : form.value_bytes + form.index_bytes] = code
         words = payload.view(WORD)
         words[:, -1] = form.check - words.sum(dim=1, dtype=WORD)
@@ -192,7 +193,7 @@ class Codec:
         value = self.wire.read(payload[:, : form.value_bytes], k).to(dtype)
         if form.index_bytes:
             code = payload[:, form.value_bytes : form.value_bytes + form.index_bytes]
-            return reference.elias_fano_decode(code, universe, k, form.low), value
+            return ops.separate(code).elias_fano_decode(code, universe, k, form.low), value
         if k == universe or self.shared is None:
             known = torch.arange(universe, device=payload.device)
         else:

@@ -61,9 +61,7 @@ def receive(
     for row, payload in enumerate(payloads.numpy()):
         place, value = places[row % rows], values[row % rows]
         code = payload[form.value_bytes : form.value_bytes + form.index_bytes]
-        found = loops.read_positions(code, form.universe, form.low, place)
-        if found != form.k:
-            raise ValueError(f"a payload holds {found} positions instead of {form.k}: it was damaged.")
+        _read_positions(code, form.universe, form.low, place)
         finite &= loops.read_values(payload, form, value)
         if divisor > 1:
             value /= divisor
@@ -72,6 +70,28 @@ def receive(
         if row % rows == rows - 1:
             loops.add_at(parts[row // rows % len(parts)], for_loops, places, values)
     return torch.tensor(bool(finite))
+
+
+def _read_positions(code: np.ndarray, universe: int, low: int, places: np.ndarray) -> None:
+    found = loops.read_positions(code, universe, low, places)
+    if found != len(places):
+        raise ValueError(f"a payload holds {found} positions instead of {len(places)}: it was damaged.")
+
+
+def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
+    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_encode`."""
+    code = torch.empty(len(index), reference.elias_fano_bytes(universe, index.shape[1], low), dtype=torch.uint8)
+    for places, written in zip(index.numpy(), code.numpy(), strict=True):
+        loops.write_positions(places, low, written)
+    return code
+
+
+def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
+    """Same as :func:`lightning_topk.core.ops.reference.elias_fano_decode`."""
+    index = torch.empty(len(code), k, dtype=torch.int64)
+    for row, places in zip(code.numpy(), index.numpy(), strict=True):
+        _read_positions(row, universe, low, places)
+    return index
 
 
 def topk_index(rows: Tensor, k: int) -> Tensor:
