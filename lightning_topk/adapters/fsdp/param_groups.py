@@ -177,7 +177,7 @@ def watch_backward(state: Any) -> None:
 
     Autograd's own callbacks come too early if activations are checkpointed with ``use_reentrant=True``: each block is
     then a nested backward pass. FSDP has a final callback, of the root only. The root may be outside the model, and is
-    known after a forward pass; so the callbacks of all modules are replaced, once.
+    known after a forward pass; so the callbacks of all modules are replaced, once for the life of the process.
     """
     _replace_final_callback()
     _watching[id(state)] = state

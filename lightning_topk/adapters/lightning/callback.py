@@ -233,8 +233,8 @@ class CompressionMonitor(Callback):
             seconds, exposed = zip(*fit.timed.values(), strict=True)
             hidden, steps = 1 - sum(exposed) / max(sum(seconds), 1e-9), len(fit.timed)
             words.append(
-                f"exchange {1000 * median(seconds):.1f} ms per step, {hidden:.0%} of it hidden behind backward "
-                f"({steps} step{'s' * (steps != 1)} timed)"
+                f"exchange {1000 * median(seconds):.1f} ms per step with waiting for other ranks, {hidden:.0%} of it "
+                f"hidden behind backward ({steps} step{'s' * (steps != 1)} timed)"
             )
         return "; ".join(words) + "."
 

@@ -195,15 +195,15 @@ def _model_parallel(**settings: Any) -> Any:
     return TopKModelParallelStrategy(**settings)
 
 
-_named: dict[str, dict[str, Any]] = {
-    "topk": {"start_method": "popen"},
-    "topk_spawn": {"start_method": "spawn"},
-    "topk_fork": {"start_method": "fork"},
-    "topk_notebook": {"start_method": "fork"},
-    "topk_find_unused_parameters_true": {"find_unused_parameters": True},
-}
-for _name, _options in _named.items():
-    StrategyRegistry.register(_name, TopKStrategy, "top-k gradient exchange", override=True, **_options)
-StrategyRegistry.register(
-    "topk_model_parallel", _model_parallel, "FSDP2 inside nodes, top-k gradient exchange between them", override=True
-)
+def _register(name: str, strategy: Any = TopKStrategy, **options: Any) -> None:
+    """Registers a name for ``Trainer(strategy=...)``."""
+    words = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    StrategyRegistry.register(name, strategy, f"top-k gradient exchange; {words}", override=True, **options)
+
+
+_register("topk", start_method="popen")
+_register("topk_spawn", start_method="spawn")
+_register("topk_fork", start_method="fork")
+_register("topk_notebook", start_method="fork")
+_register("topk_find_unused_parameters_true", find_unused_parameters=True)
+_register("topk_model_parallel", _model_parallel)
