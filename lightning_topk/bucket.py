@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -48,7 +49,6 @@ def plan_bucket(
     local: int = 1,
     itemsize: int = 4,
     uncompressed: Sequence[int] = (),
-    tag: int = 0,
 ) -> BucketPlan:
     """Plans the exchange of one bucket, with resolved settings for its compressed part (:func:`for_compressed`).
 
@@ -85,7 +85,6 @@ def plan_bucket(
         momentum=config.momentum,
         clip_norm=None if config.clip_norm is None else config.clip_norm / math.sqrt(world),
         uncompressed=tuple(n for n in uncompressed if sizes[n]) if topology.compresses else (),
-        tag=tag,
     )
     if config.saving is None or not topology.compresses:
         return plan
@@ -145,7 +144,12 @@ def plan_step(
     ``model`` has the elements of all parameters, and of the uncompressed ones, if they are not only the buckets'.
     """
     config = for_compressed(config, *(model or elements(buckets)))
-    plans = [plan_bucket(config, sizes, world, local, size, numbers, tag) for sizes, size, numbers, tag in buckets]
+
+    @cache  # many models repeat a layer
+    def planned(sizes: tuple[int, ...], itemsize: int, uncompressed: tuple[int, ...] = ()) -> BucketPlan:
+        return plan_bucket(config, sizes, world, local, itemsize, uncompressed)
+
+    plans = [replace(planned((*sizes,), size, (*numbers,)), tag=tag) for sizes, size, numbers, tag in buckets]
     if config.saving is None or len(plans) < 2 or world < 2:
         return plans
     spare = TOLERANCE * sum(map(_counted, plans))
@@ -158,7 +162,7 @@ def plan_step(
         if spare >= 0:
             plans[number] = full
             continue
-        least = plan_bucket(config, [LARGE], world, local, plan.itemsize).density()
+        least = planned((LARGE,), plan.itemsize).density()
         if plan.density() < least:
             plans[number] = _sending(plan, k_of(plan.layout.numel, least))
     return plans
