@@ -50,6 +50,7 @@ def test_the_report_names_versions_devices_and_the_variables_that_steer_communic
         (1, {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}, "2, 1 per node: nccl, topology sharded"),
         (8, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "8, 8 per node: nccl, topology sharded"),
         (0, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "3"}, "8, 1 per node: gloo, topology sharded"),
+        (0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "2, 1 per node: gloo, topology sharded"),
         (0, {"WORLD_SIZE": "eight"}, "invalid literal"),
     ],
 )

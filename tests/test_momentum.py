@@ -310,6 +310,20 @@ def test_a_step_that_fails_leaves_the_optimizers_own_state():
     assert torch.equal(parameter.grad, torch.ones(SIZE))
 
 
+def test_a_step_that_fails_leaves_a_group_of_compressed_and_other_parameters_whole():
+    class Exchange:
+        adapted = (nn.Parameter(torch.zeros(SIZE)),)
+
+    both, exchange = [*Exchange.adapted, nn.Parameter(torch.zeros(SIZE))], Exchange()
+    optimizer = Adam(both, weight_decay=0.1, foreach=False)
+    adapt_momentum([optimizer], exchange)
+    for parameter in both:
+        parameter.grad = torch.ones(SIZE)
+    with mock.patch.object(inspect.getmodule(Adam), "adam", side_effect=MemoryError), pytest.raises(MemoryError):
+        optimizer.step()
+    assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [[*map(id, both)]]
+
+
 SQUARE = torch.ones(8, 8)
 
 
